@@ -1,0 +1,1 @@
+"""Train one model over thin wires."""
