@@ -1,0 +1,60 @@
+"""What every codec promises: a tensor becomes bytes, and the bytes become a tensor again."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """A (lossy) code of a float tensor, as bytes.
+
+    A codec is a frozen value without memory. Its payload size depends on the number of elements alone, so that a
+    receiver knows what to expect before it has read a byte. The same tensor gives the same bytes on CPU and GPU.
+
+    Attributes:
+        name: Short name, as the command line takes it, such as `"e3m0"`.
+        wire_id: The number that stands for this codec in a message's header, 1 to 255, never reused.
+        bits_per_element: Bits an element costs in the limit of long tensors, scales included.
+        block: Elements that share a scale; payloads of tensors cut at multiples of it concatenate to the payload
+            of the whole.
+        is_lossless_for_float32: Whether decode gives back every float32 bit.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def wire_id(self) -> int: ...
+    @property
+    def bits_per_element(self) -> float: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def is_lossless_for_float32(self) -> bool: ...
+
+    def payload_bytes(self, numel: int) -> int:
+        """Return the exact payload size in bytes for a tensor of `numel` elements (0 for 0)."""
+        ...
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        """Encode a floating tensor of any rank, size and layout.
+
+        Args:
+            tensor: float32, bfloat16, float16 or float64; read in row-major order.
+            seed: Selects the random stream where rounding is stochastic; unused elsewhere.
+
+        Returns:
+            uint8, shape `(payload_bytes(tensor.numel()),)`, on the tensor's device.
+        """
+        ...
+
+    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
+        """Decode to float32, shape `(numel,)`, on the payload's device.
+
+        Raises:
+            PayloadError: The payload's size does not fit `numel`, or its content is not this codec's.
+            NonFiniteError: The payload says that the tensor held NaN or infinity, and the codec cannot carry it.
+        """
+        ...

@@ -1,0 +1,79 @@
+"""What can go wrong, as one tree.
+
+```
+Exception
+├── ValueError              an argument of the user's is wrong (raised as is, with value, limit and remedy)
+└── ThinwireError           something went wrong while running
+    ├── TransportError      bytes did not arrive as they should
+    │   ├── ConnectError        the replicas could not be joined at the start
+    │   ├── PeerLost            a replica's connection broke
+    │   ├── DeadlineExceeded    a replica did not answer in time
+    │   └── PayloadError        a message is corrupt, foreign or of the wrong size
+    ├── DesyncError         replicas that must agree do not
+    ├── NonFiniteError      a replica sent NaN or infinity
+    ├── DataError           a corpus cannot be read or is too small
+    ├── CheckpointError     a checkpoint is missing, corrupt or foreign
+    ├── MissingExtra        an optional dependency is not installed
+    └── WorkerFailed        a worker process of a local run died
+```
+"""
+
+from __future__ import annotations
+
+
+class ThinwireError(RuntimeError):
+    """Base of every run-time fault of thinwire; its text names the culprit, the round and the remedy."""
+
+
+class TransportError(ThinwireError):
+    """Bytes did not arrive as they should."""
+
+
+class ConnectError(TransportError):
+    """The replicas could not be joined at the start of a run."""
+
+
+class PeerLost(TransportError):
+    """The connection to a replica broke."""
+
+
+class DeadlineExceeded(TransportError):
+    """A replica did not answer before its deadline."""
+
+
+class PayloadError(TransportError):
+    """A message is corrupt, of another version, or not of the expected size."""
+
+
+class DesyncError(ThinwireError):
+    """Replicas that must hold the same global parameters do not."""
+
+
+class NonFiniteError(ThinwireError):
+    """A replica's payload holds NaN or infinity."""
+
+
+class DataError(ThinwireError):
+    """A corpus cannot be read, or holds too little."""
+
+
+class CheckpointError(ThinwireError):
+    """A checkpoint is missing, incomplete, corrupt, or of another run."""
+
+
+class MissingExtra(ThinwireError):
+    """An optional dependency is not installed; the text holds the command that installs it."""
+
+    @classmethod
+    def of(cls, package: str, *, extra: str) -> MissingExtra:
+        """Name the package and the command that installs it.
+
+        Example:
+            >>> print(MissingExtra.of("datasets", extra="hf"))
+            datasets is not installed; install it with: pip install 'thinwire[hf]'
+        """
+        return cls(f"{package} is not installed; install it with: pip install 'thinwire[{extra}]'")
+
+
+class WorkerFailed(ThinwireError):
+    """A worker process of a local run died."""
