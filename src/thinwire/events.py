@@ -1,0 +1,162 @@
+"""What happened on the wire, as values: one record a transfer, in a bounded buffer and to any sink.
+
+Nothing here imports torch, so that a log can be read on a machine without it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Direction = Literal["sent", "received"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One message that crossed (or failed to cross) the wire.
+
+    Attributes:
+        direction: Seen from the replica that recorded it.
+        peer: The other replica.
+        kind: What the message belonged to, such as `"round"` or `"setup"`.
+        round_id: The round, counted from 0.
+        fragment: The fragment, counted from 0.
+        phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
+        payload_bytes: Bytes of the codec's payload.
+        wire_bytes: Payload and thinwire's own header; the kernel adds its own below.
+        started_s: When the transfer was asked for, seconds on the recorder's clock.
+        finished_s: When it was done.
+        error: What went wrong, or an empty text.
+    """
+
+    direction: Direction
+    peer: int
+    kind: str
+    round_id: int
+    fragment: int
+    phase: int
+    payload_bytes: int
+    wire_bytes: int
+    started_s: float
+    finished_s: float
+    error: str = ""
+
+    def to_json(self) -> str:
+        """Write the record as one JSON line without the line's end."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+Sink = Callable[[Transfer], None]
+
+
+class TransferLog:
+    """A bounded ring of the latest transfers, running totals, and a stream to sinks. Safe between threads.
+
+    Args:
+        capacity: How many records are kept; totals count all.
+        sinks: Called with every record, in order; a sink must be quick and must not raise.
+
+    Example:
+        >>> log = TransferLog(capacity=2)
+        >>> log.totals("sent").wire_bytes
+        0
+    """
+
+    def __init__(self, *, capacity: int = 65_536, sinks: Iterable[Sink] = ()) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {capacity}")
+        self._ring: deque[Transfer] = deque(maxlen=capacity)
+        self._sinks = list(sinks)
+        self._totals = {"sent": Totals(), "received": Totals()}
+        self._lock = threading.Lock()
+
+    def add(self, transfer: Transfer) -> None:
+        """Keep one record and hand it to the sinks."""
+        with self._lock:
+            self._ring.append(transfer)
+            if not transfer.error:
+                self._totals[transfer.direction] = self._totals[transfer.direction].plus(transfer)
+            for sink in self._sinks:
+                sink(transfer)
+
+    def add_sink(self, sink: Sink) -> None:
+        """Stream all later records to `sink` too."""
+        with self._lock:
+            self._sinks.append(sink)
+
+    def totals(self, direction: Direction) -> Totals:
+        """Return the sums over everything ever recorded in one direction, failed transfers left out."""
+        with self._lock:
+            return self._totals[direction]
+
+    def __iter__(self) -> Iterator[Transfer]:
+        with self._lock:
+            return iter(list(self._ring))
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._ring)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over transfers: messages, payload bytes, wire bytes."""
+
+    messages: int = 0
+    payload_bytes: int = 0
+    wire_bytes: int = 0
+
+    def plus(self, transfer: Transfer) -> Totals:
+        """Return the sums with one more transfer."""
+        return Totals(
+            messages=self.messages + 1,
+            payload_bytes=self.payload_bytes + transfer.payload_bytes,
+            wire_bytes=self.wire_bytes + transfer.wire_bytes,
+        )
+
+
+def rates(transfers: Iterable[Transfer], *, window_s: float = 0.1) -> list[tuple[float, float]]:
+    """Spread each transfer evenly over its time and sum what falls into each window.
+
+    A transfer is counted from when it was asked for to when it was seen to be done, so a rate is the mean that the wire
+    must have carried, not the burst that a fast link may have made of it.
+
+    Args:
+        transfers: Records of one direction.
+        window_s: Length of a window in seconds.
+
+    Returns:
+        Pairs of (window's start in seconds, bits per second), in order, windows without traffic between the first and
+        the last included as zero. Empty without transfers.
+
+    Raises:
+        ValueError: `window_s` is not positive.
+    """
+    if window_s <= 0:
+        raise ValueError(f"window_s must be positive, got {window_s}")
+    bits: dict[int, float] = {}
+    for transfer in transfers:
+        if transfer.error:
+            continue
+        first = int(transfer.started_s / window_s)
+        last = max(first, int(transfer.finished_s / window_s))
+        duration_s = transfer.finished_s - transfer.started_s
+        for window in range(first, last + 1):
+            share = 1.0
+            if last > first:
+                begin = max(transfer.started_s, window * window_s)
+                end = min(transfer.finished_s, (window + 1) * window_s)
+                share = max(0.0, end - begin) / duration_s
+            bits[window] = bits.get(window, 0.0) + 8 * transfer.wire_bytes * share
+    if not bits:
+        return []
+    return [(w * window_s, bits.get(w, 0.0) / window_s) for w in range(min(bits), max(bits) + 1)]
+
+
+def peak_bits_per_s(transfers: Iterable[Transfer], *, window_s: float = 0.1) -> float:
+    """Return the highest rate in any window, 0 without transfers (see `rates`)."""
+    return max((rate for _, rate in rates(transfers, window_s=window_s)), default=0.0)

@@ -1,0 +1,118 @@
+"""The transport's promise: messages from replica to replica, each with a deadline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+class Kind(IntEnum):
+    """What a message belongs to; part of its header and of its tag."""
+
+    ROUND = 1
+    SETUP = 2
+    BUFFERS = 3
+    CONTROL = 4
+
+    @property
+    def label(self) -> str:
+        """The kind as records and messages name it."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What sender and receiver must agree on before a byte moves, and what the header proves.
+
+    Attributes:
+        kind: What the message belongs to.
+        round_id: The round, counted from 0 (for other kinds: their own running number).
+        fragment: The fragment, counted from 0.
+        phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
+        codec_id: `wire_id` of the payload's codec, 0 for raw bytes.
+        numel: Elements that the payload stands for.
+        payload_bytes: Size of the payload.
+        reference_hash: Hash of the global value that the payload refers to, 0 for none. It is not compared on
+            arrival: the engine compares it over all replicas, so that it can name the odd one.
+    """
+
+    kind: Kind
+    round_id: int
+    fragment: int = 0
+    phase: int = 0
+    codec_id: int = 0
+    numel: int = 0
+    payload_bytes: int = 0
+    reference_hash: int = 0
+
+    def describe(self) -> str:
+        """Name the message in an error's text."""
+        if self.kind is Kind.ROUND:
+            return f"round {self.round_id} (fragment {self.fragment})"
+        return f"{self.kind.label} {self.round_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A message that arrived whole: its payload (uint8, `(payload_bytes,)`, CPU) and the sender's reference hash."""
+
+    payload: torch.Tensor
+    reference_hash: int
+
+
+class Pending(Protocol):
+    """A transfer on its way."""
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether `wait` would return or raise at once."""
+        ...
+
+    def wait(self, *, deadline_s: float) -> Received | None:
+        """Wait until the transfer is done.
+
+        Args:
+            deadline_s: Seconds from now after which the peer counts as hung.
+
+        Returns:
+            The message for a receive, None for a send.
+
+        Raises:
+            DeadlineExceeded: Nothing came in time.
+            PeerLost: The connection broke.
+            PayloadError: The message is corrupt, foreign, or not the expected one.
+        """
+        ...
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Point-to-point messages between the replicas of a run.
+
+    Attributes:
+        replica: This replica's number, 0 to `num_replicas - 1`.
+        num_replicas: How many replicas take part.
+        runs_in_background: Whether an exchange may be driven from a thread of its own. The loopback transport
+            says no: there, everything happens in one deterministic order.
+    """
+
+    @property
+    def replica(self) -> int: ...
+    @property
+    def num_replicas(self) -> int: ...
+    @property
+    def runs_in_background(self) -> bool: ...
+
+    def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
+        """Start to send a payload (uint8, one-dimensional, contiguous, CPU) to another replica."""
+        ...
+
+    def receive(self, *, source: int, envelope: Envelope) -> Pending:
+        """Start to receive the message that `source` sends under the same envelope."""
+        ...
+
+    def close(self) -> None:
+        """Give back sockets and threads; closing twice is fine."""
+        ...

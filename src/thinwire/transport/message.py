@@ -1,0 +1,117 @@
+"""A message's bytes: a versioned, checksummed header of 56 bytes and the payload behind it.
+
+Every field is checked on arrival: a peer's bytes are untrusted input. The layout, little endian:
+
+| offset | bytes | field |
+| --- | --- | --- |
+| 0 | 4 | magic `THWR` |
+| 4 | 1 | version, 1 |
+| 5 | 1 | kind |
+| 6 | 1 | phase |
+| 7 | 1 | codec id |
+| 8 | 4 | sender |
+| 12 | 4 | fragment |
+| 16 | 8 | round |
+| 24 | 8 | elements |
+| 32 | 8 | payload bytes |
+| 40 | 4 | hash of the sender's reference |
+| 44 | 4 | CRC-32 of the payload |
+| 48 | 4 | zero |
+| 52 | 4 | CRC-32 of the 52 bytes before |
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import torch
+
+from thinwire.errors import PayloadError
+from thinwire.transport.base import Envelope, Received
+
+MAGIC = b"THWR"
+VERSION = 1
+_FIELDS = struct.Struct("<4sBBBBIIQQQIII")
+HEADER_BYTES = _FIELDS.size + 4
+
+
+def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Tensor:
+    """Put the header before a payload.
+
+    Args:
+        payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
+        sender: The replica that sends.
+        envelope: What the message is; its `payload_bytes` must be the payload's.
+
+    Returns:
+        uint8, `(HEADER_BYTES + payload_bytes,)`.
+    """
+    assert payload.dtype == torch.uint8 and payload.dim() == 1 and payload.device.type == "cpu"
+    assert payload.numel() == envelope.payload_bytes, "the envelope must state the payload's size"
+    message = torch.empty(HEADER_BYTES + payload.numel(), dtype=torch.uint8)
+    message[HEADER_BYTES:] = payload
+    view = memoryview(message.numpy())
+    fields = _FIELDS.pack(
+        MAGIC,
+        VERSION,
+        envelope.kind,
+        envelope.phase,
+        envelope.codec_id,
+        sender,
+        envelope.fragment,
+        envelope.round_id,
+        envelope.numel,
+        envelope.payload_bytes,
+        envelope.reference_hash,
+        zlib.crc32(view[HEADER_BYTES:]),
+        0,
+    )
+    view[:HEADER_BYTES] = fields + struct.pack("<I", zlib.crc32(fields))
+    return message
+
+
+def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Received:
+    """Check a message against what was expected and take its payload out.
+
+    Args:
+        message: uint8, one-dimensional, CPU: what arrived.
+        source: The replica it should come from.
+        envelope: What it should be.
+
+    Raises:
+        PayloadError: Names the field that is wrong, what was found and what was expected.
+    """
+    view = memoryview(message.numpy())
+    origin = f"{envelope.describe()} from replica {source}"
+    if len(view) < HEADER_BYTES:
+        raise PayloadError(f"{origin}: {len(view)} bytes arrived, fewer than a header's {HEADER_BYTES}")
+    fields = bytes(view[: _FIELDS.size])
+    if struct.unpack("<I", view[_FIELDS.size : HEADER_BYTES])[0] != zlib.crc32(fields):
+        raise PayloadError(f"{origin}: the header's checksum is wrong; the bytes were damaged on the way")
+    magic, version, *found = _FIELDS.unpack(fields)
+    if magic != MAGIC or version != VERSION:
+        raise PayloadError(
+            f"{origin}: expected a thinwire message of version {VERSION}, found {magic!r} version {version}; "
+            f"run the same thinwire on all hosts"
+        )
+    *compared, reference_hash, payload_crc, _ = found
+    expected = (
+        ("kind", envelope.kind),
+        ("phase", envelope.phase),
+        ("codec", envelope.codec_id),
+        ("sender", source),
+        ("fragment", envelope.fragment),
+        ("round", envelope.round_id),
+        ("elements", envelope.numel),
+        ("payload bytes", envelope.payload_bytes),
+    )
+    for (field, want), have in zip(expected, compared, strict=True):
+        if want != have:
+            raise PayloadError(f"{origin}: {field} is {have}, expected {int(want)}; the replicas run different set-ups")
+    body = view[HEADER_BYTES:]
+    if len(body) != envelope.payload_bytes:
+        raise PayloadError(f"{origin}: {len(body)} payload bytes arrived, expected {envelope.payload_bytes}")
+    if zlib.crc32(body) != payload_crc:
+        raise PayloadError(f"{origin}: the payload's checksum is wrong; the bytes were damaged on the way")
+    return Received(payload=message[HEADER_BYTES:], reference_hash=reference_hash)

@@ -1,0 +1,100 @@
+"""Numbers with units: how thinwire reads and writes bytes, rates and times."""
+
+from __future__ import annotations
+
+import re
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_TIME_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_NUMBER = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a number of bytes with a decimal prefix and three significant figures.
+
+    Example:
+        >>> format_bytes(1_650_000), format_bytes(12)
+        ('1.65 MB', '12 B')
+    """
+    return _format(num_bytes, unit="B")
+
+
+def format_rate(bits_per_s: float) -> str:
+    """Write a rate in bits per second with a decimal prefix.
+
+    Example:
+        >>> format_rate(5e6)
+        '5.00 Mbit/s'
+    """
+    return _format(bits_per_s, unit="bit/s")
+
+
+def format_count(count: float) -> str:
+    """Write a plain count with a decimal prefix.
+
+    Example:
+        >>> format_count(3_050_000)
+        '3.05 M'
+    """
+    return _format(count, unit="").rstrip()
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a duration.
+
+    Example:
+        >>> format_seconds(0.0042), format_seconds(3723)
+        ('4.2 ms', '1:02:03')
+    """
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"
+
+
+def parse_rate(text: str) -> float:
+    """Read a rate such as `5mbit`, `1.5 Gbit/s` or `800k` as bits per second.
+
+    Raises:
+        ValueError: The text is no rate.
+
+    Example:
+        >>> parse_rate("5mbit")
+        5000000.0
+    """
+    match = re.fullmatch(_NUMBER + r"([kmgt]?)(?:bit|bits|b)?(?:ps|/s)?\s*", text.lower())
+    if match is None:
+        raise ValueError(f"a rate must look like '5mbit' or '1.5 Gbit/s', got {text!r}")
+    return float(match.group(1)) * _DECIMAL[match.group(2)]
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration such as `40ms`, `2 s` or `10min` as seconds.
+
+    Raises:
+        ValueError: The text is no duration.
+
+    Example:
+        >>> parse_seconds("40ms")
+        0.04
+    """
+    match = re.fullmatch(_NUMBER + r"(us|ms|s|min|h)\s*", text.lower())
+    if match is None:
+        raise ValueError(f"a duration must look like '40ms' or '2s', got {text!r}")
+    return float(match.group(1)) * _TIME_S[match.group(2)]
+
+
+def _format(value: float, *, unit: str) -> str:
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= factor:
+            return (
+                f"{value / factor:.3g} {prefix}{unit}"
+                if value / factor >= 100
+                else (f"{value / factor:.{2 if value / factor < 10 else 1}f} {prefix}{unit}")
+            )
+    return f"{value:.0f} {unit}"
