@@ -1,0 +1,229 @@
+"""Several real processes for a test: each runs one function of a test file with torchrun's environment.
+
+A test names a module-level function; every process imports the test's file, calls the function with the given
+arguments and hands its return value back as JSON:
+
+    def sum_of_ranks(offset: int) -> int: ...
+
+    outcomes = run(sum_of_ranks, num_ranks=2, arguments={"offset": 1})
+    assert [outcome.value for outcome in outcomes] == [...]
+
+`Processes` is the same with hands on: wait for a line of output, stop or kill one process while the others run.
+Whatever happens in the test, no process is left behind: each is killed, by its own id, when the `with` block ends.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+POLL_S = 0.02
+ENVIRONMENT_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one process.
+
+    Attributes:
+        rank: Its RANK.
+        returncode: 0 when the function returned, 1 when it raised, negative for a signal.
+        value: What the function returned; None when it did not.
+        error: Name of the exception's class, or an empty text.
+        text: The exception's text.
+        stdout: All it printed.
+        stderr: All it logged, with the traceback of an exception.
+    """
+
+    rank: int
+    returncode: int
+    value: Any
+    error: str
+    text: str
+    stdout: str
+    stderr: str
+
+
+class Processes:
+    """Processes that run `function(**arguments)`, one a rank.
+
+    Args:
+        function: Module-level function of a test file; returns something JSON can hold.
+        num_ranks: WORLD_SIZE.
+        ranks: Which ranks to start (all by default): a rank left out never comes.
+        arguments: Keyword arguments for every rank, JSON values.
+        environment: Variables on top of torchrun's; a value None removes the variable.
+        prefix: Words before the command of a rank, such as `["ip", "netns", "exec", "left"]`.
+        master_address: MASTER_ADDR.
+        master_port: MASTER_PORT, a free one by default.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        num_ranks: int,
+        ranks: Sequence[int] | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str | None] | None = None,
+        prefix: Callable[[int], Sequence[str]] = lambda rank: (),
+        master_address: str = "127.0.0.1",
+        master_port: int | None = None,
+    ) -> None:
+        self.master_port = free_port() if master_port is None else master_port
+        self.ranks = list(range(num_ranks) if ranks is None else ranks)
+        self._folder = tempfile.TemporaryDirectory(prefix="thinwire-processes-")
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        file = inspect.getsourcefile(function)
+        assert file is not None
+        for rank in self.ranks:
+            torchrun = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": master_address,
+                "MASTER_PORT": str(self.master_port),
+                "OMP_NUM_THREADS": "1",
+            }
+            wanted = {**os.environ, **torchrun, **(environment or {})}
+            command = [sys.executable, __file__, file, function.__name__, json.dumps(dict(arguments or {}))]
+            with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
+                self._processes[rank] = subprocess.Popen(
+                    [*prefix(rank), *command, str(self._file(rank, "json"))],
+                    env={name: value for name, value in wanted.items() if value is not None},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for rank in self._processes:
+            self.signal(rank, signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait(timeout=10)
+        self._folder.cleanup()
+
+    def pid(self, rank: int) -> int:
+        """Return the process id of a rank (of its prefix, where the prefix does not exec)."""
+        return self._processes[rank].pid
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to one rank and what it started; a process that is gone is left alone."""
+        process = self._processes[rank]
+        if process.poll() is None:
+            # The session is the child's own, so its group holds nothing but the child and its children.
+            os.killpg(process.pid, number)
+
+    def kill(self, rank: int) -> None:
+        """Kill one rank the hard way and wait until it is gone."""
+        self.signal(rank, signal.SIGKILL)
+        self._processes[rank].wait(timeout=10)
+
+    def wait_for(self, line: str, *, rank: int, deadline_s: float = 60.0) -> None:
+        """Wait until a rank printed a line."""
+        end = time.monotonic() + deadline_s
+        while line not in self._read(rank, "out").splitlines():
+            ended = self._processes[rank].poll() is not None
+            if ended and line not in self._read(rank, "out").splitlines():
+                raise AssertionError(f"rank {rank} ended before it printed {line!r}:\n{self._read(rank, 'err')}")
+            if time.monotonic() > end:
+                raise AssertionError(
+                    f"rank {rank} did not print {line!r} in {deadline_s} s:\n{self._read(rank, 'err')}"
+                )
+            time.sleep(POLL_S)
+
+    def join(self, *, deadline_s: float = 60.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
+        """Wait for ranks (all by default) to end and return their outcomes in order of rank."""
+        end = time.monotonic() + deadline_s
+        waited = self.ranks if ranks is None else list(ranks)
+        for rank in waited:
+            try:
+                self._processes[rank].wait(timeout=max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                said = "\n".join(f"--- rank {other}\n{self._read(other, 'err')}" for other in waited)
+                raise AssertionError(f"rank {rank} still ran after {deadline_s} s:\n{said}") from None
+        return [self._outcome(rank) for rank in waited]
+
+    def _file(self, rank: int, suffix: str) -> Path:
+        return Path(self._folder.name) / f"rank{rank}.{suffix}"
+
+    def _read(self, rank: int, suffix: str) -> str:
+        return self._file(rank, suffix).read_text(errors="replace")
+
+    def _outcome(self, rank: int) -> Outcome:
+        file = self._file(rank, "json")
+        found = json.loads(file.read_text()) if file.exists() else {"value": None, "error": "", "text": ""}
+        code = self._processes[rank].returncode
+        return Outcome(
+            rank=rank, returncode=code, stdout=self._read(rank, "out"), stderr=self._read(rank, "err"), **found
+        )
+
+
+def run(function: Callable[..., Any], *, num_ranks: int, deadline_s: float = 60.0, **more: Any) -> list[Outcome]:
+    """Run a function in `num_ranks` processes to the end; see `Processes` for the other arguments."""
+    with Processes(function, num_ranks=num_ranks, **more) as processes:
+        return processes.join(deadline_s=deadline_s)
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """Return what the processes returned, and fail with the first traceback where one did not."""
+    for outcome in outcomes:
+        assert outcome.returncode == 0, f"rank {outcome.rank} ended with {outcome.returncode}:\n{outcome.stderr}"
+    return [outcome.value for outcome in outcomes]
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that nobody listens on just now."""
+    with socket.create_server((host, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def announce(line: str) -> None:
+    """Print a line from inside a process for `Processes.wait_for`."""
+    print(line, flush=True)
+
+
+def _main(file: str, name: str, arguments: str, result: str) -> int:
+    path = Path(file)
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    outcome: dict[str, Any] = {"value": None, "error": "", "text": ""}
+    try:
+        outcome["value"] = getattr(module, name)(**json.loads(arguments))
+    except Exception as error:
+        outcome.update(error=type(error).__name__, text=str(error))
+        raise
+    finally:
+        partial = Path(f"{result}.partial")
+        partial.write_text(json.dumps(outcome))
+        partial.replace(result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))
