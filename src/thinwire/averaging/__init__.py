@@ -1,0 +1,1 @@
+"""With whom: topologies, and the exchanges that run on them."""

@@ -1,0 +1,95 @@
+"""Which parameters are exchanged together: pure partitions of names. Nothing here imports torch.
+
+A model is a row of repeated blocks, and what is not in a block: embedding, final norm, head. The blocks are dealt out
+to fragments; the rest is one fragment more (arXiv 2501.18512, section 2.2 and figure 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockParameters:
+    """The names of a model's trainable parameters, by block.
+
+    Attributes:
+        blocks: The names of each block, blocks in the model's order.
+        rest: The names that are in no block.
+    """
+
+    blocks: tuple[tuple[str, ...], ...]
+    rest: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """How blocks are dealt out to fragments.
+
+    Args:
+        order: `"strided"`: fragment p of n holds the blocks p, p + n, p + 2n, ...; `"sequential"`: neighbours.
+        layers_per_fragment: Blocks a fragment (the last ones may hold one less); used where `num_fragments` is None.
+        num_fragments: All fragments together, the one for the rest among them; 1 puts everything into one.
+
+    Raises:
+        ValueError: A number is below 1.
+    """
+
+    order: Literal["strided", "sequential"] = "strided"
+    layers_per_fragment: int = 3
+    num_fragments: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.order not in ("strided", "sequential"):
+            raise ValueError(f"order must be 'strided' or 'sequential', got {self.order!r}")
+        if self.layers_per_fragment < 1:
+            raise ValueError(f"layers_per_fragment must be at least 1, got {self.layers_per_fragment}")
+        if self.num_fragments is not None and self.num_fragments < 1:
+            raise ValueError(f"num_fragments must be at least 1, got {self.num_fragments}")
+
+    def partition(self, parameters: BlockParameters) -> tuple[tuple[str, ...], ...]:
+        """Deal the parameters out: every name in exactly one fragment, block fragments first, the rest last.
+
+        Raises:
+            ValueError: More fragments are asked for than there are blocks and the rest, or there is no parameter.
+
+        Example:
+            >>> three = BlockParameters(blocks=(("a",), ("b",), ("c",)), rest=("head",))
+            >>> Pattern(layers_per_fragment=2).partition(three)
+            (('a', 'c'), ('b',), ('head',))
+        """
+        blocks = [block for block in parameters.blocks if block]
+        has_rest = bool(parameters.rest)
+        if not blocks and not has_rest:
+            raise ValueError("the model has no trainable parameter; unfreeze some before it is wrapped")
+        if self.num_fragments == 1 or not blocks:
+            self._check_count(blocks=len(blocks), has_rest=has_rest)
+            return ((*(name for block in blocks for name in block), *parameters.rest),)
+        num_groups = self._num_groups(len(blocks), has_rest=has_rest)
+        groups: list[tuple[str, ...]] = []
+        for group in range(num_groups):
+            members = self._members(blocks, group=group, num_groups=num_groups)
+            groups.append(tuple(name for block in members for name in block))
+        return (*groups, parameters.rest) if has_rest else tuple(groups)
+
+    def _num_groups(self, num_blocks: int, *, has_rest: bool) -> int:
+        if self.num_fragments is None:
+            return -(-num_blocks // self.layers_per_fragment)
+        self._check_count(blocks=num_blocks, has_rest=has_rest)
+        return self.num_fragments - has_rest
+
+    def _check_count(self, *, blocks: int, has_rest: bool) -> None:
+        limit = max(1, blocks + has_rest)
+        if self.num_fragments is not None and self.num_fragments > limit:
+            raise ValueError(
+                f"num_fragments must be at most {limit} for this model ({blocks} blocks"
+                f"{' and the rest' if has_rest else ''}), got {self.num_fragments}"
+            )
+
+    def _members(self, blocks: Sequence[tuple[str, ...]], *, group: int, num_groups: int) -> Sequence[tuple[str, ...]]:
+        if self.order == "strided":
+            return blocks[group::num_groups]
+        return blocks[group * len(blocks) // num_groups : (group + 1) * len(blocks) // num_groups]

@@ -1,0 +1,147 @@
+"""When replicas exchange: pure schedules over step numbers. Nothing here imports torch.
+
+Steps are counted from 1, as the papers do: step t is the t-th inner step, and a round launched at t is read right after
+that step. A round is launched by every replica after the same step; it may be applied after different steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One exchange of one fragment.
+
+    Attributes:
+        id: Running number, the same on all replicas, in the order of launches.
+        fragment: The fragment that is exchanged.
+        launch_step: The step after which every replica reads and sends the fragment.
+        apply_step: The step after which this replica applies the result.
+    """
+
+    id: int
+    fragment: int
+    launch_step: int
+    apply_step: int
+
+
+class Schedule(Protocol):
+    """When rounds are launched and applied: pure functions of the step, the fragments and the replica."""
+
+    @property
+    def sync_interval(self) -> int:
+        """Inner steps between two exchanges of the same fragment."""
+        ...
+
+    def check(self, *, num_fragments: int, num_replicas: int) -> None:
+        """Raise `ValueError` where the schedule does not fit so many fragments or replicas."""
+        ...
+
+    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return the rounds to launch after inner step `step` (from 1), in the order of their ids."""
+        ...
+
+    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return the rounds that `replica` applies after inner step `step`, in the order of their ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EveryStep:
+    """Exchange everything at every step, and wait for it."""
+
+    @property
+    def sync_interval(self) -> int:
+        """Always 1."""
+        return 1
+
+    def check(self, *, num_fragments: int, num_replicas: int) -> None:
+        """Every number of fragments and replicas fits."""
+
+    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return one round a fragment."""
+        first = (step - 1) * num_fragments
+        return [Round(id=first + f, fragment=f, launch_step=step, apply_step=step) for f in range(num_fragments)]
+
+    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return what was launched after the same step."""
+        return self.launches(step, num_fragments=num_fragments, replica=replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staggered:
+    """Exchange each fragment every `sync_interval` steps, at its own offset, and apply it `overlap_steps` later.
+
+    Fragment p of P is launched after the steps t with `(t - offset(p)) mod H == 0` and `t >= H + offset(p)`, where
+    `offset(p) = floor(p * H / P)`. So fragments are spread evenly over the interval, and none is exchanged before it
+    has run H steps (arXiv 2501.18512, Algorithm 2; its formula would also fire in a first, shorter window, which its
+    own example leaves out, as we do).
+
+    Args:
+        sync_interval: H, at least 1.
+        overlap_steps: tau, 0 <= tau < H: one number, or one a replica where replicas differ in speed.
+        is_staggered: False gives all fragments the offset 0 (DiLoCo exchanges them together).
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> schedule = Staggered(sync_interval=100, overlap_steps=1)
+        >>> [r.launch_step for t in range(301) for r in schedule.launches(t, num_fragments=2) if r.fragment == 1]
+        [150, 250]
+    """
+
+    sync_interval: int
+    overlap_steps: int | tuple[int, ...] = 0
+    is_staggered: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.sync_interval < 1:
+            raise ValueError(f"sync_interval must be at least 1, got {self.sync_interval}")
+        for tau in self._all_overlaps():
+            if not 0 <= tau < self.sync_interval:
+                raise ValueError(
+                    f"overlap_steps must be at least 0 and below sync_interval ({self.sync_interval}), got {tau}; "
+                    f"a fragment's exchange must be applied before its next one starts"
+                )
+
+    def check(self, *, num_fragments: int, num_replicas: int) -> None:
+        """Refuse a list of overlaps that does not name one a replica."""
+        if isinstance(self.overlap_steps, tuple) and len(self.overlap_steps) != num_replicas:
+            raise ValueError(
+                f"overlap_steps names {len(self.overlap_steps)} replicas, but {num_replicas} take part; "
+                f"give one number a replica"
+            )
+
+    def offset(self, fragment: int, *, num_fragments: int) -> int:
+        """Return the fragment's offset within the interval, in steps."""
+        return fragment * self.sync_interval // num_fragments if self.is_staggered else 0
+
+    def overlap_of(self, replica: int) -> int:
+        """Return tau of one replica."""
+        return self.overlap_steps[replica] if isinstance(self.overlap_steps, tuple) else self.overlap_steps
+
+    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return the rounds to launch after `step`."""
+        return self._rounds_launched_at(step, num_fragments=num_fragments, tau=self.overlap_of(replica))
+
+    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return the rounds that `replica` launched tau steps before."""
+        tau = self.overlap_of(replica)
+        return self._rounds_launched_at(step - tau, num_fragments=num_fragments, tau=tau)
+
+    def _all_overlaps(self) -> tuple[int, ...]:
+        return self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
+
+    def _rounds_launched_at(self, step: int, *, num_fragments: int, tau: int) -> list[Round]:
+        rounds = []
+        for fragment in range(num_fragments):
+            interval, rest = divmod(step - self.offset(fragment, num_fragments=num_fragments), self.sync_interval)
+            if rest == 0 and interval >= 1:
+                number = (interval - 1) * num_fragments + fragment
+                rounds.append(Round(id=number, fragment=fragment, launch_step=step, apply_step=step + tau))
+        return rounds

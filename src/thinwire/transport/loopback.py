@@ -1,0 +1,197 @@
+"""Several replicas in one process, in one deterministic order: for tests and simulations.
+
+Each replica's code runs in a thread of its own, but only the one that holds the baton runs; it passes the baton when
+it has to wait for a message or is done, always to the next replica in turn that can go on. So the same program gives
+the same order of events on every run and machine, and a wait that nobody can end is found at once, without a clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from thinwire.errors import DeadlineExceeded
+from thinwire.transport.base import Envelope, Kind, Received
+from thinwire.transport.message import pack, unpack
+
+T = TypeVar("T")
+_Key = tuple[int, int, Kind, int, int, int]
+Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
+
+
+class LoopbackWorld:
+    """The wire between `num_replicas` replicas that live in this process.
+
+    Args:
+        num_replicas: How many replicas, at least 1.
+
+    Attributes:
+        transports: One transport a replica.
+
+    Example:
+        >>> LoopbackWorld(3).run(lambda transport: transport.replica)
+        [0, 1, 2]
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas must be at least 1, got {num_replicas}")
+        self.num_replicas = num_replicas
+        self.transports = [LoopbackTransport(self, replica) for replica in range(num_replicas)]
+        self._mail: dict[_Key, deque[torch.Tensor]] = {}
+        self._baton = threading.Condition()
+        self._turn = 0
+        self._waits_for: list[_Key | None] = [None] * num_replicas
+        self._is_finished = [True] * num_replicas
+
+    def run(self, replica_main: Callable[[LoopbackTransport], T]) -> list[T]:
+        """Run `replica_main(transport)` for every replica and return the results in the replicas' order.
+
+        Raises:
+            BaseException: The first error that any replica raised. The others end with `DeadlineExceeded` where they
+                wait for it.
+        """
+        results: list[T | None] = [None] * self.num_replicas
+        failures: list[BaseException] = []
+        self._waits_for = [None] * self.num_replicas
+        self._is_finished = [False] * self.num_replicas
+        self._turn = 0
+
+        def body(replica: int) -> None:
+            try:
+                self._await_turn(replica)
+                results[replica] = replica_main(self.transports[replica])
+            except BaseException as failure:
+                failures.append(failure)
+            finally:
+                with self._baton:
+                    self._is_finished[replica] = True
+                    self._pass_baton()
+
+        threads = [
+            threading.Thread(target=body, args=(replica,), name=f"replica-{replica}", daemon=True)
+            for replica in range(self.num_replicas)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return results  # type: ignore[return-value]
+
+    def _post(self, key: _Key, message: torch.Tensor) -> None:
+        with self._baton:
+            self._mail.setdefault(key, deque()).append(message)
+
+    def _has_mail(self, key: _Key) -> bool:
+        with self._baton:
+            return bool(self._mail.get(key))
+
+    def _collect(self, key: _Key, *, replica: int, what: str) -> torch.Tensor:
+        with self._baton:
+            self._waits_for[replica] = key
+            if not self._mail.get(key):
+                self._pass_baton()
+                self._baton.wait_for(lambda: self._turn == replica)
+            self._waits_for[replica] = None
+            queue = self._mail.get(key)
+            if not queue:
+                raise DeadlineExceeded(f"{what} never came: no replica in this process can still send it")
+            message = queue.popleft()
+            if not queue:
+                del self._mail[key]
+            return message
+
+    def _await_turn(self, replica: int) -> None:
+        with self._baton:
+            self._baton.wait_for(lambda: self._turn == replica)
+
+    def _pass_baton(self) -> None:
+        """Give the turn to the next replica that can go on; where none can, to one that waits in vain."""
+        order = [(self._turn + offset) % self.num_replicas for offset in range(1, self.num_replicas + 1)]
+        unfinished = [replica for replica in order if not self._is_finished[replica]]
+        for replica in unfinished:
+            key = self._waits_for[replica]
+            if key is None or self._mail.get(key):
+                self._turn = replica
+                break
+        else:
+            self._turn = unfinished[0] if unfinished else -1
+        self._baton.notify_all()
+
+
+class LoopbackTransport:
+    """One replica's end of a `LoopbackWorld`; messages are really packed, checked and copied.
+
+    Attributes:
+        tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
+            the message. For tests of faults.
+    """
+
+    runs_in_background = False
+
+    def __init__(self, world: LoopbackWorld, replica: int) -> None:
+        self._world = world
+        self.replica = replica
+        self.num_replicas = world.num_replicas
+        self.tamper: Tamper | None = None
+
+    def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> _Sent:
+        """Put a copy of the payload into the other replica's mail."""
+        message: torch.Tensor | None = pack(payload, sender=self.replica, envelope=envelope)
+        if self.tamper is not None and message is not None:
+            message = self.tamper(message)
+        if message is not None:
+            self._world._post(_key(self.replica, to, envelope), message)
+        return _Sent()
+
+    def receive(self, *, source: int, envelope: Envelope) -> _Awaited:
+        """Return a handle on the message that `source` sends under this envelope."""
+        return _Awaited(self._world, self.replica, source, envelope)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Sent:
+    def done(self) -> bool:
+        return True
+
+    def wait(self, *, deadline_s: float) -> None:
+        return None
+
+
+class _Awaited:
+    def __init__(self, world: LoopbackWorld, replica: int, source: int, envelope: Envelope) -> None:
+        self._world = world
+        self._replica = replica
+        self._source = source
+        self._envelope = envelope
+        self._key = _key(source, replica, envelope)
+
+    def done(self) -> bool:
+        return self._world._has_mail(self._key)
+
+    def wait(self, *, deadline_s: float) -> Received:
+        what = f"{self._envelope.describe()} from replica {self._source}"
+        message = self._world._collect(self._key, replica=self._replica, what=what)
+        return unpack(message, source=self._source, envelope=self._envelope)
+
+
+def _key(source: int, to: int, envelope: Envelope) -> _Key:
+    return (source, to, envelope.kind, envelope.round_id, envelope.fragment, envelope.phase)
+
+
+def single() -> LoopbackTransport:
+    """Return the transport of a run with one replica, which never sends."""
+    return LoopbackWorld(1).transports[0]
+
+
+def run_replicas(num_replicas: int, replica_main: Callable[[LoopbackTransport], T]) -> Sequence[T]:
+    """Run a function once per replica in a new `LoopbackWorld` and return the results in order."""
+    return LoopbackWorld(num_replicas).run(replica_main)
