@@ -1,1 +1,67 @@
-"""Train one model over thin wires."""
+"""Train one model over thin wires.
+
+```python
+import thinwire
+
+transport = thinwire.connect()
+optimizer = thinwire.DistributedOptimizer(
+    model, inner, method=thinwire.methods.streaming_diloco(sync_interval=100), transport=transport
+)
+```
+
+Names are loaded when they are first used, so that the parts without torch stay quick to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from thinwire.version import __version__
+
+if TYPE_CHECKING:
+    from thinwire import codecs, methods
+    from thinwire.errors import ThinwireError
+    from thinwire.sync.method import Method
+    from thinwire.sync.optimizer import DistributedOptimizer
+    from thinwire.transport.connect import connect
+    from thinwire.transport.faulty import FaultyTransport
+    from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld, run_replicas
+    from thinwire.transport.recording import RecordingTransport
+
+_HOMES = {
+    "DistributedOptimizer": "thinwire.sync.optimizer",
+    "FaultyTransport": "thinwire.transport.faulty",
+    "LoopbackTransport": "thinwire.transport.loopback",
+    "LoopbackWorld": "thinwire.transport.loopback",
+    "Method": "thinwire.sync.method",
+    "RecordingTransport": "thinwire.transport.recording",
+    "ThinwireError": "thinwire.errors",
+    "connect": "thinwire.transport.connect",
+    "run_replicas": "thinwire.transport.loopback",
+}
+_MODULES = ("codecs", "methods")
+
+__all__ = [
+    "DistributedOptimizer",
+    "FaultyTransport",
+    "LoopbackTransport",
+    "LoopbackWorld",
+    "Method",
+    "RecordingTransport",
+    "ThinwireError",
+    "__version__",
+    "codecs",
+    "connect",
+    "methods",
+    "run_replicas",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module."""
+    if name in _MODULES:
+        return importlib.import_module(f"thinwire.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'thinwire' has no attribute {name!r}")

@@ -1,0 +1,41 @@
+"""Methods by name: one file a paper, each a choice of parts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from thinwire.methods.all_reduce import all_reduce
+from thinwire.methods.diloco import diloco
+from thinwire.methods.local_sgd import local_sgd
+from thinwire.methods.outer_learning_rate import default_outer_lr
+from thinwire.methods.streaming_diloco import streaming_diloco
+from thinwire.sync.method import Method
+
+RECIPES: dict[str, Callable[..., Method]] = {
+    "all-reduce": all_reduce,
+    "local-sgd": local_sgd,
+    "diloco": diloco,
+    "streaming-diloco": streaming_diloco,
+}
+
+
+def recipe(name: str) -> Callable[..., Method]:
+    """Return the function that makes a method, by the method's name; `_` and `-` are the same.
+
+    Raises:
+        ValueError: No method has this name; names the nearest ones.
+
+    Example:
+        >>> recipe("streaming_diloco").__name__
+        'streaming_diloco'
+    """
+    key = name.replace("_", "-").lower()
+    if key in RECIPES:
+        return RECIPES[key]
+    near = difflib.get_close_matches(key, RECIPES, n=2, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"unknown method {name!r}{hint} There are: {', '.join(RECIPES)}")
+
+
+__all__ = ["RECIPES", "Method", "all_reduce", "default_outer_lr", "diloco", "local_sgd", "recipe", "streaming_diloco"]

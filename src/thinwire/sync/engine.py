@@ -1,0 +1,213 @@
+"""The engine: asks the schedule what is due, then does it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from thinwire.averaging.exchange import Average
+from thinwire.errors import CheckpointError, DesyncError
+from thinwire.shared_random import derive_seed
+from thinwire.sync.deadlines import Deadlines
+from thinwire.sync.in_flight import Arrived, InFlight, launch
+from thinwire.sync.method import Method
+from thinwire.sync.schedule import Round
+from thinwire.transport.base import Transport
+
+
+@dataclass(slots=True)
+class SyncStatistics:
+    """What synchronisation has cost this replica so far.
+
+    Attributes:
+        rounds_launched: Rounds sent.
+        rounds_applied: Rounds taken in.
+        stalled_s: Seconds the training thread waited for the wire.
+        launching_s: Seconds it spent on reading, encoding and starting to send.
+        applying_s: Seconds it spent on outer steps and blends.
+    """
+
+    rounds_launched: int = 0
+    rounds_applied: int = 0
+    stalled_s: float = 0.0
+    launching_s: float = 0.0
+    applying_s: float = 0.0
+
+
+class Engine:
+    """Drives one method on one replica.
+
+    Args:
+        model: The replica's model.
+        method: The five parts.
+        transport: Joins the replicas.
+        deadlines: Turns measured times into deadlines.
+        seed: Base of the streams of stochastic codecs.
+
+    Raises:
+        ValueError: The method does not fit the model or the number of replicas.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, method: Method, transport: Transport, deadlines: Deadlines, seed: int = 0
+    ) -> None:
+        self.method = method
+        self.transport = transport
+        self.view = method.view.bind(model)
+        self.num_fragments = self.view.parameters.num_fragments
+        self.exchange = method.exchange(transport.num_replicas)
+        self.update = method.update(transport.num_replicas).bind(self.view)
+        self.statistics = SyncStatistics()
+        self.deadlines = deadlines
+        self._alive = tuple(range(transport.num_replicas))
+        self._in_flight: dict[int, InFlight] = {}
+        self._seed = seed
+        method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
+
+    @property
+    def in_flight(self) -> tuple[Round, ...]:
+        """The rounds between launch and apply, in the order of their launch."""
+        return tuple(flight.round for flight in self._in_flight.values())
+
+    def advance(self, step: int) -> None:
+        """Launch and apply what is due at inner step `step`, counted from 1.
+
+        Raises:
+            TransportError: A peer was lost, was late or sent something wrong.
+            DesyncError: Replicas hold different global parameters.
+            NonFiniteError: A replica sent NaN or infinity.
+        """
+        where = {"num_fragments": self.num_fragments, "replica": self.transport.replica}
+        for round in self.method.schedule.launches(step, **where):
+            self._launch(round)
+        for round in self.method.schedule.applies(step, **where):
+            self._apply(round.id)
+        for flight in self._in_flight.values():
+            flight.poll()
+
+    def flush(self) -> None:
+        """Wait for all rounds in flight and apply them, in the order of their launch."""
+        for number in list(self._in_flight):
+            self._apply(number)
+
+    def exchange_everything(self, step: int) -> None:
+        """Flush, then exchange and apply every fragment once, now: the last word of a run.
+
+        Args:
+            step: The last inner step done; all replicas must call this after the same one.
+        """
+        self.flush()
+        # numbers that no scheduled round has or will have: those count launches, at most one a step and fragment
+        first = (1 << 40) + step * self.num_fragments
+        for fragment in range(self.num_fragments):
+            self._launch(Round(id=first + fragment, fragment=fragment, launch_step=step, apply_step=step))
+        self.flush()
+
+    def _launch(self, round: Round) -> None:
+        began_s = time.perf_counter()
+        peers = self.method.topology.peers(round_id=round.id, me=self.transport.replica, alive=self._alive)
+        steps = self.exchange.steps(
+            self.view.read(round.fragment),
+            peers=peers,
+            transport=self.transport,
+            round_id=round.id,
+            fragment=round.fragment,
+            reference_hash=self.view.reference_hash(round.fragment, step=round.launch_step),
+            seed=derive_seed(self._seed, "round", round.id, self.transport.replica),
+        )
+        # while this round is on its way, at most an interval of inner steps passes, here and at the peers
+        deadline_s = self.deadlines.deadline_s(steps=self.method.schedule.sync_interval)
+        in_background = self.transport.runs_in_background
+        self._in_flight[round.id] = launch(steps, round=round, deadline_s=deadline_s, in_background=in_background)
+        self.statistics.rounds_launched += 1
+        self.statistics.launching_s += time.perf_counter() - began_s
+
+    def _apply(self, number: int) -> None:
+        flight = self._in_flight[number]
+        average = self._arrival(flight)
+        del self._in_flight[number]
+        began_s = time.perf_counter()
+        self.update.apply(flight.round.fragment, average.mean)
+        self.statistics.rounds_applied += 1
+        self.statistics.applying_s += time.perf_counter() - began_s
+
+    def _arrival(self, flight: InFlight) -> Average:
+        began_s = time.perf_counter()
+        average = flight.result()
+        self.statistics.stalled_s += time.perf_counter() - began_s
+        self.deadlines.observe_round(flight.duration_s)
+        check_agreement(average.reference_hashes, round=flight.round)
+        return average
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return global values, momenta and rounds in flight; waits for those to arrive, but does not apply them."""
+        flights = []
+        for flight in self._in_flight.values():
+            average = self._arrival(flight)
+            flights.append({"id": flight.round.id, "mean": average.mean, "round": _round_to_state(flight.round)})
+        return {
+            "method": self.method.describe(num_replicas=self.transport.num_replicas),
+            "replica": self.transport.replica,
+            "num_replicas": self.transport.num_replicas,
+            "global": self.view.parameters.state_dict(),
+            "update": self.update.state_dict(),
+            "in_flight": flights,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            CheckpointError: It is of another method, replica, number of replicas or model.
+        """
+        own = {
+            "method": self.method.describe(num_replicas=self.transport.num_replicas),
+            "replica": self.transport.replica,
+            "num_replicas": self.transport.num_replicas,
+        }
+        for field, expected in own.items():
+            if state.get(field) != expected:
+                raise CheckpointError(f"the checkpoint's {field} is {state.get(field)!r}, this run's is {expected!r}")
+        self.view.parameters.load_state_dict(state["global"])
+        self.update.load_state_dict(state["update"])
+        self._in_flight = {}
+        for flight in state["in_flight"]:
+            round = Round(**flight["round"])
+            average = Average(mean=flight["mean"].clone(), reference_hashes={})
+            self._in_flight[round.id] = Arrived(average, round=round)
+
+
+def check_agreement(hashes: Mapping[int, int], *, round: Round) -> None:
+    """Hold the replicas' hashes of their global values against each other.
+
+    Raises:
+        DesyncError: They differ; names the replicas that are not with the majority, or all where there is none.
+    """
+    counts: dict[int, list[int]] = {}
+    for replica, value in hashes.items():
+        counts.setdefault(value, []).append(replica)
+    if len(counts) <= 1:
+        return
+    largest = max(counts.values(), key=len)
+    odd = sorted(set(hashes) - set(largest))
+    if 2 * len(largest) <= len(hashes):
+        odd = sorted(hashes)
+    names = ", ".join(str(replica) for replica in odd)
+    who = f"replica {names} disagrees with the others" if len(odd) == 1 else f"replicas {names} disagree"
+    raise DesyncError(
+        f"{who} about the global parameters of fragment {round.fragment} in round {round.id}; something changed "
+        f"parameters outside the optimizer, or the hosts run different code; resume from a checkpoint before that"
+    )
+
+
+def _round_to_state(round: Round) -> dict[str, int]:
+    return {
+        "id": round.id,
+        "fragment": round.fragment,
+        "launch_step": round.launch_step,
+        "apply_step": round.apply_step,
+    }

@@ -1,0 +1,124 @@
+"""The global parameters: the value all replicas agree on, in float32 in host memory, one vector a fragment."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from thinwire.errors import CheckpointError
+from thinwire.transport.shards import flatten, local_shard, unflatten_into
+
+
+class GlobalParameters:
+    """Global values of a model's fragments, next to the model's own (local) parameters.
+
+    Args:
+        model: The replica's model; its parameters are the local values.
+        fragments: The names of each fragment's parameters.
+        has_values: False where local and global values are always the same, so that no second copy is kept.
+
+    Attributes:
+        fragments: The names, by fragment.
+        parameters: The model's own parameters, by fragment.
+        values: float32 on the CPU, one `(numel,)` vector a fragment (of this rank's shards); empty without values.
+    """
+
+    def __init__(self, model: nn.Module, fragments: Sequence[Sequence[str]], *, has_values: bool = True) -> None:
+        by_name = dict(model.named_parameters())
+        self.fragments = tuple(tuple(names) for names in fragments)
+        self.parameters = [[by_name[name] for name in names] for names in self.fragments]
+        self._has_values = has_values
+        self.values: list[torch.Tensor] = []
+        self.read_locals()
+
+    def read_locals(self) -> None:
+        """Take the model's present parameters as the global ones."""
+        if self._has_values:
+            self.values = [flatten(self.locals(fragment)).cpu() for fragment in range(self.num_fragments)]
+
+    def locals(self, fragment: int) -> list[torch.Tensor]:
+        """Return a fragment's tensors in the model (this rank's shards), to read and to write."""
+        return [local_shard(parameter) for parameter in self.parameters[fragment]]
+
+    @property
+    def num_fragments(self) -> int:
+        """How many fragments there are."""
+        return len(self.fragments)
+
+    def numel(self, fragment: int) -> int:
+        """Return how many elements this rank holds of a fragment."""
+        return sum(tensor.numel() for tensor in self.locals(fragment))
+
+    def pseudo_gradient(self, fragment: int) -> torch.Tensor:
+        """Return global minus local: float32, `(numel,)`, a new tensor on the local parameters' device."""
+        local = flatten(self.locals(fragment))
+        # the copy to the device is the only piece of the global value there, and lives as long as this call
+        return local.neg_().add_(self.values[fragment].to(local.device))
+
+    def blend_into_locals(self, fragment: int, *, blend: float) -> None:
+        """Set the local parameters to `blend * local + (1 - blend) * global`."""
+        tensors = self.locals(fragment)
+        device = tensors[0].device if tensors else torch.device("cpu")
+        target = self.values[fragment].to(device)
+        if blend > 0:
+            # local + (1 - blend) * (global - local): exact where local and global are equal
+            target = torch.lerp(flatten(tensors), target, 1 - blend)
+        unflatten_into(target, tensors)
+
+    def reference_hash(self, fragment: int) -> int:
+        """Return a 32-bit checksum of a fragment's global value (CRC-32 of its bytes)."""
+        return checksum(self.values[fragment])
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Put the global values into the model, and the local ones back at the end, bit for bit."""
+        if not self._has_values:
+            yield
+            return
+        kept = [[tensor.clone() for tensor in self.locals(fragment)] for fragment in range(self.num_fragments)]
+        try:
+            for fragment in range(self.num_fragments):
+                self.blend_into_locals(fragment, blend=0.0)
+            yield
+        finally:
+            for fragment, values in enumerate(kept):
+                for tensor, value in zip(self.locals(fragment), values, strict=True):
+                    tensor.copy_(value)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the values by fragment."""
+        return {str(fragment): value for fragment, value in enumerate(self.values)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take values back.
+
+        Raises:
+            CheckpointError: The number of fragments or a size differs.
+        """
+        load_vectors(state, self.values, what="global value")
+
+
+def checksum(vector: torch.Tensor) -> int:
+    """Return the CRC-32 of a contiguous CPU vector's bytes, 0 for an empty one."""
+    return zlib.crc32(memoryview(vector.numpy()).cast("B")) if vector.numel() else 0
+
+
+def load_vectors(state: dict[str, torch.Tensor], into: Sequence[torch.Tensor], *, what: str) -> None:
+    """Copy saved per-fragment vectors into those of the running model.
+
+    Raises:
+        CheckpointError: The number of vectors or a size differs; names what was found and expected.
+    """
+    if set(state) != {str(index) for index in range(len(into))}:
+        raise CheckpointError(f"the checkpoint holds a {what} for {len(state)} fragments, this run has {len(into)}")
+    for index, target in enumerate(into):
+        saved = state[str(index)]
+        if saved.shape != target.shape:
+            raise CheckpointError(
+                f"the checkpoint's {what} of fragment {index} has {saved.numel()} elements, this run's {target.numel()}"
+            )
+        target.copy_(saved)

@@ -1,0 +1,39 @@
+"""A method: when to exchange, with whom, what, in which code, and how the result is applied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from thinwire.averaging.exchange import Exchange
+from thinwire.averaging.topology import Topology
+from thinwire.sync.schedule import Schedule
+from thinwire.sync.updates import Update
+from thinwire.sync.views import View
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """Five parts; a paper is one file that chooses them.
+
+    Attributes:
+        name: As the command line takes it, such as `"streaming-diloco"`.
+        schedule: When.
+        topology: With whom.
+        view: What.
+        exchange: In which code and along which messages; a function of the number of replicas, since the cheapest
+            exchange depends on it.
+        update: How the result is applied; a function of the number of replicas, since good outer learning rates do.
+    """
+
+    name: str
+    schedule: Schedule
+    topology: Topology
+    view: View
+    exchange: Callable[[int], Exchange]
+    update: Callable[[int], Update]
+
+    def describe(self, *, num_replicas: int) -> str:
+        """Return the parts in one line, the same on all replicas that run the same method."""
+        parts = (self.schedule, self.topology, self.view, self.exchange(num_replicas), self.update(num_replicas))
+        return f"{self.name}: " + " | ".join(repr(part) for part in parts)

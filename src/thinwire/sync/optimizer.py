@@ -1,0 +1,312 @@
+"""The one seam between a user's training loop and thinwire: an optimizer that wraps an optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.averaging.exchange import TwoPhase
+from thinwire.averaging.topology import Peers
+from thinwire.codecs import float32
+from thinwire.errors import CheckpointError
+from thinwire.sync.deadlines import Deadlines
+from thinwire.sync.engine import Engine, SyncStatistics
+from thinwire.sync.in_flight import launch
+from thinwire.sync.method import Method
+from thinwire.sync.schedule import Round
+from thinwire.sync.setup import agree
+from thinwire.transport.base import Kind, Transport
+from thinwire.transport.loopback import single
+from thinwire.transport.shards import flatten, unflatten_into
+
+_STATE_VERSION = 1
+_STATE_KEYS = {"version", "inner", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer so that replicas of a model train together over thin wires.
+
+    It is a `torch.optim.Optimizer` with the inner optimizer's own parameter groups and state: learning-rate
+    schedulers, `GradScaler`, clipping and gradient accumulation work as before. Every call of `step` counts as one
+    inner step of the schedule, also one that a `GradScaler` skips, so that replicas never drift apart in their rounds.
+
+    Args:
+        model: The replica's model, the same on all replicas; its values are set to replica 0's here.
+        inner: Any optimizer over the model's parameters.
+        method: When, with whom, what, in which code and how: see `thinwire.methods`.
+        transport: Joins the replicas: `thinwire.connect()`; None trains alone.
+        minimum_deadline_s: Floor of every wait for a peer; above it, deadlines follow measured step times.
+        seed: Base of the streams of stochastic codecs.
+
+    Raises:
+        ValueError: The method does not fit the model, the inner optimizer or the number of replicas.
+        DesyncError: Another replica runs another model or method.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = thinwire.DistributedOptimizer(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), method=thinwire.methods.diloco(sync_interval=2)
+        ... )
+        >>> for _ in range(4):
+        ...     model(torch.ones(1, 3)).sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.statistics.rounds_applied
+        2
+    """
+
+    # GradScaler then calls step() also for steps it wants skipped, and says so in `found_inf`
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method, transport: Transport | None = None,
+        minimum_deadline_s: float = 60.0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        _check_inner(model, inner)
+        self.inner = inner
+        self._is_ready = False
+        super().__init__(inner.param_groups, dict(inner.defaults))
+        self._share_state()
+        self._is_ready = True
+        self._model = model
+        self.transport = single() if transport is None else transport
+        self._deadlines = Deadlines(minimum_s=minimum_deadline_s)
+        description = method.describe(num_replicas=self.transport.num_replicas)
+        agree(
+            model, description=description, transport=self.transport,
+            deadline_s=self._deadlines.deadline_s(steps=1),
+        )  # fmt: skip
+        self._engine = Engine(model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed)
+        self._steps_done = 0
+        self._buffer_rounds = 0
+        self._gradient_rounds = 0
+        self._last_step_s: float | None = None
+        self._holds_global = False
+        self._is_closed = False
+
+    @property
+    def method(self) -> Method:
+        """The method that runs."""
+        return self._engine.method
+
+    @property
+    def steps_done(self) -> int:
+        """Inner steps so far, those that a GradScaler skipped among them."""
+        return self._steps_done
+
+    @property
+    def statistics(self) -> SyncStatistics:
+        """What synchronisation has cost so far."""
+        return self._engine.statistics
+
+    @property
+    def num_fragments(self) -> int:
+        """How many fragments the model was cut into."""
+        return self._engine.num_fragments
+
+    @property
+    def fragments(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the parameters of each fragment."""
+        return self._engine.view.parameters.fragments
+
+    @property
+    def rounds_in_flight(self) -> tuple[Round, ...]:
+        """The rounds between launch and apply."""
+        return self._engine.in_flight
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do one inner step, and the rounds that are due.
+
+        Args:
+            closure: As for the inner optimizer; where gradients are exchanged at every step, they are averaged after
+                each of its calls, so all replicas must call it equally often.
+
+        Returns:
+            What the inner optimizer's `step` returns.
+
+        Raises:
+            TransportError: A peer was lost, was late or sent something wrong.
+            DesyncError: Replicas hold different global parameters.
+            RuntimeError: The optimizer is closed, or the model holds the global parameters just now.
+        """
+        if self._is_closed:
+            raise RuntimeError("step() after close(); build a new DistributedOptimizer to train on")
+        if self._holds_global:
+            raise RuntimeError("step() inside global_parameters(); leave the with block first, then train on")
+        self._observe_time()
+        self._steps_done += 1
+        if self.method.view.moment == "after_inner_step":
+            result = self._inner_step(closure)
+            self._engine.advance(self._steps_done)
+            return result
+        if closure is not None:
+            return self._inner_step(self._averaging(closure))
+        self._unscale()
+        self._average_gradients()
+        return self._inner_step(None)
+
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Put the global parameters into the model for as long as the block lasts: evaluate and save these.
+
+        Buffers stay this replica's own (see `average_buffers`). Rounds in flight stay in flight.
+        """
+        self._holds_global = True
+        try:
+            with self._engine.view.parameters.in_model():
+                yield
+        finally:
+            self._holds_global = False
+
+    def average_buffers(self) -> None:
+        """Replace the model's floating buffers (BatchNorm's statistics) by their mean over the replicas.
+
+        All replicas must call it after the same step. Thinwire never does this by itself: statistics belong to the
+        parameters they were gathered with.
+
+        Raises:
+            TransportError: A replica did not take part.
+        """
+        buffers = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        if not buffers or self.transport.num_replicas == 1:
+            return
+        me = self.transport.replica
+        steps = TwoPhase(codec=float32()).steps(
+            flatten(buffers), peers=Peers(me=me, members=tuple(range(self.transport.num_replicas))),
+            transport=self.transport, round_id=self._buffer_rounds, kind=Kind.BUFFERS,
+        )  # fmt: skip
+        round = Round(id=self._buffer_rounds, fragment=0, launch_step=self._steps_done, apply_step=self._steps_done)
+        self._buffer_rounds += 1
+        deadline_s = self._deadlines.deadline_s(steps=self.method.schedule.sync_interval)
+        flight = launch(steps, round=round, deadline_s=deadline_s, in_background=self.transport.runs_in_background)
+        unflatten_into(flight.result().mean, buffers)
+
+    def close(self, *, final_exchange: bool = False) -> None:
+        """Flush the rounds in flight. Closing twice is fine.
+
+        Args:
+            final_exchange: Also exchange every fragment once more, so that the global parameters hold the work since
+                their last rounds. All replicas must say the same.
+        """
+        if self._is_closed:
+            return
+        if final_exchange and self.method.view.moment == "after_inner_step":
+            self._engine.exchange_everything(self._steps_done)
+        else:
+            self._engine.flush()
+        self._is_closed = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: fragments and offsets are fixed once replicas have started.
+
+        Raises:
+            ValueError: Always, after construction.
+        """
+        if self._is_ready:
+            raise ValueError(
+                "add_param_group() would change the fragments while replicas train; add the group to the inner "
+                "optimizer before it is wrapped"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state and thinwire's own: global values, momenta, rounds in flight.
+
+        Waits for rounds in flight to arrive, without applying them, so that the state stands for itself.
+        """
+        return {
+            "version": _STATE_VERSION,
+            "inner": self.inner.state_dict(),
+            "steps_done": self._steps_done,
+            "buffer_rounds": self._buffer_rounds,
+            "gradient_rounds": self._gradient_rounds,
+            "sync": self._engine.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; the model's own parameters are loaded with the model.
+
+        Raises:
+            CheckpointError: The state is of another version, method, replica or model.
+        """
+        if not _STATE_KEYS <= set(state_dict):
+            raise CheckpointError(f"this is no state of a DistributedOptimizer; it has the keys {sorted(state_dict)}")
+        if state_dict["version"] != _STATE_VERSION:
+            raise CheckpointError(
+                f"the state has version {state_dict['version']}; this thinwire reads {_STATE_VERSION}"
+            )
+        self._engine.load_state_dict(state_dict["sync"])
+        self.inner.load_state_dict(state_dict["inner"])
+        self._share_state()
+        self._steps_done = state_dict["steps_done"]
+        self._buffer_rounds = state_dict["buffer_rounds"]
+        self._gradient_rounds = state_dict["gradient_rounds"]
+
+    def _share_state(self) -> None:
+        # the very objects of the inner optimizer: a scheduler that sets lr here sets it there
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+
+    def _observe_time(self) -> None:
+        now_s = time.monotonic()
+        if self._last_step_s is not None:
+            self._deadlines.observe_step(now_s - self._last_step_s)
+        self._last_step_s = now_s
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def averaged() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._average_gradients()
+            return loss
+
+        return averaged
+
+    def _average_gradients(self) -> None:
+        # counted apart from steps: an inner optimizer may call its closure several times a step
+        self._gradient_rounds += 1
+        self._engine.advance(self._gradient_rounds)
+
+    def _unscale(self) -> None:
+        """Divide a GradScaler's scale out before gradients are averaged: replicas' scales may differ."""
+        scale = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        for parameter in self._gradients_owners():
+            assert parameter.grad is not None
+            parameter.grad.div_(scale.to(parameter.grad.device))
+        self.grad_scale: torch.Tensor | None = None
+
+    def _inner_step(self, closure: Callable[[], Any] | None) -> Any:
+        if not hasattr(self, "found_inf"):
+            return self.inner.step(closure) if closure is not None else self.inner.step()
+        self._unscale()
+        found_inf = bool(self.found_inf) or not self._gradients_are_finite()
+        return None if found_inf else self.inner.step()
+
+    def _gradients_are_finite(self) -> bool:
+        if self.method.view.moment == "after_inner_step":
+            return True  # GradScaler has looked already
+        # the mean is infinite on all replicas as soon as one replica's gradient was
+        return all(bool(torch.isfinite(p.grad).all()) for p in self._gradients_owners() if p.grad is not None)
+
+    def _gradients_owners(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _check_inner(model: nn.Module, inner: torch.optim.Optimizer) -> None:
+    if isinstance(inner, DistributedOptimizer):
+        raise ValueError("inner is a DistributedOptimizer already; wrap the plain optimizer once")
+    stepped = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    foreign = stepped - {id(parameter) for parameter in model.parameters()}
+    if foreign:
+        raise ValueError(
+            f"the inner optimizer holds {len(foreign)} parameters that are not the model's, so they would never be "
+            f"exchanged; build it from model.parameters()"
+        )

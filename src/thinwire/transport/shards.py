@@ -1,0 +1,64 @@
+"""A parameter's part on this rank: itself, or the local shard of a DTensor (FSDP2, tensor parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor that holds this rank's part; writing into it changes the parameter.
+
+    Args:
+        tensor: A plain tensor or a DTensor, of any shape; a shard may be empty.
+
+    Returns:
+        The tensor itself, or the DTensor's local tensor, without a gradient graph.
+    """
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def flatten(tensors: Sequence[torch.Tensor], *, device: torch.device | None = None) -> torch.Tensor:
+    """Copy tensors, one behind the other in row-major order, into one new float32 vector.
+
+    Args:
+        tensors: Any shapes, dtypes and layouts; may be empty.
+        device: Where the vector is made; the first tensor's device by default.
+
+    Returns:
+        float32, `(sum of the tensors' elements,)`.
+    """
+    if device is None:
+        device = tensors[0].device if tensors else torch.device("cpu")
+    flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32, device=device)
+    start = 0
+    for tensor in tensors:
+        part = flat[start : start + tensor.numel()]
+        part.view(tensor.shape).copy_(tensor)
+        start += tensor.numel()
+    return flat
+
+
+def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write a vector made by `flatten` back into the tensors, in their own dtypes.
+
+    Args:
+        flat: `(sum of the tensors' elements,)`.
+        tensors: Where the elements go.
+    """
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
+    assert start == flat.numel(), "the vector must have exactly the tensors' elements"
+
+
+def ends_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return where each tensor ends within the vector that `flatten` makes."""
+    ends, total = [], 0
+    for tensor in tensors:
+        total += tensor.numel()
+        ends.append(total)
+    return ends
