@@ -1,0 +1,225 @@
+"""Which address a host shows to the others, and whether they reach it.
+
+The classic failure of a first run on two machines is a host that advertises 127.0.0.1 (its own name in `/etc/hosts`):
+gloo then hangs until its time-out and says nothing of use. These functions find the address, prove it before gloo
+starts, and name both ends when it does not work. IPv4 only.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from thinwire.errors import ConnectError
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK_NAMESPACE = Path("/proc/self/ns/net")
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_MAX_NOTE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Station:
+    """Where one rank can be reached.
+
+    Attributes:
+        rank: The rank.
+        replica: The replica it belongs to.
+        hostname: For people.
+        host: Equal for two ranks that share a kernel and a network namespace, and so reach each other's loopback.
+        address: The IPv4 address it advertises.
+        port: A port on which it listens while the addresses are checked.
+    """
+
+    rank: int
+    replica: int
+    hostname: str
+    host: str
+    address: str
+    port: int
+
+    def to_json(self) -> str:
+        """Write the station as the note that the other ranks read."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str, *, rank: int) -> Station:
+        """Read the note of a rank; it comes from the network and is not trusted.
+
+        Raises:
+            ConnectError: It is no station, or another rank's.
+        """
+        try:
+            if len(text) > _MAX_NOTE_BYTES:
+                raise ValueError(f"{len(text)} characters")
+            fields = json.loads(text)
+            station = cls(**fields)
+            ipaddress.IPv4Address(station.address)
+            kinds = (station.rank, int), (station.replica, int), (station.port, int), (station.hostname, str)
+            if not all(type(value) is kind for value, kind in kinds) or type(station.host) is not str:
+                raise TypeError("a field has the wrong type")
+            if station.rank != rank or not 0 < station.port < 65_536:
+                raise ValueError(f"rank {station.rank}, port {station.port}")
+        except (ValueError, TypeError) as error:
+            raise ConnectError(
+                f"rank {rank} introduced itself in a way that this version does not understand ({error}); run the same "
+                f"thinwire on all hosts, and give each run a MASTER_PORT of its own"
+            ) from None
+        return station
+
+    def describe(self) -> str:
+        """Name the rank and its host in an error's text."""
+        return f"replica {self.replica} (rank {self.rank}) on host {self.hostname}"
+
+
+def host_identity() -> str:
+    """Return a text that is equal for two processes exactly when they reach each other over loopback."""
+    if not _BOOT_ID.exists():
+        return socket.gethostname()
+    # Containers on one machine share the kernel but not the loopback interface: the namespace tells them apart.
+    return f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}"
+
+
+def local_addresses() -> dict[str, tuple[str, ...]]:
+    """Return the IPv4 addresses of each interface that has one, in the kernel's order."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = tuple(entry.address for entry in entries if entry.family == socket.AF_INET)
+        if addresses:
+            found[name] = addresses
+    return found
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface.
+
+    Raises:
+        ValueError: There is no such interface, or it has no IPv4 address.
+    """
+    found = local_addresses()
+    if interface in found:
+        return found[interface][0]
+    if interface in psutil.net_if_addrs():
+        raise ValueError(f"interface {interface!r} has no IPv4 address; those that have one: {_listing(found)}")
+    raise ValueError(f"there is no interface {interface!r} on this host; those that exist: {_listing(found)}")
+
+
+def interface_of(address: str) -> str:
+    """Return the interface that holds an IPv4 address.
+
+    Raises:
+        ValueError: No interface of this host has it, or it is not its interface's first, the one gloo listens on.
+    """
+    found = local_addresses()
+    for interface, addresses in found.items():
+        if address == addresses[0]:
+            return interface
+        if address in addresses:
+            raise ValueError(
+                f"{address} is not the first address of {interface}, and gloo listens on the first; "
+                f"use {addresses[0]}, or give {address} a label of its own (ip address add ... label {interface}:1)"
+            )
+    raise ValueError(f"no interface of this host has the address {address!r}; those that exist: {_listing(found)}")
+
+
+def resolve(host: str) -> str:
+    """Return the first IPv4 address of a host's name (or of an address written as text).
+
+    Raises:
+        ValueError: The name has none.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ValueError(f"{host!r} cannot be resolved to an IPv4 address: {error}; use the address itself") from None
+    return str(found[0][4][0])
+
+
+def address_towards(host: str) -> str:
+    """Return the local address from which packets to `host` would leave.
+
+    Raises:
+        ValueError: `host` cannot be resolved.
+        ConnectError: There is no route to it.
+    """
+    target = resolve(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; the kernel only chooses the route.
+            probe.connect((target, 9))
+        except OSError as error:
+            raise ConnectError(
+                f"this host has no route to MASTER_ADDR {host!r} ({target}): {error.strerror}; "
+                f"check the address and the host's network"
+            ) from None
+        address: str = probe.getsockname()[0]
+    # The kernel answers 127.0.0.1 for all of 127.0.0.0/8, and that is what the loopback interface holds.
+    return address
+
+
+def listen(address: str, *, backlog: int) -> socket.socket:
+    """Listen on a free port of an address; the kernel answers connections, nobody needs to accept them."""
+    try:
+        return socket.create_server((address, 0), backlog=backlog)
+    except OSError as error:
+        raise ConnectError(f"this host cannot listen on its address {address}: {error.strerror}") from None
+
+
+def first_unreachable(own: Station, stations: Sequence[Station], *, deadline_s: float) -> str:
+    """Try every rank on another host and say what is wrong with the first that cannot be reached.
+
+    Args:
+        own: The rank that tries.
+        stations: All ranks.
+        deadline_s: Seconds allowed for each connection.
+
+    Returns:
+        An error's text naming both ends, the reason and the remedy; an empty text when all is well.
+    """
+    for station in stations:
+        if station.host == own.host:
+            continue
+        if ipaddress.IPv4Address(station.address).is_loopback:
+            return (
+                f"{station.describe()} advertises {station.address}, which host {own.hostname} cannot reach: it is a "
+                f"loopback address; pass interface=... or address=... there, with an address that the others reach"
+            )
+        reason = _why_not(station, deadline_s=deadline_s)
+        if reason:
+            return (
+                f"{own.describe()} cannot reach {station.describe()} at {station.address}, port {station.port}: "
+                f"{reason}; {firewall_hint()}; or pass interface=... or address=... with an address it can reach"
+            )
+    return ""
+
+
+def firewall_hint() -> str:
+    """Say which ports a firewall between the hosts has to leave open."""
+    low, high = _PORT_RANGE.read_text().split() if _PORT_RANGE.exists() else ("32768", "60999")
+    return (
+        f"gloo listens on ephemeral TCP ports ({low} to {high} here), so a firewall must let those pass between hosts"
+    )
+
+
+def _why_not(station: Station, *, deadline_s: float) -> str:
+    try:
+        with socket.create_connection((station.address, station.port), timeout=deadline_s):
+            return ""
+    except TimeoutError:
+        return f"the connection timed out after {deadline_s:g} s"
+    except ConnectionRefusedError:
+        return "the connection was refused"
+    except OSError as error:
+        no_route = error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH)
+        return "there is no route to it" if no_route else str(error.strerror)
+
+
+def _listing(found: dict[str, tuple[str, ...]]) -> str:
+    return ", ".join(f"{name} ({', '.join(addresses)})" for name, addresses in found.items()) or "none"

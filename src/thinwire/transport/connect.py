@@ -1,0 +1,284 @@
+"""Join the replicas of a run: torchrun's environment, an address that the others reach, and gloo between them.
+
+This module is the one place of the library that reads the environment, because torchrun speaks through it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ConnectError
+from thinwire.events import TransferLog
+from thinwire.transport.addresses import (
+    Station,
+    address_of,
+    address_towards,
+    firewall_hint,
+    first_unreachable,
+    host_identity,
+    interface_of,
+    listen,
+    resolve,
+)
+from thinwire.transport.meeting import Meeting, open_store, prefixed
+from thinwire.transport.process_group import ProcessGroupTransport
+from thinwire.transport.recording import RecordingTransport
+
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+REACH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What torchrun's environment says about this process."""
+
+    rank: int
+    world_size: int
+    master_address: str
+    master_port: int
+    agent_serves_store: bool
+    prefix: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.master_address}:{self.master_port}"
+
+
+def connect(
+    *,
+    ranks_per_replica: int = 1,
+    interface: str | None = None,
+    address: str | None = None,
+    deadline_s: float = 300.0,
+    log: TransferLog | None = None,
+) -> RecordingTransport:
+    """Join the replicas of this run and return the transport between them.
+
+    Under torchrun (or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by hand) the ranks meet at MASTER_ADDR,
+    prove that every host reaches every other, and join in a gloo group (with nccl beside it where there are GPUs) that
+    is also torch's default group. A default group that exists already is used as it is. Without any of these variables
+    this process is the only replica.
+
+    Args:
+        ranks_per_replica: Ranks that hold one replica together; consecutive ranks form a replica.
+        interface: Network interface whose IPv4 address the others shall use, such as `"eth0"`.
+        address: IPv4 address (or name) of this host that the others shall use. By default the address from which
+            MASTER_ADDR is reached, unless the variable GLOO_SOCKET_IFNAME names an interface.
+        deadline_s: Seconds that ranks may come one after another; also the time-out of torch's own collectives in the
+            groups made here.
+        log: Where transfers are recorded, a new log by default.
+
+    Returns:
+        A transport; its `close()` ends the groups made here.
+
+    Raises:
+        ValueError: A bad argument, an incomplete environment, or an interface or address that this host does not have.
+        ConnectError: A rank did not come, a host cannot be reached, or the port is taken.
+
+    Example:
+        >>> transport = connect()  # not under torchrun
+        >>> transport.num_replicas
+        1
+    """
+    if interface is not None and address is not None:
+        raise ValueError(f"give interface or address, not both, got interface={interface!r} and address={address!r}")
+    if deadline_s <= 0:
+        raise ValueError(f"deadline_s must be positive, got {deadline_s}")
+    if ranks_per_replica < 1:
+        raise ValueError(f"ranks_per_replica must be at least 1, got {ranks_per_replica}")
+    if dist.is_available() and dist.is_initialized():
+        chosen = _chosen_interface(interface=interface, address=address)
+        return RecordingTransport(_own_group(ranks_per_replica, chosen, deadline_s=deadline_s), log=log)
+    place = _read_environment(os.environ)
+    if place is None:
+        _check_divides(ranks_per_replica, world_size=1)
+        from thinwire.transport.loopback import LoopbackWorld
+
+        return RecordingTransport(LoopbackWorld(1).transports[0], log=log)
+    _check_divides(ranks_per_replica, world_size=place.world_size)
+    own_address = _own_address(place, interface=interface, address=address)
+    transport = _join(place, own_address, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
+    return RecordingTransport(transport, log=log)
+
+
+def _read_environment(environment: Mapping[str, str]) -> _Place | None:
+    missing = [name for name in REQUIRED if not environment.get(name)]
+    if len(missing) == len(REQUIRED):
+        return None
+    if missing:
+        present = [name for name in REQUIRED if name not in missing]
+        raise ValueError(
+            f"{', '.join(missing)} must be set where {', '.join(present)} is; start with torchrun, which sets all of "
+            f"{', '.join(REQUIRED)}, or unset them all to run in this process alone"
+        )
+    place = _Place(
+        rank=_integer(environment, "RANK", low=0),
+        world_size=_integer(environment, "WORLD_SIZE", low=1),
+        master_address=environment["MASTER_ADDR"],
+        master_port=_integer(environment, "MASTER_PORT", low=1),
+        # torchrun's agent may hold the store itself; then no rank may open the port.
+        agent_serves_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        # A restarted job meets in the same store: notes of the attempt before must not count.
+        prefix=f"thinwire/{environment.get('TORCHELASTIC_RUN_ID', '')}/"
+        f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+    )
+    if place.rank >= place.world_size:
+        raise ValueError(f"RANK must be below WORLD_SIZE {place.world_size}, got {place.rank}")
+    if place.master_port > 65_535:
+        raise ValueError(f"MASTER_PORT must be at most 65535, got {place.master_port}")
+    return place
+
+
+def _integer(environment: Mapping[str, str], name: str, *, low: int) -> int:
+    text = environment[name]
+    if not text.isascii() or not text.isdecimal() or int(text) < low:
+        raise ValueError(f"{name} must be a whole number of at least {low}, got {text!r}")
+    return int(text)
+
+
+def _check_divides(ranks_per_replica: int, *, world_size: int) -> None:
+    if world_size % ranks_per_replica:
+        raise ValueError(
+            f"ranks_per_replica must divide WORLD_SIZE, got {ranks_per_replica} for {world_size}; "
+            f"start a multiple of {ranks_per_replica} ranks"
+        )
+
+
+def _chosen_interface(*, interface: str | None, address: str | None) -> str | None:
+    if interface is not None:
+        address_of(interface)
+        return interface
+    return None if address is None else interface_of(resolve(address))
+
+
+def _own_address(place: _Place, *, interface: str | None, address: str | None) -> str:
+    if address is not None:
+        own = resolve(address)
+        interface_of(own)
+        return own
+    if interface is None and os.environ.get(GLOO_INTERFACE):
+        # gloo takes a list of interfaces; the first is the one it starts with.
+        interface = os.environ[GLOO_INTERFACE].split(",")[0]
+    return address_towards(place.master_address) if interface is None else address_of(interface)
+
+
+def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: float) -> ProcessGroupTransport:
+    interface = interface_of(address)
+    end = time.monotonic() + deadline_s
+    serve = place.rank == 0 and not place.agent_serves_store
+    store = open_store(place.master_address, place.master_port, serve=serve, deadline_s=deadline_s)
+    meeting = Meeting(
+        prefixed(store, f"{place.prefix}/meeting"),
+        rank=place.rank,
+        world_size=place.world_size,
+        ranks_per_replica=ranks_per_replica,
+        deadline_s=max(0.0, end - time.monotonic()),
+        place=place.name,
+    )
+    try:
+        _introduce(place, address, meeting, ranks_per_replica=ranks_per_replica)
+    finally:
+        meeting.part()
+    with _gloo_on(interface), _naming_failures(address):
+        # Both sides of a GPU replica: messages from host memory, the user's own collectives on the device.
+        both = torch.cuda.is_available() and dist.is_nccl_available()
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if both else "gloo",
+            store=prefixed(store, f"{place.prefix}/groups"),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=deadline_s),
+        )
+        try:
+            return _own_group(ranks_per_replica, interface, deadline_s=deadline_s, made_default=True)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+
+def _introduce(place: _Place, address: str, meeting: Meeting, *, ranks_per_replica: int) -> None:
+    """Exchange addresses and prove that every host reaches every other, before gloo tries."""
+    # No accept is needed: the kernel completes connections up to the backlog.
+    with listen(address, backlog=place.world_size + 1) as listener:
+        own = Station(
+            rank=place.rank,
+            replica=place.rank // ranks_per_replica,
+            hostname=socket.gethostname(),
+            host=host_identity(),
+            address=address,
+            port=listener.getsockname()[1],
+        )
+        meeting.leave("station", own.to_json())
+        notes = meeting.collect("station")
+        stations = [Station.from_json(note, rank=rank) for rank, note in enumerate(notes)]
+        problem = _odd_one_out(stations, ranks_per_replica=ranks_per_replica) or first_unreachable(
+            own, stations, deadline_s=REACH_S
+        )
+        meeting.leave("verdict", problem)
+        for verdict in meeting.collect("verdict"):
+            if verdict:
+                raise ConnectError(verdict)
+
+
+def _odd_one_out(stations: list[Station], *, ranks_per_replica: int) -> str:
+    for station in stations:
+        if station.replica != station.rank // ranks_per_replica:
+            return (
+                f"rank {station.rank} takes itself for part of replica {station.replica}, expected "
+                f"{station.rank // ranks_per_replica}: give every rank the same ranks_per_replica"
+            )
+    return ""
+
+
+def _own_group(
+    ranks_per_replica: int, interface: str | None, *, deadline_s: float, made_default: bool = False
+) -> ProcessGroupTransport:
+    """Make a gloo group for thinwire's messages alone: a user's collectives never meet them."""
+    _check_divides(ranks_per_replica, world_size=dist.get_world_size())
+    with _gloo_on(interface), _naming_failures("this host"):
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+    assert group is not None, "a group of all ranks holds this rank"
+
+    def release() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+        if made_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+    return ProcessGroupTransport(group, ranks_per_replica=ranks_per_replica, release=release)
+
+
+@contextlib.contextmanager
+def _gloo_on(interface: str | None) -> Iterator[None]:
+    """Let gloo listen on an interface: it offers no other public way than this variable."""
+    before = os.environ.get(GLOO_INTERFACE)
+    if interface is not None:
+        os.environ[GLOO_INTERFACE] = interface
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(GLOO_INTERFACE, None)
+        else:
+            os.environ[GLOO_INTERFACE] = before
+
+
+@contextlib.contextmanager
+def _naming_failures(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ConnectError:
+        raise
+    except RuntimeError as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConnectError(f"gloo could not join the ranks from {where}: {first_line}; {firewall_hint()}") from error

@@ -1,0 +1,148 @@
+"""How the ranks of a run find each other before there is a connection: notes on a store that all of them reach.
+
+torch's own joining says "timed out" where a rank is missing. Here every rank leaves notes under its own number, so that
+who is missing has a name, and one rank's failure is told to all, so that every log holds the same reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from thinwire.errors import ConnectError
+
+T = TypeVar("T")
+POLL_S = 0.05
+FAREWELL_S = 2.0
+
+
+def open_store(host: str, port: int, *, serve: bool, deadline_s: float) -> TCPStore:
+    """Serve or join the store of a run.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        serve: Whether this process opens the port; under torchrun the agent may already have.
+        deadline_s: Seconds until a store that does not answer counts as missing.
+
+    Raises:
+        ConnectError: The port is taken, or nobody serves it.
+    """
+    try:
+        return TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
+    except (RuntimeError, ValueError) as error:
+        if serve and "EADDRINUSE" in str(error):
+            raise ConnectError(
+                f"port {port} is in use on this host, so rank 0 cannot meet the others there; "
+                f"end the program that holds it or choose another MASTER_PORT (torchrun --master-port)"
+            ) from error
+        what = "could not be opened" if serve else f"did not answer within {deadline_s:g} s"
+        raise ConnectError(
+            f"the meeting point {host}:{port} (MASTER_ADDR, MASTER_PORT) {what}; check that rank 0 runs there and that "
+            f"a firewall lets the port pass"
+        ) from error
+
+
+class Meeting:
+    """The notes of all ranks.
+
+    Args:
+        store: A store that all ranks share and that holds no notes of an earlier meeting.
+        rank: This rank.
+        world_size: How many ranks are expected.
+        ranks_per_replica: To name the replica of a missing rank.
+        deadline_s: Seconds each rank has to leave the note that is waited for.
+        place: What the store is called in an error's text.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        ranks_per_replica: int,
+        deadline_s: float,
+        place: str,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._ranks_per_replica = ranks_per_replica
+        self._deadline_s = deadline_s
+        self._place = place
+
+    def leave(self, topic: str, text: str) -> None:
+        """Leave this rank's note on a topic."""
+        self._ask(lambda: self._store.set(f"{topic}/{self._rank}", text))
+
+    def collect(self, topic: str) -> list[str]:
+        """Wait for the notes of all ranks on a topic and return them in order of rank.
+
+        Raises:
+            ConnectError: A rank left none in time, or another rank gave up.
+        """
+        end = time.monotonic() + self._deadline_s
+        absent = set(range(self._world_size))
+        while absent:
+            absent = {rank for rank in absent if not self._exists(f"{topic}/{rank}")}
+            if self._exists("failure"):
+                raise ConnectError(self._read("failure"))
+            if absent and time.monotonic() > end:
+                self.fail(self._missing(sorted(absent), topic))
+            time.sleep(POLL_S if absent else 0.0)
+        return [self._read(f"{topic}/{rank}") for rank in range(self._world_size)]
+
+    def fail(self, text: str) -> None:
+        """Tell every rank that the run cannot start, and raise it here.
+
+        Raises:
+            ConnectError: Always.
+        """
+        self._ask(lambda: self._store.set("failure", text))
+        raise ConnectError(text)
+
+    def part(self) -> None:
+        """Leave; rank 0, which may hold the store, lets the others read what they came for first."""
+        try:
+            left = self._store.add("parted", 1)
+            end = time.monotonic() + FAREWELL_S
+            while self._rank == 0 and left < self._world_size and time.monotonic() < end:
+                time.sleep(POLL_S)
+                left = self._store.add("parted", 0)
+        except RuntimeError:
+            return  # the store is gone, and so is everybody who could be waiting on it
+
+    def _exists(self, key: str) -> bool:
+        found: bool = self._ask(lambda: self._store.check([key]))
+        return found
+
+    def _read(self, key: str) -> str:
+        text: bytes = self._ask(lambda: self._store.get(key))
+        return text.decode(errors="replace")
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        try:
+            return question()
+        except RuntimeError as error:
+            raise ConnectError(
+                f"the meeting point {self._place} went away while the ranks were joining; see the log of rank 0"
+            ) from error
+
+    def _missing(self, ranks: list[int], topic: str) -> str:
+        names = ", ".join(f"rank {rank} (replica {rank // self._ranks_per_replica})" for rank in ranks)
+        if topic == "station":
+            return (
+                f"{names} did not come to {self._place} within {self._deadline_s:g} s; {self._world_size} ranks are "
+                f"expected: start each with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and see its log"
+            )
+        return f"{names} came, but did not answer within {self._deadline_s:g} s while joining; see its log"
+
+
+def prefixed(store: Any, prefix: str) -> Store:
+    """Return a view of a store in which every key is the prefix's own."""
+    return PrefixStore(prefix, store)

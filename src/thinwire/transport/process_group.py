@@ -1,0 +1,334 @@
+"""Messages over torch.distributed's gloo, each in its own thread, each failure by name.
+
+What gloo does (observed with torch 2.13), and what follows from it:
+
+- `Work.is_completed()` of a send or receive stays False until somebody waits. So each transfer has a small thread that
+  waits; the wait does not hold the interpreter's lock, and any number of threads may wait at once.
+- A wait that times out closes the whole connection: every other message to that peer fails with it. So the threads wait
+  without a limit, and a caller's deadline only ends the caller's wait. A peer that was merely late can still arrive.
+- A message that is larger than the posted buffer ends the process (an exception in gloo's own thread); a smaller one
+  arrives silently short. So every message starts with an opening of at most `OPENING_BYTES`, for which the receiver
+  always has room; the rest is asked for only when the opening's header states the expected size. Messages above
+  that size pay one more round trip, small against the time that their bytes take. Gloo authenticates nobody: a
+  stranger who speaks gloo's own protocol is beyond this; hosts of a process group must trust each other.
+- A tag is an int of 31 bits. Messages of one pair under the same tag are matched in the order of their posting.
+- A wait with a tiny time limit is the one public way to end another thread's wait; `close` uses it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import DeadlineExceeded, PeerLost, TransportError
+from thinwire.transport.base import Envelope, Pending, Received
+from thinwire.transport.message import HEADER_BYTES, pack, unpack
+
+OPENING_BYTES = 1 << 20
+CLOSE_S = 10.0
+Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
+_FOREVER = timedelta(days=30)
+_AT_ONCE = timedelta(milliseconds=1)
+PAYLOAD_BYTES_AT = 32
+_ROUND_BITS, _FRAGMENT_BITS, _KIND_BITS, _PHASE_BITS = 14, 11, 3, 2
+
+
+def tag_of(envelope: Envelope, *, rest: bool = False) -> int:
+    """Return gloo's tag for a message: distinct for all that one pair has in flight at the same time.
+
+    Rounds are told apart modulo 16,384; the header holds the whole number.
+
+    Args:
+        envelope: The message.
+        rest: Whether it is the part behind the opening.
+
+    Raises:
+        ValueError: The fragment or phase is too large for its bits.
+
+    Example:
+        >>> from thinwire.transport.base import Kind
+        >>> tag_of(Envelope(kind=Kind.ROUND, round_id=1)) != tag_of(Envelope(kind=Kind.SETUP, round_id=1))
+        True
+    """
+    for name, value, bits in (("fragment", envelope.fragment, _FRAGMENT_BITS), ("phase", envelope.phase, _PHASE_BITS)):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} must be in 0..{(1 << bits) - 1}, got {value}; use fewer, larger fragments")
+    tag = envelope.round_id % (1 << _ROUND_BITS)
+    tag = tag << _FRAGMENT_BITS | envelope.fragment
+    tag = tag << _KIND_BITS | int(envelope.kind)
+    tag = tag << _PHASE_BITS | envelope.phase
+    return tag << 1 | rest
+
+
+class ProcessGroupTransport:
+    """A transport over a gloo group: rank = replica * ranks_per_replica + shard.
+
+    A rank talks to the ranks that hold the same shard in the other replicas. Payloads travel from host memory, also
+    where the model is on a GPU.
+
+    Args:
+        group: A gloo group of all ranks that nobody else sends messages on.
+        ranks_per_replica: Ranks that form one replica.
+        release: Called once by `close`, for what the maker of the group made.
+
+    Attributes:
+        tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
+            the message. For tests of faults.
+
+    Raises:
+        ValueError: `ranks_per_replica` does not divide the group's size.
+    """
+
+    runs_in_background = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, ranks_per_replica: int = 1, release: Callable[[], None] | None = None
+    ) -> None:
+        world_size = dist.get_world_size(group)
+        if ranks_per_replica < 1 or world_size % ranks_per_replica:
+            raise ValueError(
+                f"ranks_per_replica must divide the number of ranks, got {ranks_per_replica} for {world_size} ranks"
+            )
+        self.tamper: Tamper | None = None
+        self._group = group
+        self._ranks_per_replica = ranks_per_replica
+        self._release = release
+        self._replica, self._shard = divmod(dist.get_rank(group), ranks_per_replica)
+        self._num_replicas = world_size // ranks_per_replica
+        self._in_flight: set[_Transfer] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica that the rank belongs to."""
+        return self._replica
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas take part."""
+        return self._num_replicas
+
+    @property
+    def shard(self) -> int:
+        """The rank's number within its replica."""
+        return self._shard
+
+    def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
+        """Start to send a payload to another replica; the transport keeps the bytes alive until they are out.
+
+        Args:
+            payload: uint8, `(payload_bytes,)`, contiguous, on the CPU.
+            to: The replica.
+            envelope: What the message is.
+
+        Raises:
+            ValueError: There is no other replica of that number, or the envelope does not fit a tag.
+        """
+        transfer = _Transfer(self, peer=to, rank=self._rank_of(to), envelope=envelope, verb="take")
+        message: torch.Tensor | None = pack(payload, sender=self._replica, envelope=envelope)
+        if self.tamper is not None and message is not None:
+            message = self.tamper(message)
+        transfer.start_send(message)
+        return transfer
+
+    def receive(self, *, source: int, envelope: Envelope) -> Pending:
+        """Start to receive the message that `source` sends under the same envelope.
+
+        Raises:
+            ValueError: There is no other replica of that number, or the envelope does not fit a tag.
+        """
+        transfer = _Transfer(self, peer=source, rank=self._rank_of(source), envelope=envelope, verb="send")
+        transfer.start_receive()
+        return transfer
+
+    def close(self) -> None:
+        """End what is in flight and give back what was made for this transport, also when peers are dead."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            in_flight = list(self._in_flight)
+        end = time.monotonic() + CLOSE_S
+        for transfer in in_flight:
+            transfer.abort()
+        for transfer in in_flight:
+            transfer.join(deadline_s=max(0.0, end - time.monotonic()))
+        if self._release is not None:
+            # A backend may wait for its peers as it ends; a dead one must not keep us here.
+            release = threading.Thread(target=self._release, daemon=True)
+            release.start()
+            release.join(max(0.0, end - time.monotonic()))
+
+    def _rank_of(self, replica: int) -> int:
+        if not 0 <= replica < self._num_replicas or replica == self._replica:
+            raise ValueError(
+                f"replica {self._replica} can exchange with another of 0..{self._num_replicas - 1}, got {replica}"
+            )
+        return replica * self._ranks_per_replica + self._shard
+
+    def _post(self, operation: Callable[..., dist.Work | None], transfer: _Transfer) -> dist.Work:
+        # Under the lock: after `close` looked at what is in flight, nothing may be added.
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("closed")
+            work = operation(group=self._group)
+            assert work is not None, "this rank is in the group"
+            self._in_flight.add(transfer)
+            return work
+
+    def _forget(self, transfer: _Transfer) -> None:
+        with self._lock:
+            self._in_flight.discard(transfer)
+
+
+class _Transfer:
+    """One message on its way, and the thread that waits for it."""
+
+    def __init__(self, transport: ProcessGroupTransport, *, peer: int, rank: int, envelope: Envelope, verb: str):
+        self._transport = transport
+        self._peer = peer
+        self._peer_name = f"replica {peer} (rank {rank})"
+        self._rank = rank
+        self._envelope = envelope
+        self._verb = verb
+        self._works: list[dist.Work] = []
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._received: Received | None = None
+        self._error: TransportError | None = None
+        self._tags = tag_of(envelope), tag_of(envelope, rest=True)
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether `wait` would return or raise at once."""
+        return self._finished.is_set()
+
+    def wait(self, *, deadline_s: float) -> Received | None:
+        """Wait until the transfer is done; a wait that ran out can be tried again."""
+        if not self._finished.wait(timeout=max(0.0, deadline_s)):
+            raise DeadlineExceeded(
+                f"{self._peer_name} did not {self._verb} {self._envelope.describe()} within {deadline_s:.3g} s, the "
+                f"deadline that follows from measured times; it hangs, or its link became slower than that: see its log"
+            )
+        if self._error is not None:
+            raise self._error
+        return self._received
+
+    def on_finish(self, callback: Callable[[], None]) -> None:
+        """Call back once when the transfer ended either way, from its thread, or at once when it has."""
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def start_send(self, message: torch.Tensor | None) -> None:
+        """Post the message's parts and watch them; None is a message lost on purpose."""
+        if message is None:
+            self._finish(error=None)
+            return
+        opening, rest = message[:OPENING_BYTES], message[OPENING_BYTES:]
+        try:
+            self._post(partial(dist.isend, opening), group_dst=self._rank, tag=self._tags[0])
+            if rest.numel():
+                self._post(partial(dist.isend, rest), group_dst=self._rank, tag=self._tags[1])
+        except RuntimeError as error:
+            self._finish(error=self._name(error))
+            return
+        # The thread's arguments keep the bytes alive for as long as gloo reads them.
+        self._watch(self._drive_send, message)
+
+    def start_receive(self) -> None:
+        """Post room for the message's opening and watch it."""
+        expected = HEADER_BYTES + self._envelope.payload_bytes
+        # Pages that nothing arrives in are never touched, so the room costs address space only.
+        room = torch.empty(max(expected, OPENING_BYTES), dtype=torch.uint8)
+        room[:HEADER_BYTES] = 0  # a message shorter than a header must not find an old one here
+        try:
+            self._post(partial(dist.irecv, room[:OPENING_BYTES]), group_src=self._rank, tag=self._tags[0])
+        except RuntimeError as error:
+            self._finish(error=self._name(error))
+            return
+        self._watch(self._drive_receive, room)
+
+    def abort(self) -> None:
+        """Make the waiting thread return; this breaks the connection to the peer."""
+        for work in list(self._works):
+            try:
+                work.wait(_AT_ONCE)
+            except RuntimeError:  # expected: this is how gloo lets go
+                continue
+
+    def join(self, *, deadline_s: float) -> None:
+        """Wait until the thread has seen the end."""
+        self._finished.wait(timeout=deadline_s)
+
+    def _post(self, operation: Callable[..., dist.Work | None], **where: int) -> None:
+        self._works.append(self._transport._post(partial(operation, **where), self))
+
+    def _watch(self, drive: Callable[[torch.Tensor], None], message: torch.Tensor) -> None:
+        threading.Thread(target=self._run, args=(drive, message), name="thinwire-transfer", daemon=True).start()
+
+    def _run(self, drive: Callable[[torch.Tensor], None], message: torch.Tensor) -> None:
+        try:
+            drive(message)
+        except TransportError as error:
+            self._finish(error=error)
+        except RuntimeError as error:
+            self._finish(error=self._name(error))
+        else:
+            self._finish(error=None)
+
+    def _drive_send(self, message: torch.Tensor) -> None:
+        for work in self._works:
+            work.wait(_FOREVER)
+
+    def _drive_receive(self, room: torch.Tensor) -> None:
+        self._works[0].wait(_FOREVER)
+        expected = HEADER_BYTES + self._envelope.payload_bytes
+        if expected <= OPENING_BYTES:
+            # Copied, so that a small payload does not keep the whole room.
+            arrived = room[:expected].clone()
+        elif _stated_payload_bytes(room) == self._envelope.payload_bytes:
+            self._post(partial(dist.irecv, room[OPENING_BYTES:]), group_src=self._rank, tag=self._tags[1])
+            self._works[1].wait(_FOREVER)
+            arrived = room
+        else:
+            # The peer means another message: nothing more is asked for, and the check finds what differs.
+            arrived = room[:OPENING_BYTES]
+        self._received = unpack(arrived, source=self._peer, envelope=self._envelope)
+
+    def _finish(self, *, error: TransportError | None) -> None:
+        self._transport._forget(self)
+        with self._lock:
+            self._error = error
+            self._finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _name(self, error: RuntimeError) -> TransportError:
+        named: TransportError
+        if self._transport._is_closed:
+            named = TransportError(
+                f"the transport was closed with {self._envelope.describe()} of {self._peer_name} in flight"
+            )
+        else:
+            named = PeerLost(
+                f"{self._peer_name} closed its connection during {self._envelope.describe()}; see its log; restart it "
+                f"and resume from the last checkpoint"
+            )
+        named.__cause__ = error
+        return named
+
+
+def _stated_payload_bytes(opening: torch.Tensor) -> int:
+    """Read the size out of a header that was not checked yet; a damaged one only leads to a refusal."""
+    return int.from_bytes(bytes(opening[PAYLOAD_BYTES_AT : PAYLOAD_BYTES_AT + 8].numpy()), "little")
