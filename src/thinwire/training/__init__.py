@@ -1,0 +1,1 @@
+"""What `thinwire train` runs: models, corpora, the loop, checkpoints and the report."""

@@ -1,0 +1,124 @@
+"""Any causal language model of the transformers library, behind the two methods that training calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError, MissingExtra
+from thinwire.shared_random import derive_seed
+from thinwire.training.models.arithmetic import next_token_loss
+
+
+class HuggingFaceModel(nn.Module):
+    """A transformers model as a language model of ours.
+
+    Args:
+        model: What `AutoModelForCausalLM` returned.
+        z_loss: Weight of the squared log normaliser in the loss; 0 is what these models were trained with.
+    """
+
+    def __init__(self, model: nn.Module, *, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.model = model
+        self.z_loss = z_loss
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        return int(_text_config(self.model).vocab_size)
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence, in tokens; without a stated limit, 2**31 - 1."""
+        # GPT-2's name for it is n_positions, which its config also answers under this name.
+        return int(getattr(_text_config(self.model), "max_position_embeddings", None) or 2**31 - 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits (batch, seq, vocab_size) for tokens (batch, seq) int64."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss to train on and the mean negative log-likelihood in nats, both float32.
+
+        Args:
+            tokens: (batch, seq) int64.
+            targets: (batch, seq) int64, the token that follows each.
+        """
+        return next_token_loss(self(tokens), targets, z_loss=self.z_loss)
+
+
+def build_hf_model(
+    source: str, *, seed: int = 0, device: torch.device | str = "cpu", z_loss: float = 0.0
+) -> HuggingFaceModel:
+    """Build a transformers model: with its weights where there are some, else from its configuration and the seed.
+
+    A local folder has weights when it holds `.safetensors` files; a name on the hub is taken to have them. Weights are
+    float32 and read from safetensors alone, because reading the older pickled files would run code that they carry.
+
+    Args:
+        source: A local folder or `config.json`, or a name on the hub.
+        seed: What the first weights follow from, where none are loaded. Torch's global generator is left as it was.
+        device: Where the weights are put.
+        z_loss: See `HuggingFaceModel`.
+
+    Raises:
+        MissingExtra: transformers is not installed.
+        CheckpointError: The model cannot be read, or has pickled weights only.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise MissingExtra.of("transformers", extra="hf") from None
+    try:
+        if _has_weights(source):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                source, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
+            )
+        else:
+            config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+            model = _from_config(transformers.AutoModelForCausalLM, config, seed=seed)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"cannot read hf:{source}: {_first_line(error)}; it must be a folder with a transformers config.json, "
+            "or the name of a causal language model on the hub"
+        ) from error
+    model.train()
+    return HuggingFaceModel(model, z_loss=z_loss).to(device)
+
+
+def _has_weights(source: str) -> bool:
+    path = Path(source)
+    if path.is_file():
+        return False
+    if not path.is_dir():
+        return True
+    if any(path.glob("*.safetensors")):
+        return True
+    pickled = sorted(path.glob("pytorch_model*.bin"))
+    if pickled:
+        raise CheckpointError(
+            f"{pickled[0]} holds pickled weights, which run code when they are read; save them as .safetensors "
+            "(save_pretrained of a recent transformers), or remove the file to start from the configuration"
+        )
+    return False
+
+
+def _from_config(auto_class: Any, config: Any, *, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(seed, "weights"))
+        return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = model.config
+    # A model of several kinds of input keeps the language's numbers in a part of its configuration.
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

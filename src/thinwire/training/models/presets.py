@@ -1,0 +1,132 @@
+"""Named shapes of the decoder, and the one function that turns a name into a model.
+
+| name | layers | heads | dim | MLP | vocabulary | parameters |
+| --- | --- | --- | --- | --- | --- | --- |
+| `nano` | 6 | 4 | 192 | 768 | 2,048 | 3,050,496 |
+| `35m` | 6 | 8 | 512 | 2,048 | 32,000 | 35,265,792 |
+| `150m` | 12 | 14 | 896 | 3,584 | 32,000 | 144,301,440 |
+| `400m` | 12 | 24 | 1,536 | 6,144 | 32,000 | 388,930,560 |
+| `1b` | 24 | 32 | 2,048 | 8,192 | 32,000 | 1,273,598,976 |
+
+`35m` and `1b` are rows of table 5 of arXiv 2501.18512 (heads 64 wide, the MLP four times the width). `150m` and `400m`
+have the 12 layers of the models of arXiv 2311.08105, with heads 64 wide; `nano` is small enough for two processes on
+two cores. With an untied head each has vocabulary * dim parameters more.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire.training.models.hf import build_hf_model
+from thinwire.training.models.transformer import TransformerConfig, build_transformer
+
+PRESETS: Mapping[str, TransformerConfig] = MappingProxyType(
+    {
+        "nano": TransformerConfig(vocab_size=2048, dim=192, layers=6, heads=4),
+        "35m": TransformerConfig(vocab_size=32_000, dim=512, layers=6, heads=8),
+        "150m": TransformerConfig(vocab_size=32_000, dim=896, layers=12, heads=14),
+        "400m": TransformerConfig(vocab_size=32_000, dim=1536, layers=12, heads=24),
+        "1b": TransformerConfig(vocab_size=32_000, dim=2048, layers=24, heads=32),
+    }
+)
+
+
+class LanguageModel(Protocol):
+    """What the training loop asks of a model; it is a `torch.nn.Module` too."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        ...
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence, in tokens."""
+        ...
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss to train on and the mean negative log-likelihood in nats, from (batch, seq) int64 each."""
+        ...
+
+
+def preset(
+    name: str,
+    *,
+    vocab_size: int | None = None,
+    max_seq_len: int | None = None,
+    tied_head: bool | None = None,
+) -> TransformerConfig:
+    """Return a named shape, with what the data decides put in.
+
+    Args:
+        name: A key of `PRESETS`.
+        vocab_size: The tokenizer's, where it differs from the preset's.
+        max_seq_len: Longest sequence in tokens.
+        tied_head: Whether the head shares the embedding's weights.
+
+    Raises:
+        ValueError: There is no such name; the text holds the nearest ones.
+
+    Example:
+        >>> preset("35m").num_parameters
+        35265792
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"unknown model {name!r}: {hint}the models are {', '.join(PRESETS)} and hf:PATH")
+    config = PRESETS[name]
+    return replace(
+        config,
+        vocab_size=config.vocab_size if vocab_size is None else vocab_size,
+        max_seq_len=config.max_seq_len if max_seq_len is None else max_seq_len,
+        tied_head=config.tied_head if tied_head is None else tied_head,
+    )
+
+
+def build_model(
+    name: str,
+    *,
+    vocab_size: int | None = None,
+    max_seq_len: int | None = None,
+    tied_head: bool | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> torch.nn.Module:
+    """Build the model that a name stands for; the result is a `LanguageModel`.
+
+    Args:
+        name: A key of `PRESETS`, or `hf:` and the path or name of a transformers model.
+        vocab_size: The tokenizer's, where it differs from the preset's. A `hf:` model keeps its own, which must be at
+            least this large.
+        max_seq_len: Longest sequence in tokens. A `hf:` model keeps its own, which must be at least this long.
+        tied_head: Whether the head shares the embedding's weights; a `hf:` model keeps its own choice.
+        seed: What the first weights follow from, where none are loaded.
+        device: Where the weights are put.
+
+    Raises:
+        ValueError: There is no such name, or the `hf:` model is too small for the vocabulary or the sequence.
+        MissingExtra: `hf:` without transformers.
+        CheckpointError: The `hf:` model cannot be read.
+
+    Example:
+        >>> model = build_model("nano", vocab_size=257)
+        >>> sum(parameter.numel() for parameter in model.parameters())
+        2706624
+    """
+    if not name.startswith("hf:"):
+        config = preset(name, vocab_size=vocab_size, max_seq_len=max_seq_len, tied_head=tied_head)
+        return build_transformer(config, seed=seed, device=device)
+    model = build_hf_model(name.removeprefix("hf:"), seed=seed, device=device)
+    if vocab_size is not None and model.vocab_size < vocab_size:
+        raise ValueError(f"{name} knows {model.vocab_size} tokens, the tokenizer has {vocab_size}; use a smaller one")
+    if max_seq_len is not None and model.max_seq_len < max_seq_len:
+        raise ValueError(f"{name} takes sequences of {model.max_seq_len} tokens, {max_seq_len} were asked for")
+    return model

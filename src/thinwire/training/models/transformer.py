@@ -1,0 +1,263 @@
+"""A Chinchilla-style decoder, as the DiLoCo papers train it: pre-norm, rotary positions, QK norm, z-loss, no biases.
+
+The repeated blocks are in `Transformer.blocks`; the embedding, the last norm and an untied head are outside.
+
+Reference:
+    Architecture: arXiv 2203.15556, with QK norm and z-loss as in arXiv 2501.18512, section 3. Rotary positions:
+    arXiv 2104.09864, equation 34. The MLP is GELU with four times the width, so a block has 12 * dim**2 weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from thinwire.shared_random import derive_seed
+from thinwire.training.models.arithmetic import next_token_loss, rms_norm
+
+_ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerConfig:
+    """The shape of a decoder.
+
+    Attributes:
+        vocab_size: Number of different tokens.
+        dim: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Attention heads; each is dim / heads wide, an even number.
+        mlp_dim: Inner width of the MLP; 0 stands for 4 * dim.
+        max_seq_len: Longest sequence, in tokens.
+        tied_head: Whether the head shares the embedding's weights.
+        z_loss: Weight of the squared log normaliser in the loss.
+
+    Raises:
+        ValueError: A size is below 1, or the heads do not divide the width evenly.
+    """
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    mlp_dim: int = 0
+    max_seq_len: int = 1024
+    tied_head: bool = True
+    z_loss: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if self.mlp_dim == 0:
+            object.__setattr__(self, "mlp_dim", 4 * self.dim)
+        for name in ("vocab_size", "dim", "layers", "heads", "mlp_dim", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"dim must be a multiple of 2 * heads, so that rotary positions can turn pairs; "
+                f"got dim {self.dim} with {self.heads} heads"
+            )
+        if not self.z_loss >= 0:
+            raise ValueError(f"z_loss must be 0 or more, got {self.z_loss}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained numbers; a tied head counts once.
+
+        Example:
+            >>> TransformerConfig(vocab_size=2048, dim=192, layers=6, heads=4).num_parameters
+            3050496
+        """
+        block = 4 * self.dim**2 + 2 * self.dim * self.mlp_dim + 2 * self.dim + 2 * self.head_dim
+        embeddings = self.vocab_size * self.dim * (1 if self.tied_head else 2)
+        return embeddings + self.layers * block + self.dim
+
+
+class RmsNorm(nn.Module):
+    """A norm over the last axis with a learned gain (see `rms_norm`).
+
+    Args:
+        shape: Shape of the gain; the last entry is the width.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(shape))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Normalise `values` (..., width)."""
+        return rms_norm(values, self.gain)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and normalised queries and keys."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        # One product for queries, keys and values: a third of the launches, and a matrix wide enough to fill a core.
+        self.query_key_value = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.query_key_norm = RmsNorm(2, 1, config.head_dim)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, stream: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Attend within (batch, seq, dim); `rotation` is cosines and sines, (seq, 1, 1, head_dim / 2) each."""
+        batch, seq, dim = stream.shape
+        mixed = self.query_key_value(stream).view(batch, seq, 3, self.heads, -1)
+        # Split, not indexed: the gradient of an index is a full tensor of zeros with a part written in.
+        query_key, value = mixed.split((2, 1), dim=2)
+        query, key = rotate(self.query_key_norm(query_key), rotation).transpose(1, 3).unbind(2)
+        value = value.squeeze(2).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        merged: Tensor = self.out(attended.transpose(1, 2).reshape(batch, seq, dim))
+        return merged
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention_norm = RmsNorm(config.dim)
+        self.attention = Attention(config)
+        self.mlp_norm = RmsNorm(config.dim)
+        self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+
+    def forward(self, stream: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """Add this layer's part to the stream (batch, seq, dim)."""
+        stream = stream + self.attention(self.attention_norm(stream), rotation)
+        added: Tensor = self.down(F.gelu(self.up(self.mlp_norm(stream))))
+        return stream + added
+
+
+class Transformer(nn.Module):
+    """The decoder; build it with `build_transformer`, which starts it from a seed.
+
+    Attributes:
+        config: Its shape.
+        blocks: The repeated layers.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RmsNorm(config.dim)
+        self.head = None if config.tied_head else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("cosines", torch.empty(0), persistent=False)
+        self.register_buffer("sines", torch.empty(0), persistent=False)
+        self._fill_rotation()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of different tokens."""
+        return self.config.vocab_size
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence, in tokens."""
+        return self.config.max_seq_len
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of every next token.
+
+        Args:
+            tokens: (batch, seq) int64, seq at most `max_seq_len`.
+
+        Returns:
+            (batch, seq, vocab_size) in the dtype of the weights, or of autocast.
+
+        Raises:
+            ValueError: The sequence is too long.
+        """
+        seq = tokens.shape[1]
+        if seq > self.config.max_seq_len:
+            raise ValueError(f"a sequence holds at most {self.config.max_seq_len} tokens (max_seq_len), got {seq}")
+        stream = self.embedding(tokens)
+        rotation = (self.cosines[:seq].to(stream.dtype), self.sines[:seq].to(stream.dtype))
+        for block in self.blocks:
+            stream = block(stream, rotation)
+        head = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(self.norm(stream), head)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss to train on (with z-loss) and the mean negative log-likelihood in nats, both float32.
+
+        Args:
+            tokens: (batch, seq) int64.
+            targets: (batch, seq) int64, the token that follows each.
+        """
+        return next_token_loss(self(tokens), targets, z_loss=self.config.z_loss)
+
+    def _fill_rotation(self) -> None:
+        device = self.embedding.weight.device
+        pairs = self.config.head_dim // 2
+        rates = _ROTARY_BASE ** (-torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
+        angles = torch.outer(torch.arange(self.config.max_seq_len, device=device, dtype=torch.float64), rates)
+        self.cosines = angles.cos().float()[:, None, None, :]
+        self.sines = angles.sin().float()[:, None, None, :]
+
+
+def rotate(values: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (i, i + width / 2) of the last axis by the angle of its position.
+
+    Args:
+        values: (batch, seq, 2, heads, width).
+        rotation: Cosines and sines, (seq, 1, 1, width / 2) each.
+
+    Returns:
+        Same shape.
+    """
+    cosines, sines = rotation
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
+
+
+def build_transformer(config: TransformerConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
+    """Build a decoder whose weights follow from the seed alone.
+
+    Every matrix is normal with deviation 1 / sqrt(fan-in), those that write into the residual stream smaller by
+    1 / sqrt(2 * layers); the embedding has deviation 1 / sqrt(dim). Each tensor has a random stream of its own, drawn
+    on the CPU in float32, so a GPU starts from the same bits, and torch's global generator is left as it was.
+
+    Args:
+        config: The shape.
+        seed: Any integer.
+        device: Where the weights are put; `meta` gives shapes without memory.
+
+    Example:
+        >>> config = TransformerConfig(vocab_size=16, dim=8, layers=2, heads=2, max_seq_len=4)
+        >>> model = build_transformer(config, seed=1)
+        >>> model(torch.zeros(3, 4, dtype=torch.int64)).shape
+        torch.Size([3, 4, 16])
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    if torch.device(device).type == "meta":
+        return model
+    model.to_empty(device=device)
+    model._fill_rotation()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_initial_value(name, parameter.shape, config=config, seed=seed))
+    return model
+
+
+def _initial_value(name: str, shape: torch.Size, *, config: TransformerConfig, seed: int) -> Tensor:
+    if name.endswith("gain"):
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "weights", name))
+    deviation = 1 / math.sqrt(shape[-1])
+    if name.endswith((".out.weight", ".down.weight")):
+        deviation /= math.sqrt(2 * config.layers)
+    return torch.empty(shape).normal_(0.0, deviation, generator=generator)
