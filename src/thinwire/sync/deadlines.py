@@ -10,8 +10,8 @@ class Deadlines:
 
     A peer does the same work as we do, on hardware that may be slower and over a wire that may be busier. So it counts
     as hung when it has kept us waiting `slack` times as long as the slowest interval and the slowest exchange seen
-    lately took, and at least `minimum_s`, which leaves room for what has not been measured yet (the first compilation, a
-    pause to evaluate).
+    lately took, and at least `minimum_s`, which leaves room for what has not been measured yet: the first compilation,
+    or a pause to evaluate.
 
     Args:
         minimum_s: Floor in seconds.

@@ -235,8 +235,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: The state is of another version, method, replica or model.
         """
-        if not _STATE_KEYS <= set(state_dict):
-            raise CheckpointError(f"this is no state of a DistributedOptimizer; it has the keys {sorted(state_dict)}")
+        if missing := _STATE_KEYS - set(state_dict):
+            raise CheckpointError(f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}")
         if state_dict["version"] != _STATE_VERSION:
             raise CheckpointError(
                 f"the state has version {state_dict['version']}; this thinwire reads {_STATE_VERSION}"
