@@ -56,7 +56,7 @@ class Exchange(Protocol):
 
     def steps(
         self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
-        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0,
+        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
     ) -> Steps:  # fmt: skip
         """Return the generator that averages `tensor` over `peers`.
 
@@ -69,6 +69,10 @@ class Exchange(Protocol):
             kind: What the messages belong to.
             reference_hash: Hash of the value that the tensor refers to, told to the peers.
             seed: Selects the random stream of a stochastic codec; must differ between replicas and rounds.
+            must_be_finite: Whether NaN or infinity in a payload is an error that names its sender.
+
+        Raises:
+            NonFiniteError: A replica sent NaN or infinity, and it must not or the codec cannot carry it.
         """
         ...
 
@@ -88,7 +92,7 @@ class AllGather:
 
     def steps(
         self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
-        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0,
+        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
     ) -> Steps:  # fmt: skip
         """See `Exchange.steps`."""
         numel = tensor.numel()
@@ -104,6 +108,8 @@ class AllGather:
         by_replica = dict(zip(peers.others, received, strict=True))
         payloads = {peer: message.payload for peer, message in by_replica.items()} | {peers.me: own}
         mean = _mean(self.codec, payloads, peers=peers, numel=numel, device=tensor.device, what=envelope.describe())
+        if must_be_finite:
+            _check_finite(mean, self.codec, payloads, what=envelope.describe())
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
         return Average(mean=mean, reference_hashes=hashes | {peers.me: reference_hash})
 
@@ -125,7 +131,7 @@ class TwoPhase:
 
     def steps(
         self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
-        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0,
+        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
     ) -> Steps:  # fmt: skip
         """See `Exchange.steps`."""
         flat = tensor.reshape(-1)
@@ -152,6 +158,8 @@ class TwoPhase:
         payloads[peers.me] = own
         what = mine.describe()
         shard = _mean(self.codec, payloads, peers=peers, numel=mine.numel, device=flat.device, what=what)
+        if must_be_finite:
+            _check_finite(shard, self.codec, payloads, what=what)
 
         # a fresh stream: the mean must not be rounded with the draws that rounded the parts
         coded = self.codec.encode(shard, seed=seed ^ 0x5DEECE66D)
@@ -216,11 +224,25 @@ def _mean(
     return total.div_(len(peers.members))
 
 
+def _check_finite(mean: torch.Tensor, codec: Codec, payloads: dict[int, torch.Tensor], *, what: str) -> None:
+    # the sum is finite only if every element is; decoding again to find the culprit happens once, in a run that ends
+    if bool(torch.isfinite(mean.sum())) or bool(torch.isfinite(mean).all()):
+        return
+    for peer, payload in payloads.items():
+        if not bool(torch.isfinite(codec.decode(payload, numel=mean.numel())).all()):
+            raise NonFiniteError(_diverged(peer, what=what))
+    raise NonFiniteError(f"{what}: the sum of the replicas' payloads overflows float32; lower the learning rate")
+
+
+def _diverged(peer: int, *, what: str) -> str:
+    return (
+        f"{what}: replica {peer} sent NaN or infinity; its model has diverged: look at its loss, lower its learning "
+        f"rate or clip its gradients, and resume from a checkpoint before that"
+    )
+
+
 def _decode(codec: Codec, payload: torch.Tensor, *, numel: int, peer: int, what: str) -> torch.Tensor:
     try:
         return codec.decode(payload, numel=numel)
     except NonFiniteError as failure:
-        raise NonFiniteError(
-            f"{what}: replica {peer} sent NaN or infinity ({failure}); its model has diverged: look at its loss, lower "
-            f"its learning rate or clip its gradients, and resume from a checkpoint before that"
-        ) from failure
+        raise NonFiniteError(_diverged(peer, what=what)) from failure

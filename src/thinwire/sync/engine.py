@@ -117,6 +117,8 @@ class Engine:
             round_id=round.id,
             fragment=round.fragment,
             reference_hash=self.view.reference_hash(round.fragment, step=round.launch_step),
+            # gradients may be infinite: a GradScaler looks for that; a pseudo-gradient may not
+            must_be_finite=self.method.view.moment == "after_inner_step",
             seed=derive_seed(self._seed, "round", round.id, self.transport.replica),
         )
         # while this round is on its way, at most an interval of inner steps passes, here and at the peers

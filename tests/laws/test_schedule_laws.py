@@ -1,0 +1,138 @@
+"""What every schedule and every partition promises, for random models and settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.sync.fragments import BlockParameters, Pattern
+from thinwire.sync.schedule import EveryStep, Staggered
+
+
+@st.composite
+def staggered(draw):
+    interval = draw(st.integers(1, 40))
+    return Staggered(
+        sync_interval=interval,
+        overlap_steps=draw(st.integers(0, interval - 1)),
+        is_staggered=draw(st.booleans()),
+    )
+
+
+schedules = st.one_of(staggered(), st.just(EveryStep()))
+
+
+@given(schedule=schedules, num_fragments=st.integers(1, 12), start=st.integers(0, 100))
+def test_every_fragment_is_launched_exactly_once_in_any_window_of_one_interval(schedule, num_fragments, start):
+    first = 2 * schedule.sync_interval + start  # all fragments have had their first launch
+    window = range(first, first + schedule.sync_interval)
+    launched = [r.fragment for step in window for r in schedule.launches(step, num_fragments=num_fragments)]
+    assert Counter(launched) == Counter(range(num_fragments))
+
+
+@given(schedule=schedules, num_fragments=st.integers(1, 12))
+def test_rounds_are_numbered_in_the_order_of_launch_and_each_is_applied_once(schedule, num_fragments):
+    steps = range(1, 5 * schedule.sync_interval + 1)
+    launched = [r for step in steps for r in schedule.launches(step, num_fragments=num_fragments)]
+    applied = [r for step in steps for r in schedule.applies(step, num_fragments=num_fragments)]
+    assert [r.id for r in launched] == list(range(len(launched)))
+    assert applied == launched[: len(applied)]
+    assert all(r.apply_step <= steps[-1] for r in applied)
+    assert all(r.apply_step > steps[-1] for r in launched[len(applied) :])
+
+
+@given(schedule=staggered(), num_fragments=st.integers(1, 12))
+def test_no_fragment_is_exchanged_before_it_has_run_a_full_interval(schedule, num_fragments):
+    last = dict.fromkeys(range(num_fragments), 0)
+    for step in range(1, 4 * schedule.sync_interval + 1):
+        for round in schedule.launches(step, num_fragments=num_fragments):
+            assert step - last[round.fragment] >= schedule.sync_interval
+            last[round.fragment] = step
+
+
+@given(schedule=staggered(), num_fragments=st.integers(1, 12))
+def test_a_fragment_has_at_most_one_round_in_flight(schedule, num_fragments):
+    in_flight = set()
+    for step in range(1, 4 * schedule.sync_interval + 1):
+        for round in schedule.launches(step, num_fragments=num_fragments):
+            assert round.fragment not in in_flight
+            in_flight.add(round.fragment)
+        for round in schedule.applies(step, num_fragments=num_fragments):
+            in_flight.remove(round.fragment)
+
+
+@given(interval=st.integers(2, 200), num_fragments=st.integers(1, 50))
+def test_launches_are_spread_as_evenly_as_steps_allow(interval, num_fragments):
+    schedule = Staggered(sync_interval=interval)
+    per_step = [len(schedule.launches(step, num_fragments=num_fragments)) for step in range(2 * interval, 3 * interval)]
+    assert max(per_step) - min(per_step) <= 1
+
+
+def test_the_papers_example_of_two_fragments_at_interval_100():
+    schedule = Staggered(sync_interval=100, overlap_steps=1)
+    launches = [(r.fragment, t) for t in range(1, 301) for r in schedule.launches(t, num_fragments=2)]
+    assert launches == [(0, 100), (1, 150), (0, 200), (1, 250), (0, 300)]
+    applies = [(r.fragment, t) for t in range(1, 301) for r in schedule.applies(t, num_fragments=2)]
+    assert applies == [(0, 101), (1, 151), (0, 201), (1, 251)]
+
+
+@pytest.mark.parametrize(("interval", "tau"), [(0, 0), (-1, 0), (5, 5), (5, 6), (5, -1), (1, 1), (4, (1, 4))])
+def test_impossible_intervals_and_overlaps_are_refused(interval, tau):
+    with pytest.raises(ValueError, match=r"sync_interval|overlap_steps"):
+        Staggered(sync_interval=interval, overlap_steps=tau)
+
+
+def test_a_list_of_overlaps_must_name_every_replica():
+    schedule = Staggered(sync_interval=5, overlap_steps=(1, 2))
+    with pytest.raises(ValueError, match="names 2 replicas, but 3 take part"):
+        schedule.check(num_fragments=1, num_replicas=3)
+
+
+@st.composite
+def models(draw):
+    names = iter(range(10_000))
+    blocks = tuple(
+        tuple(f"p{next(names)}" for _ in range(draw(st.integers(0, 3)))) for _ in range(draw(st.integers(0, 20)))
+    )
+    rest = tuple(f"p{next(names)}" for _ in range(draw(st.integers(0, 3))))
+    return BlockParameters(blocks=blocks, rest=rest)
+
+
+@given(
+    parameters=models(),
+    order=st.sampled_from(["strided", "sequential"]),
+    layers=st.integers(1, 25),
+    fragments=st.one_of(st.none(), st.integers(1, 25)),
+)
+def test_every_parameter_is_in_exactly_one_fragment(parameters, order, layers, fragments):
+    everything = [name for block in parameters.blocks for name in block] + list(parameters.rest)
+    pattern = Pattern(order=order, layers_per_fragment=layers, num_fragments=fragments)
+    limit = max(1, sum(1 for block in parameters.blocks if block) + bool(parameters.rest))
+    if not everything or (fragments is not None and fragments > limit):
+        with pytest.raises(ValueError, match=r"trainable|num_fragments must be at most"):
+            pattern.partition(parameters)
+        return
+    parts = pattern.partition(parameters)
+    assert sorted(name for part in parts for name in part) == sorted(everything)
+    assert all(parts)
+    if fragments is not None:
+        # a model whose only parameters are in the rest is one fragment, whatever is asked for
+        assert len(parts) == fragments
+    elif any(parameters.blocks):
+        blocks = sum(1 for block in parameters.blocks if block)
+        assert len(parts) == -(-blocks // layers) + bool(parameters.rest)
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(24, 9), (48, 17), (108, 37)])
+def test_three_layers_a_fragment_give_the_papers_number_of_fragments(layers, expected):
+    parameters = BlockParameters(blocks=tuple((f"block.{i}",) for i in range(layers)), rest=("embed",))
+    assert len(Pattern(layers_per_fragment=3).partition(parameters)) == expected
+
+
+def test_strided_fragments_interleave_and_sequential_ones_do_not():
+    parameters = BlockParameters(blocks=tuple((f"{i}",) for i in range(6)), rest=("embed",))
+    assert Pattern(order="strided").partition(parameters) == (("0", "2", "4"), ("1", "3", "5"), ("embed",))
+    assert Pattern(order="sequential").partition(parameters) == (("0", "1", "2"), ("3", "4", "5"), ("embed",))

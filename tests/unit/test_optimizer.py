@@ -1,0 +1,450 @@
+"""The wrapped optimizer behaves as an optimizer in everything a training loop does with one."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire
+from tests.reference.small_models import build, loss_of
+from thinwire.codecs import e3m0, float32
+from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, NonFiniteError, PayloadError
+from thinwire.methods import all_reduce, diloco, streaming_diloco
+
+METHODS = {
+    "all-reduce": all_reduce,
+    "diloco": lambda: diloco(sync_interval=3),
+    "streaming": lambda: streaming_diloco(sync_interval=4, overlap_steps=2, layers_per_fragment=2),
+}
+INNER = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adamw capturable": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+def wrap(model, transport, method, inner=None):
+    inner = inner or torch.optim.SGD(model.parameters(), lr=0.05)
+    return thinwire.DistributedOptimizer(model, inner, method=method, transport=transport)
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def steps(model, optimizer, count, *, replica=0, start=0, scheduler=None):
+    for step in range(start + 1, start + count + 1):
+        loss_of(model, step=step, replica=replica).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("inner", INNER)
+def test_any_inner_optimizer_trains_and_replicas_agree(method, inner):
+    def replica_main(transport):
+        model = build("transformer")
+        before = values(model)
+        optimizer = wrap(model, transport, METHODS[method](), INNER[inner](model.parameters()))
+        steps(model, optimizer, 9, replica=transport.replica)
+        optimizer.close()
+        with optimizer.global_parameters():
+            assert not same(before, values(model))
+            return values(model)
+
+    one, other = thinwire.run_replicas(2, replica_main)
+    assert same(one, other)
+
+
+def test_muon_inside_with_adamw_for_the_rest_is_one_optimizer_a_wrap():
+    def replica_main(transport):
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+        optimizer = wrap(model, transport, METHODS["streaming"](), torch.optim.Muon(model.parameters(), lr=0.02))
+        for step in range(9):
+            generator = torch.Generator().manual_seed(step * 2 + transport.replica)
+            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        with optimizer.global_parameters():
+            return values(model)
+
+    one, other = thinwire.run_replicas(2, replica_main)
+    assert same(one, other)
+
+
+def test_it_is_an_optimizer_and_shares_groups_and_state_with_the_inner_one():
+    model = build("linear")
+    inner = torch.optim.AdamW([{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}])
+    optimizer = wrap(model, None, diloco(sync_interval=2), inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    optimizer.param_groups[1]["lr"] = 0.3
+    assert inner.param_groups[1]["lr"] == 0.3
+    steps(model, optimizer, 1)
+    assert optimizer.state[model.weight] is inner.state[model.weight]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_scheduler_on_the_wrapper_sets_the_inner_learning_rate(method):
+    model = build("linear")
+    optimizer = wrap(model, None, METHODS[method]())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(model, optimizer, 3, scheduler=scheduler)
+    assert optimizer.inner.param_groups[0]["lr"] == pytest.approx(0.05 / 4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("unscales_first", [False, True])
+def test_a_step_that_a_grad_scaler_skips_on_one_replica_keeps_the_schedules_together(method, unscales_first):
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, METHODS[method]())
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        skipped = 0
+        for step in range(1, 13):
+            scaler.scale(loss_of(model, step=step, replica=transport.replica)).backward()
+            if step == 5 and transport.replica == 1:
+                model.weight.grad[0, 0] = torch.inf
+            if unscales_first:
+                scaler.unscale_(optimizer)
+            before = values(model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            skipped += step == 5 and same(before, values(model))
+        assert optimizer.steps_done == 12
+        optimizer.close()
+        with optimizer.global_parameters():
+            return values(model), optimizer.statistics.rounds_applied, scaler.get_scale()
+
+    (one, rounds_one, _), (other, rounds_other, scale) = thinwire.run_replicas(2, replica_main)
+    assert rounds_one == rounds_other > 0
+    assert scale == 4.0
+    assert same(one, other)
+    assert all(torch.isfinite(v).all() for v in one)
+
+
+def test_scaled_gradients_give_the_same_step_as_unscaled_ones():
+    results = []
+    for scale in (None, 64.0):
+        model = build("linear")
+        optimizer = wrap(model, None, diloco(sync_interval=2))
+        for step in range(1, 6):
+            loss = loss_of(model, step=step, replica=0)
+            if scale is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+            optimizer.zero_grad()
+        results.append(values(model))
+    assert same(*results)
+
+
+def test_gradient_accumulation_counts_steps_not_backward_passes():
+    model = build("linear")
+    optimizer = wrap(model, None, diloco(sync_interval=2))
+    for step in range(1, 9):
+        loss_of(model, step=step, replica=0).backward()
+        if step % 2 == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.steps_done == 4
+    assert optimizer.statistics.rounds_applied == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_closure_is_called_with_gradients_and_its_loss_comes_back(method):
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, METHODS[method]())
+        losses = []
+        for step in range(1, 7):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, step=step, replica=transport.replica)
+                loss.backward()
+                return loss.detach()
+
+            losses.append(float(optimizer.step(closure)))
+        optimizer.close()
+        with optimizer.global_parameters():
+            return losses, values(model)
+
+    (losses, one), (_, other) = thinwire.run_replicas(2, replica_main)
+    assert len(losses) == 6
+    assert same(one, other)
+
+
+def test_an_inner_optimizer_that_calls_its_closure_several_times_gets_mean_gradients_each_time():
+    def replica_main(transport):
+        model = build("linear")
+        inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, tolerance_grad=0, tolerance_change=0)
+        optimizer = wrap(model, transport, all_reduce(), inner)
+        for step in range(1, 4):
+
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = loss_of(model, step=step, replica=transport.replica)
+                loss.backward()
+                return loss.detach()
+
+            optimizer.step(closure)
+        return values(model)
+
+    one, other = thinwire.run_replicas(2, replica_main)
+    assert same(one, other)
+
+
+def test_adding_a_group_while_replicas_train_is_refused_with_the_remedy():
+    optimizer = wrap(build("linear"), None, diloco())
+    with pytest.raises(ValueError, match="before it is wrapped"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_wrapping_twice_and_foreign_parameters_are_refused():
+    model = build("linear")
+    optimizer = wrap(model, None, diloco())
+    with pytest.raises(ValueError, match="already"):
+        wrap(model, None, diloco(), optimizer)
+    with pytest.raises(ValueError, match="holds 1 parameters that are not the model's"):
+        wrap(model, None, diloco(), torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1))
+
+
+def test_global_parameters_are_put_in_place_and_local_ones_come_back_bit_for_bit():
+    model = build("transformer").to(torch.bfloat16)
+    optimizer = wrap(model, None, diloco(sync_interval=4))
+    at_start = values(model)
+    steps(model, optimizer, 3)
+    local = values(model)
+    with optimizer.global_parameters():
+        assert same(values(model), at_start)
+        with pytest.raises(RuntimeError, match="leave the with block"):
+            optimizer.step()
+    assert same(values(model), local)
+    with pytest.raises(KeyError), optimizer.global_parameters():
+        raise KeyError
+    assert same(values(model), local), "an error inside must not leave the global values behind"
+    steps(model, optimizer, 1, start=3)
+
+
+def test_close_flushes_rounds_in_flight_and_ends_training():
+    def replica_main(transport):
+        model = build("transformer")
+        optimizer = wrap(model, transport, streaming_diloco(sync_interval=6, overlap_steps=5, layers_per_fragment=2))
+        steps(model, optimizer, 9, replica=transport.replica)
+        assert len(optimizer.rounds_in_flight) > 1
+        optimizer.close()
+        optimizer.close()
+        assert optimizer.rounds_in_flight == ()
+        assert optimizer.statistics.rounds_applied == optimizer.statistics.rounds_launched
+        with pytest.raises(RuntimeError, match="after close"):
+            optimizer.step()
+
+    thinwire.run_replicas(2, replica_main)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "conv"])
+@pytest.mark.parametrize("stop", range(5, 14))
+def test_a_resumed_run_continues_bit_for_bit_at_every_phase_of_a_round(kind, stop):
+    taus = (1, 4)
+    method = streaming_diloco(sync_interval=5, overlap_steps=taus, layers_per_fragment=2)
+
+    def replica_main(transport, stop=stop):
+        model = build(kind)
+        optimizer = wrap(model, transport, method, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if stop:
+            steps(model, optimizer, stop, replica=transport.replica, scheduler=scheduler)
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), scheduler.state_dict()))
+            model = build(kind, seed=99)  # nothing of the old objects is left
+            optimizer = wrap(model, transport, method, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            scheduler.load_state_dict(saved[2])
+        steps(model, optimizer, 20 - stop, replica=transport.replica, start=stop, scheduler=scheduler)
+        optimizer.close()
+        with optimizer.global_parameters():
+            return values(model) + list(model.buffers())
+
+    resumed = thinwire.run_replicas(2, replica_main)
+    straight = thinwire.run_replicas(2, lambda transport: replica_main(transport, stop=0))
+    for one, other in zip(resumed, straight, strict=True):
+        assert same(one, other)
+
+
+def test_a_state_of_another_run_is_refused_and_names_what_differs():
+    model = build("linear")
+    state = wrap(model, None, diloco(sync_interval=3)).state_dict()
+    with pytest.raises(CheckpointError, match="method"):
+        wrap(model, None, diloco(sync_interval=4)).load_state_dict(copy.deepcopy(state))
+    with pytest.raises(CheckpointError, match="lacks"):
+        wrap(model, None, diloco()).load_state_dict({"inner": {}})
+    with pytest.raises(CheckpointError, match="version"):
+        wrap(model, None, diloco()).load_state_dict({**state, "version": 99})
+    with pytest.raises(CheckpointError, match="elements"):
+        wrap(nn.Linear(5, 5), None, diloco(sync_interval=3)).load_state_dict(copy.deepcopy(state))
+
+
+def test_replicas_that_start_apart_get_the_first_ones_parameters_and_buffers():
+    def replica_main(transport):
+        model = build("conv", seed=transport.replica)
+        with torch.no_grad():
+            model.stages[1].running_mean.fill_(transport.replica)
+        wrap(model, transport, diloco())
+        return values(model) + [b.clone() for b in model.buffers()]
+
+    one, other, third = thinwire.run_replicas(3, replica_main)
+    assert same(one, other)
+    assert same(one, third)
+    assert same(one[:3], values(build("conv", seed=0))[:3])
+
+
+@pytest.mark.parametrize(
+    ("difference", "expected"),
+    [
+        (lambda replica: {"kind": "linear" if replica else "lstm"}, "runs another model"),
+        (lambda replica: {"interval": 5 + replica}, "runs another description"),
+    ],
+)
+def test_replicas_with_different_set_ups_are_told_apart_at_the_start(difference, expected):
+    def replica_main(transport):
+        setting = {"kind": "linear", "interval": 5} | difference(transport.replica)
+        wrap(build(setting["kind"]), transport, diloco(sync_interval=setting["interval"]))
+
+    with pytest.raises(DesyncError, match=expected):
+        thinwire.run_replicas(2, replica_main)
+
+
+def test_a_desync_is_found_and_names_the_replica():
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, diloco(sync_interval=2, codec=float32()))
+        steps(model, optimizer, 3, replica=transport.replica)
+        if transport.replica == 2:  # a bit flips in the global value
+            optimizer._engine.view.parameters.values[0][1] += 1e-3
+        steps(model, optimizer, 3, replica=transport.replica, start=3)
+
+    with pytest.raises(
+        DesyncError, match="replica 2 disagrees with the others about the global parameters of fragment 0"
+    ):
+        thinwire.run_replicas(4, replica_main)
+
+
+def test_a_desync_of_every_step_averaging_is_found_too():
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, all_reduce())
+        with torch.no_grad():
+            model.bias += transport.replica
+        steps(model, optimizer, 60, replica=transport.replica)
+
+    with pytest.raises(DesyncError, match="replicas 0, 1 disagree"):
+        thinwire.run_replicas(2, replica_main)
+
+
+@pytest.mark.parametrize("codec", [float32(), e3m0()], ids=lambda codec: codec.name)
+def test_a_replica_that_diverged_is_named_by_all(codec):
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, streaming_diloco(sync_interval=2, overlap_steps=0, codec=codec))
+        with torch.no_grad():
+            model.bias[0] = torch.nan if transport.replica == 1 else 0
+        with pytest.raises(NonFiniteError, match="replica 1 sent NaN or infinity"):
+            steps(model, optimizer, 4, replica=transport.replica)
+        return True
+
+    assert thinwire.run_replicas(2, replica_main) == [True, True]
+
+
+def test_a_lost_message_ends_in_a_named_error_not_in_a_hang():
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, diloco(sync_interval=2))
+        if transport.replica == 0:
+            transport.tamper = lambda message: None
+        steps(model, optimizer, 4, replica=transport.replica)
+
+    with pytest.raises(DeadlineExceeded, match=r"round 0 \(fragment 0\) from replica 0 never came"):
+        thinwire.run_replicas(2, replica_main)
+
+
+@pytest.mark.parametrize("position", [5, 20, 45, 60, -1])
+def test_a_damaged_message_is_refused_wherever_the_damage_is(position):
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, diloco(sync_interval=2))
+
+        def flip(message):
+            message[position] ^= 0x10
+            return message
+
+        if transport.replica == 0:
+            transport.tamper = flip
+        steps(model, optimizer, 4, replica=transport.replica)
+
+    with pytest.raises(PayloadError, match=r"from replica 0"):
+        thinwire.run_replicas(2, replica_main)
+
+
+def test_buffers_stay_local_until_they_are_averaged_on_request():
+    def replica_main(transport):
+        model = build("conv")
+        optimizer = wrap(model, transport, diloco(sync_interval=2))
+        steps(model, optimizer, 4, replica=transport.replica)
+        before = model.stages[1].running_mean.clone()
+        counts = model.stages[1].num_batches_tracked.clone()
+        optimizer.average_buffers()
+        assert torch.equal(model.stages[1].num_batches_tracked, counts)
+        return before, model.stages[1].running_mean.clone()
+
+    (one, mean), (other, same_mean) = thinwire.run_replicas(2, replica_main)
+    assert not torch.equal(one, other)
+    assert torch.equal(mean, same_mean)
+    torch.testing.assert_close(mean, (one + other) / 2)
+
+
+def test_a_parameter_without_gradient_on_any_replica_keeps_none():
+    def replica_main(transport):
+        model = build("unused")
+        optimizer = wrap(model, transport, all_reduce())
+        loss_of(model, step=1, replica=transport.replica).backward()
+        optimizer.step()
+        assert model.never.weight.grad is None
+        assert model.used.weight.grad is not None
+
+    thinwire.run_replicas(2, replica_main)
+
+
+def test_a_parameter_with_a_gradient_on_one_replica_only_gets_the_mean_on_all():
+    def replica_main(transport):
+        model = build("unused")
+        optimizer = wrap(model, transport, all_reduce())
+        if transport.replica == 1:
+            model.never(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model.never.bias.grad.clone()
+
+    for gradient in thinwire.run_replicas(2, replica_main):
+        assert torch.equal(gradient, torch.full((3,), 0.5))
