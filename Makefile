@@ -1,0 +1,123 @@
+# Every habit of thinwire is a target here. `make` alone lists them.
+#
+# The first target that needs it makes .venv and installs what it needs, pinned by constraints.txt; it is done again when
+# pyproject.toml, constraints.txt or TORCH change.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+ARGS ?=
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PINS := $(VENV)/constraints.txt
+
+# Another torch than the pinned one: any words for `pip install`. It is remembered, so that `make TORCH=... setup` and then
+# `make train` use the same torch; `make TORCH= setup` goes back to the pinned one.
+REMEMBERED := $(VENV)/torch-requirement
+TORCH ?= $(shell cat $(REMEMBERED) 2>/dev/null)
+
+# One stamp for each torch: a stamp that was made for another torch does not count.
+TAG := $(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
+RUN_STAMP := $(VENV)/stamp-run-$(TAG)
+TEST_STAMP := $(VENV)/stamp-test-$(TAG)
+
+TEST_EXTRAS := [dev,docs,hf,parquet]
+
+# What belongs to one build of torch must not hold for another.
+PINS_OF_TORCH := ^(torch|triton)==|^(cuda|nvidia)-
+
+RUN ?= runs/demo
+TRAIN := train --replicas 2 --method streaming-diloco --model nano --data stdlib --steps 300 \
+	--sync-interval 30 --overlap-steps 3 --codec e3m0 --out $(RUN)
+
+BENCHMARKS := $(sort $(wildcard benchmarks/*.py))
+BENCH ?= $(basename $(notdir $(BENCHMARKS)))
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: $(TEST_STAMP) ## Make .venv with everything for running, testing and the docs
+
+.PHONY: train
+train: $(RUN_STAMP) ## Train nano on real text with two replicas over a thin wire (ARGS="--steps 50" appends)
+	$(BIN)/thinwire $(TRAIN) $(ARGS)
+
+.PHONY: check
+check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+# The tests run also where a check failed: one run says all that is wrong. The tests that start processes stay together
+# on one worker (tests/conftest.py), so that they do not fight for the cores.
+.PHONY: test
+test: $(TEST_STAMP) ## All checks and all tests, with branch coverage of src (ARGS="-k word" appends)
+	@status=0; \
+	$(MAKE) --no-print-directory check || status=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+		--cov --cov-branch --cov-report=term --cov-fail-under=90 $(ARGS) || status=1; \
+	exit $$status
+
+.PHONY: docs
+docs: $(TEST_STAMP) ## Build the docs into site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+.PHONY: docs-serve
+docs-serve: $(TEST_STAMP) ## Show the docs on http://127.0.0.1:8000 and follow changes
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
+
+.PHONY: bench
+bench: $(TEST_STAMP) ## Run every benchmark, or those of BENCH="codec memory"
+	@for name in $(BENCH); do echo "benchmarks/$$name.py $(ARGS)"; $(BIN)/python benchmarks/$$name.py $(ARGS); done
+
+.PHONY: format
+format: $(TEST_STAMP) ## Format and sort the imports of what you changed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: constraints
+constraints: $(TEST_STAMP) ## Pin the newest versions that fit pyproject.toml, for every supported Python
+	$(BIN)/python scripts/pin.py constraints.txt
+
+.PHONY: clean
+clean: ## Remove .venv, caches and what was built; runs/ stays
+	rm -rf $(VENV) site dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
+	find src tests scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "thinwire needs Python 3.11 or newer, and '$(PYTHON)' is none." >&2; \
+		echo "Name one that is: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+# $(1) is the list of extras in brackets, or nothing. A torch that stays from another choice would count as installed, also
+# where only its build differs: so it goes first.
+define install
+	@echo "Installing into $(VENV); the first time this takes some minutes."
+	@rm -f $(filter-out %-$(TAG),$(wildcard $(VENV)/stamp-*))
+	@[ "$$(cat $(REMEMBERED) 2>/dev/null || true)" = '$(TORCH)' ] || $(PIP) uninstall --yes torch
+	@printf '%s' '$(TORCH)' > $(REMEMBERED)
+	grep -vE '$(if $(TORCH),$(PINS_OF_TORCH),^#)' constraints.txt > $(PINS)
+	$(if $(TORCH),$(PIP) install $(TORCH))
+	$(PIP) install -c $(PINS) hatchling editables
+	$(PIP) install -c $(PINS) --no-build-isolation -e '.$(1)'
+	@touch $@
+endef
+
+$(RUN_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,)
+
+$(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,$(TEST_EXTRAS))
+	@touch $(RUN_STAMP)

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from source_tree import ROOT, module_of, sources
+
+PURE = ("errors", "events", "shared_random", "units", "sync.schedule", "averaging.topology", "diagnosis", "simulate")
+
+
+def _is_pure(module: str) -> bool:
+    return any(module == f"thinwire.{name}" or module.startswith(f"thinwire.{name}.") for name in PURE)
+
+
+@pytest.mark.parametrize("module", ["thinwire", *sorted(filter(_is_pure, map(module_of, sources())))])
+def test_a_pure_module_is_imported_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(', '.join({{'torch', 'numpy'}} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{module} brings {done.stderr}"
+
+
+def test_the_contracts_cover_every_pure_module_that_exists() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    listed = {name for contract in contracts if contract["id"] == "pure" for name in contract["source_modules"]}
+    roots = {".".join(module_of(path).split(".")[:2]) for path in sources()}
+    whole = {module for module in roots if _is_pure(module)}
+    assert whole <= listed, f"add to the contract in pyproject.toml: {sorted(whole - listed)}"
