@@ -9,9 +9,11 @@ import contextlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,30 @@ class _Place:
     @property
     def name(self) -> str:
         return f"{self.master_address}:{self.master_port}"
+
+
+class _Stores:
+    """The stores this process met the others in, kept until it ends.
+
+    A process may join, close and join again. A store that ended with its first group would leave a fast rank in the
+    old store while rank 0 opens the next; so it stays, and the meetings in it are numbered.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, int], Any] = {}
+        self._meetings: Counter[str] = Counter()
+
+    def open(self, place: _Place, *, serve: bool, deadline_s: float) -> tuple[Any, str]:
+        """Return the store at a place and the prefix of its next meeting."""
+        key = (place.master_address, place.master_port)
+        if key not in self._found:
+            self._found[key] = open_store(*key, serve=serve, deadline_s=deadline_s)
+        number = self._meetings[place.prefix]
+        self._meetings[place.prefix] += 1
+        return self._found[key], f"{place.prefix}/{number}"
+
+
+_stores = _Stores()
 
 
 def connect(
@@ -176,9 +202,9 @@ def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: fl
     interface = interface_of(address)
     end = time.monotonic() + deadline_s
     serve = place.rank == 0 and not place.agent_serves_store
-    store = open_store(place.master_address, place.master_port, serve=serve, deadline_s=deadline_s)
+    store, prefix = _stores.open(place, serve=serve, deadline_s=deadline_s)
     meeting = Meeting(
-        prefixed(store, f"{place.prefix}/meeting"),
+        prefixed(store, f"{prefix}/meeting"),
         rank=place.rank,
         world_size=place.world_size,
         ranks_per_replica=ranks_per_replica,
@@ -194,7 +220,7 @@ def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: fl
         both = torch.cuda.is_available() and dist.is_nccl_available()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if both else "gloo",
-            store=prefixed(store, f"{place.prefix}/groups"),
+            store=prefixed(store, f"{prefix}/groups"),
             rank=place.rank,
             world_size=place.world_size,
             timeout=timedelta(seconds=deadline_s),

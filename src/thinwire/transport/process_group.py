@@ -173,15 +173,15 @@ class ProcessGroupTransport:
             )
         return replica * self._ranks_per_replica + self._shard
 
-    def _post(self, operation: Callable[..., dist.Work | None], transfer: _Transfer) -> dist.Work:
+    def _post(self, operation: Callable[..., dist.Work | None], transfer: _Transfer) -> None:
         # Under the lock: after `close` looked at what is in flight, nothing may be added.
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("closed")
             work = operation(group=self._group)
-            assert work is not None, "this rank is in the group"
+            assert work is not None, "the rank is in the group"
+            transfer.works.append(work)
             self._in_flight.add(transfer)
-            return work
 
     def _forget(self, transfer: _Transfer) -> None:
         with self._lock:
@@ -198,7 +198,7 @@ class _Transfer:
         self._rank = rank
         self._envelope = envelope
         self._verb = verb
-        self._works: list[dist.Work] = []
+        self.works: list[dist.Work] = []
         self._finished = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -260,7 +260,7 @@ class _Transfer:
 
     def abort(self) -> None:
         """Make the waiting thread return; this breaks the connection to the peer."""
-        for work in list(self._works):
+        for work in list(self.works):
             try:
                 work.wait(_AT_ONCE)
             except RuntimeError:  # expected: this is how gloo lets go
@@ -271,7 +271,7 @@ class _Transfer:
         self._finished.wait(timeout=deadline_s)
 
     def _post(self, operation: Callable[..., dist.Work | None], **where: int) -> None:
-        self._works.append(self._transport._post(partial(operation, **where), self))
+        self._transport._post(partial(operation, **where), self)
 
     def _watch(self, drive: Callable[[torch.Tensor], None], message: torch.Tensor) -> None:
         threading.Thread(target=self._run, args=(drive, message), name="thinwire-transfer", daemon=True).start()
@@ -287,18 +287,18 @@ class _Transfer:
             self._finish(error=None)
 
     def _drive_send(self, message: torch.Tensor) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait(_FOREVER)
 
     def _drive_receive(self, room: torch.Tensor) -> None:
-        self._works[0].wait(_FOREVER)
+        self.works[0].wait(_FOREVER)
         expected = HEADER_BYTES + self._envelope.payload_bytes
         if expected <= OPENING_BYTES:
             # Copied, so that a small payload does not keep the whole room.
             arrived = room[:expected].clone()
         elif _stated_payload_bytes(room) == self._envelope.payload_bytes:
             self._post(partial(dist.irecv, room[OPENING_BYTES:]), group_src=self._rank, tag=self._tags[1])
-            self._works[1].wait(_FOREVER)
+            self.works[1].wait(_FOREVER)
             arrived = room
         else:
             # The peer means another message: nothing more is asked for, and the check finds what differs.
