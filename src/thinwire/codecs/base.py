@@ -19,20 +19,35 @@ class Codec(Protocol):
         wire_id: The number that stands for this codec in a message's header, 1 to 255, never reused.
         bits_per_element: Bits an element costs in the limit of long tensors, scales included.
         block: Elements that share a scale; payloads of tensors cut at multiples of it concatenate to the payload
-            of the whole.
+            of the whole. (Stochastic rounding draws by an element's place in the tensor it is encoded in, so there
+            the parts' payloads are valid parts, but not the same bytes.)
         is_lossless_for_float32: Whether decode gives back every float32 bit.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Short name, as the command line takes it."""
+        ...
+
     @property
-    def wire_id(self) -> int: ...
+    def wire_id(self) -> int:
+        """The codec's number in a message's header."""
+        ...
+
     @property
-    def bits_per_element(self) -> float: ...
+    def bits_per_element(self) -> float:
+        """Bits an element costs in the limit of long tensors."""
+        ...
+
     @property
-    def block(self) -> int: ...
+    def block(self) -> int:
+        """Elements that share a scale."""
+        ...
+
     @property
-    def is_lossless_for_float32(self) -> bool: ...
+    def is_lossless_for_float32(self) -> bool:
+        """Whether decode gives back every float32 bit."""
+        ...
 
     def payload_bytes(self, numel: int) -> int:
         """Return the exact payload size in bytes for a tensor of `numel` elements (0 for 0)."""

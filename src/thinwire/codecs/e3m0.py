@@ -1,0 +1,223 @@
+"""E3M0: a sign, three bits of exponent and no mantissa, with a power-of-two scale shared by 64 elements.
+
+Four bits are what Streaming DiLoCo sends its outer gradients in. The paper names the format but not the scale; blocks
+of 64 with one byte of exponent are our choice, 4.125 bits an element together.
+
+Wire format: the elements in row-major order, cut into blocks of 64, the last one filled up with zeros. Each block is 33
+bytes: first its exponent byte E, then 32 bytes, of which byte j holds the code of element j in its low four bits and
+the code of element j + 32 in its high four bits. Blocks follow one another without anything between them.
+
+- E = 0: all elements of the block are zero, and all codes are 0.
+- E = 8 to 254: the block's scale is `2**(E - 127)`.
+- E = 255: an element was NaN, infinite, or too large for a scale; all codes are 0. Receivers refuse the payload.
+- E = 1 to 7 is never sent. So every value but zero is a normal float32, which no device flushes to zero.
+
+A code's low three bits c are 0 for zero, otherwise the magnitude is `scale * 2**(c - 7)`, 64 different ratios below
+the scale; bit 3 is the sign. Code 8, a negative zero, is never sent, and read as zero.
+
+```
+c           0    1      2      3      4      5     6     7
+magnitude   0    s/64   s/32   s/16   s/8    s/4   s/2   s
+```
+
+Nearest rounding rounds in the linear domain, ties away from zero, and the block's largest element becomes `scale`. An
+element x is decoded with
+
+- `|error| <= |x| / 3` where `|x| >= 3/4 * scale / 64`,
+- `|error| <= scale / 128` below that,
+
+except that no scale is below 2**-119, and that float32's subnormal numbers count as zero. Decoded tensors encode to the
+same bytes again, and encoding commutes with multiplication by powers of two, within float32's normal range.
+
+Stochastic rounding takes the block's scale as the power of two at or above the largest element, and rounds up or down
+at random such that `E[decode] = x` (short of truncating elements below `scale / 64` to 2**-23 of that). Its error is
+up to `|x|`, or `scale / 64`.
+
+All of it is integer arithmetic on the bits of float32, so that CPUs and GPUs send the same bytes.
+
+Reference: arXiv 2501.18512, section 2.4; the notation of the format is arXiv 2405.13938's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from thinwire.codecs import nibbles
+from thinwire.codecs.counter_random import counter_keys, random_bits
+from thinwire.codecs.fusion import Fused
+from thinwire.codecs.rows import check_payload, decode_rows, encode_rows, num_rows
+from thinwire.errors import NonFiniteError, PayloadError
+
+BLOCK = nibbles.BLOCK
+ROW_BYTES = 1 + nibbles.BYTES
+
+_SMALLEST_EXPONENT = 8  # code 1 is then 2**-125: a normal number
+_NON_FINITE = 255
+_MANTISSA_BITS = 23
+_MANTISSA_MASK = (1 << _MANTISSA_BITS) - 1
+_BEYOND_ALL = 1000  # taken off an element's half exponents, which are below 512, it leaves nothing
+
+Rounding = Literal["nearest", "stochastic"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class E3M0:
+    """Signed powers of two in 4 bits; see the module for format and bounds.
+
+    Attributes:
+        rounding: `"nearest"`, or `"stochastic"`: unbiased, with a larger error.
+
+    Raises:
+        ValueError: Another rounding.
+    """
+
+    rounding: Rounding = "nearest"
+
+    def __post_init__(self) -> None:
+        """Check the rounding."""
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {self.rounding!r}")
+
+    @property
+    def name(self) -> str:
+        """`"e3m0"`, or `"e3m0-stochastic"`."""
+        return "e3m0" if self.rounding == "nearest" else "e3m0-stochastic"
+
+    @property
+    def wire_id(self) -> int:
+        """6, for both ways to round: a receiver cannot tell them apart, and need not."""
+        return 6
+
+    @property
+    def bits_per_element(self) -> float:
+        """4.125."""
+        return 8 * ROW_BYTES / BLOCK
+
+    @property
+    def block(self) -> int:
+        """64 elements share a scale."""
+        return BLOCK
+
+    @property
+    def is_lossless_for_float32(self) -> bool:
+        """No."""
+        return False
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `Codec.payload_bytes`."""
+        return num_rows(numel, block=BLOCK) * ROW_BYTES
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        """See `Codec.encode`. Stochastic rounding draws by element number: equal seeds give equal bytes."""
+
+        def encode_stochastic(x: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+            _encode_stochastic(x, rows, counter_keys(seed, start=start, device=x.device))
+
+        def encode_nearest(x: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+            _encode_nearest(x, rows)
+
+        encode = encode_nearest if self.rounding == "nearest" else encode_stochastic
+        return encode_rows(tensor, block=BLOCK, row_bytes=ROW_BYTES, encode=encode)
+
+    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
+        """See `Codec.decode`."""
+        check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
+        _check_exponents(payload[::ROW_BYTES], name=self.name)
+        return decode_rows(payload, numel=numel, block=BLOCK, row_bytes=ROW_BYTES, decode=_decode)
+
+
+def e3m0(rounding: Rounding = "nearest") -> E3M0:
+    """Return the codec of 4.125 bits an element that Streaming DiLoCo uses.
+
+    Args:
+        rounding: `"nearest"`, or `"stochastic"`: unbiased, with a larger error.
+
+    Raises:
+        ValueError: Another rounding.
+
+    Example:
+        >>> codec = e3m0()
+        >>> codec.decode(codec.encode(torch.tensor([1.0, -0.4, 0.02, 0.005, 0.0])), numel=5).tolist()
+        [1.0, -0.5, 0.015625, 0.0, 0.0]
+    """
+    return E3M0(rounding=rounding)
+
+
+def _nearest(x: torch.Tensor, rows: torch.Tensor) -> None:
+    """Encode float32 `(rows, 64)` to uint8 `(rows, 33)`.
+
+    Works on the exponent and the first bit of the mantissa, nine bits that count "half exponents": rounding to the
+    nearest power of two is adding one to them and halving. Each operation runs on the narrowest integers that hold its
+    values, because on a CPU that is what its time goes by.
+    """
+    top = x.view(torch.int32).bitwise_right_shift(_MANTISSA_BITS - 1).to(torch.int16)
+    halves = top.bitwise_and(0x1FF)
+    peak = halves.amax(dim=1, keepdim=True)
+    exponent = ((peak + 1) >> 1).clamp_(_SMALLEST_EXPONENT, _NON_FINITE).masked_fill_(peak < 2, 0)
+    # code 7 is reached by the half exponents 2E-1 and 2E, code 6 by 2E-3 and 2E-2, and so on
+    floor = (2 * exponent - 15).masked_fill_((exponent == 0) | (exponent == _NON_FINITE), _BEYOND_ALL)
+    halves = halves.sub_(floor).clamp_min_(0).to(torch.uint8)
+    codes = halves.bitwise_right_shift(1)
+    # 1 is half the smallest value or more, nearer to it than to zero; only this code takes three half exponents
+    is_nonzero = halves.clamp_max_(1)
+    codes = torch.maximum(codes, is_nonzero)
+    # lt_ in place gives 0 and 1 in the tensor's own dtype; comparing into bools takes four times as long on a CPU
+    is_negative = top.lt_(0).to(torch.uint8).bitwise_and_(is_nonzero)
+    nibbles.pack(codes.add_(is_negative, alpha=8), out=rows[:, 1:])
+    rows[:, :1] = exponent
+
+
+def _stochastic(x: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
+    """Encode as `_nearest` does, but round at random: add 23 random bits below the exponent and cut them off."""
+    bits = x.view(torch.int32)
+    magnitude = bits.bitwise_and(0x7FFFFFFF)
+    peak = magnitude.amax(dim=1, keepdim=True).clamp_max_(_NON_FINITE << _MANTISSA_BITS)
+    exponent = (peak + _MANTISSA_MASK) >> _MANTISSA_BITS
+    exponent = exponent.clamp_(_SMALLEST_EXPONENT, _NON_FINITE).masked_fill_(peak <= _MANTISSA_MASK, 0)
+    unusable = (exponent == 0) | (exponent == _NON_FINITE)
+    raw = magnitude.bitwise_right_shift(_MANTISSA_BITS)
+    # Above code 1 the bits themselves, seen from the block's exponent, are the code with its fraction. Below, the
+    # fraction is the element as a share of code 1's value, in fixed point: the significand, shifted.
+    above = (magnitude - ((exponent - 7) << _MANTISSA_BITS)).clamp_min_(0)
+    shift = (exponent - 6 - raw).clamp_(0, 31)
+    significand = magnitude.bitwise_and(_MANTISSA_MASK).bitwise_or_(_MANTISSA_MASK + 1)
+    fixed = torch.where(shift > 0, significand >> shift, above).masked_fill_(raw == 0, 0)
+    fixed = fixed.add_(random_bits(keys, count=x.numel()).view(x.shape))
+    codes = fixed.bitwise_right_shift_(_MANTISSA_BITS).masked_fill_(unusable, 0)
+    signs = bits.bitwise_right_shift(28).bitwise_and_(8).mul_(codes.clamp(max=1))
+    nibbles.pack(codes.add_(signs).to(torch.uint8), out=rows[:, 1:])
+    rows[:, :1] = exponent
+
+
+def _values(rows: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode uint8 `(rows, 33)` to float32 `(rows, 64)`.
+
+    Magnitudes are built as the integers 0, 1, 2, 4 to 64 and multiplied by the scale of code 1, a power of two: exact,
+    and several times as fast on a CPU as looking sixteen values up.
+    """
+    exponent = rows[:, :1].to(torch.int32)
+    unit = (exponent - 6).clamp_(min=0).bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)
+    codes = nibbles.unpack(rows[:, 1:])
+    is_negative = codes.bitwise_right_shift(3).view(torch.int8)
+    one = torch.ones((), dtype=torch.uint8, device=rows.device)
+    magnitude = torch.bitwise_left_shift(one, codes.bitwise_and_(7)).bitwise_right_shift_(1).view(torch.int8)
+    out.copy_(magnitude.sub_(is_negative.mul_(magnitude), alpha=2))
+    out.mul_(unit)
+
+
+def _check_exponents(exponents: torch.Tensor, *, name: str) -> None:
+    # one transfer of two flags: on a GPU each transfer waits for the device
+    is_foreign = (exponents > 0) & (exponents < _SMALLEST_EXPONENT)
+    foreign, non_finite = torch.stack((is_foreign.any(), (exponents == _NON_FINITE).any())).tolist()
+    if foreign:
+        raise PayloadError(f"{name}: a block's exponent is in 1 to {_SMALLEST_EXPONENT - 1}, which is never sent")
+    if non_finite:
+        raise NonFiniteError(f"{name}: a block held NaN, infinity or a magnitude above 2.5e38")
+
+
+_encode_nearest = Fused(_nearest)
+_encode_stochastic = Fused(_stochastic)
+_decode = Fused(_values)

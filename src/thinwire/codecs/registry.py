@@ -1,0 +1,45 @@
+"""Codecs by name, as the command line and configuration files call them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.block_int import block_int4, block_int8
+from thinwire.codecs.dense import bfloat16, float16, float32
+from thinwire.codecs.e3m0 import e3m0
+
+_FACTORIES: Mapping[str, Callable[[], Codec]] = MappingProxyType(
+    {
+        "float32": float32,
+        "bfloat16": bfloat16,
+        "float16": float16,
+        "block-int8": block_int8,
+        "block-int4": block_int4,
+        "e3m0": e3m0,
+        "e3m0-stochastic": lambda: e3m0("stochastic"),
+    }
+)
+
+NAMES: tuple[str, ...] = tuple(_FACTORIES)
+"""The names that `by_name` knows; each is its codec's `name`."""
+
+
+def by_name(name: str) -> Codec:
+    """Return the codec of that name; an underscore may stand for a hyphen.
+
+    Raises:
+        ValueError: There is none; the text holds the nearest names.
+
+    Example:
+        >>> by_name("block_int8").name, by_name("e3m0").bits_per_element
+        ('block-int8', 4.125)
+    """
+    factory = _FACTORIES.get(name.lower().replace("_", "-"))
+    if factory is None:
+        near = difflib.get_close_matches(name.lower(), NAMES, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ValueError(f"there is no codec {name!r}; {hint}all codecs: {', '.join(NAMES)}")
+    return factory()
