@@ -53,10 +53,10 @@ train: $(RUN_STAMP) ## Train nano on real text with two replicas over a thin wir
 
 .PHONY: check
 check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict
-	$(BIN)/lint-imports
+	@status=0; \
+	for tool in "ruff check ." "ruff format --check ." "mypy --strict" "lint-imports --no-logo"; do \
+		echo "$$tool"; $(BIN)/$$tool || status=1; \
+	done; exit $$status
 
 # The tests run also where a check failed: one run says all that is wrong. The tests that start processes stay together
 # on one worker (tests/conftest.py), so that they do not fight for the cores.
