@@ -1,0 +1,1 @@
+"""The command line: options, one library call, print. The only place that prints and reads the environment."""

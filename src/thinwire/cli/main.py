@@ -1,0 +1,55 @@
+"""`thinwire COMMAND ...`: finds the command's module, so that only what it needs is imported."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from thinwire.version import __version__
+
+COMMANDS = {
+    "train": "train one model on several replicas",
+    "compare": "put several runs side by side",
+    "methods": "list the methods",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: The words after `thinwire`; those of this process by default.
+
+    Returns:
+        The exit code: 0, 1 for what went wrong while running, 2 for a wrong command line.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print(_usage())
+        return 0 if words else 2
+    if name == "--version":
+        print(f"thinwire {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        print(f"thinwire: unknown command {name!r}{hint} There are: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"thinwire.cli.{name}")
+    code: int = module.main(words[1:])
+    return code
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {about}" for name, about in COMMANDS.items()]
+    return "\n".join(
+        ["usage: thinwire COMMAND [options]", "", *lines, "", "thinwire COMMAND --help tells a command's options."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

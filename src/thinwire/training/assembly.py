@@ -1,0 +1,167 @@
+"""From options to parts: the method, the model, the inner optimizer, the learning rate; and all that can be refused."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire import codecs, methods
+from thinwire.sync.blocks import find_blocks
+from thinwire.sync.fragments import Pattern
+from thinwire.sync.method import Method
+from thinwire.training.config import TrainConfig
+from thinwire.training.models import PRESETS, build_model
+
+_FLOOR = 0.1
+_CHOICES = {
+    "tokenizer": ("bpe", "bytes"),
+    "inner_optimizer": ("adamw", "sgd"),
+    "schedule": ("cosine", "constant"),
+    "autocast": ("none", "bf16"),
+    "exchange": ("auto", "all-gather", "two-phase"),
+    "fragment_order": ("strided", "sequential"),
+}
+_LEAST = {
+    "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
+    "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
+    "vocab_size": 1,
+}  # fmt: skip
+# Options that a method may take, and why one that does not take them has no use for them.
+_METHOD_OPTIONS = {
+    "sync_interval": "it exchanges at every step",
+    "overlap_steps": "it waits for every exchange, so nothing overlaps",
+    "blend": "nothing overlaps, so there is nothing to blend",
+    "exchange": "its exchange is the cheaper one",
+    "fragment_order": "it exchanges the whole model at once",
+    "layers_per_fragment": "it exchanges the whole model at once",
+    "num_fragments": "it exchanges the whole model at once",
+    "outer_lr": "it has no outer optimizer",
+    "outer_momentum": "it has no outer optimizer",
+}
+
+
+def make_method(config: TrainConfig) -> Method:
+    """Return the method that the options describe.
+
+    Raises:
+        ValueError: The method or codec is unknown, an option is out of its range, or the method does not take it.
+    """
+    recipe = methods.recipe(config.method)
+    takes = inspect.signature(recipe).parameters
+    arguments: dict[str, Any] = {}
+    for name, reason in _METHOD_OPTIONS.items():
+        value = config.overlaps if name == "overlap_steps" else getattr(config, name)
+        if value is None:
+            continue
+        if name not in takes:
+            raise ValueError(f"{_flag(name)} does not go with --method {config.method}: {reason}; leave it out")
+        arguments[name] = value
+    if config.codec is not None:
+        arguments["codec"] = codecs.by_name(config.codec)
+    return recipe(**arguments)
+
+
+def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.device | str) -> nn.Module:
+    """Build the model; the first weights follow from the seed alone, so that all replicas start from the same.
+
+    Raises:
+        ValueError: There is no such model, or it does not fit the vocabulary or the sequence.
+    """
+    return build_model(config.model, vocab_size=vocab_size, max_seq_len=config.seq_len, seed=config.seed, device=device)
+
+
+def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Build AdamW or SGD with decay on matrices only.
+
+    Gains and biases have a scale of their own, which decay would pull to zero.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    assert config.lr is not None
+    if config.inner_optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def lr_factor(step: int, *, config: TrainConfig) -> float:
+    """Return the learning rate at a step (from 1) as a share of its peak.
+
+    Example:
+        >>> config = TrainConfig(steps=100, warmup_steps=10)
+        >>> [round(lr_factor(step, config=config), 3) for step in (1, 10, 55, 100)]
+        [0.1, 1.0, 0.55, 0.1]
+    """
+    warmup_steps = config.warmup_steps or 0
+    if step <= warmup_steps:
+        return step / warmup_steps
+    if config.schedule == "constant" or config.steps <= warmup_steps:
+        return 1.0
+    progress = (step - warmup_steps) / (config.steps - warmup_steps)
+    return _FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse everything that can be refused before a worker starts; loads no weights and reads no data.
+
+    Args:
+        config: Resolved.
+
+    Raises:
+        ValueError: One clear line: the option, its value, the limit, the remedy.
+    """
+    _check_values(config)
+    method = make_method(config)
+    vocab_size = 257 if config.tokenizer == "bytes" else config.vocab_size
+    model = make_model(config, vocab_size=vocab_size, device="meta")
+    # the pattern alone: binding a view would copy values, and a model on the meta device has none
+    pattern = getattr(method.view, "fragments", Pattern(num_fragments=1))
+    num_fragments = len(pattern.partition(find_blocks(model)))
+    method.schedule.check(num_fragments=num_fragments, num_replicas=config.num_replicas)
+    method.exchange(config.num_replicas)
+    method.update(config.num_replicas)
+
+
+def _check_values(config: TrainConfig) -> None:
+    for name, least in _LEAST.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{_flag(name)} must be at least {least}, got {value}")
+    for name, choices in _CHOICES.items():
+        value = getattr(config, name)
+        if value is not None and value not in choices:
+            raise ValueError(f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+    if config.lr is not None and not 0 < config.lr < math.inf:
+        raise ValueError(f"--lr must be positive, got {config.lr}")
+    if not 0 < config.join_deadline_s < math.inf:
+        raise ValueError(f"--join-deadline-s must be positive, got {config.join_deadline_s}")
+    if config.interface is not None and config.address is not None:
+        raise ValueError("give --interface or --address, not both")
+    _check_device(config.device)
+
+
+def _check_device(name: str) -> None:
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but torch sees no GPU; install a CUDA build of torch, or use --device cpu")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def wanted_vocabulary(config: TrainConfig) -> int:
+    """Return how many tokens the tokenizer may have: what the user said, else what the model is made for."""
+    if config.vocab_size is not None:
+        return config.vocab_size
+    if config.model in PRESETS:
+        return PRESETS[config.model].vocab_size
+    return int(make_model(config, vocab_size=None, device="meta").vocab_size)  # type: ignore[arg-type]

@@ -1,0 +1,277 @@
+"""Everything that a run of `thinwire train` can be told, as one frozen value. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import CheckpointError
+from thinwire.version import __version__
+
+# Options that do not change what is computed: a resumed run may be given others, and hosts of one run may differ in them.
+FREE = (
+    "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "join_deadline_s",
+    "log_every", "tensorboard", "wandb", "checkpoint_every", "device",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Train one model on several replicas over thin wires.
+
+    Replicas are started on this machine; under torchrun the same command joins the hosts instead.
+    """
+
+    replicas: int | None = None
+    """How many replicas train together. Default: 2, or torchrun's WORLD_SIZE."""
+    method: str = "streaming-diloco"
+    """When and how replicas exchange; see `thinwire methods`."""
+    model: str = "nano"
+    """nano, 35m, 150m, 400m, 1b, or hf:PATH for a transformers model."""
+    data: str = "stdlib"
+    """stdlib, a folder or file of txt, md, py, jsonl or parquet, or hf:NAME for a Hugging Face data set."""
+    steps: int = 300
+    """Inner steps of every replica."""
+
+    sync_interval: int | None = None
+    """H: inner steps between two exchanges of the same fragment. Default: 30 for nano, else 100."""
+    overlap_steps: str | None = None
+    """tau: inner steps from launch to apply; one number, or one a replica joined by commas. Default: 1."""
+    blend: float | None = None
+    """alpha: weight of the local value at apply, in [0, 1). Default: 0.5, or 0 without overlap."""
+    codec: str | None = None
+    """Code of what is sent: e3m0, int4, int8, bfloat16, float16, float32. Default: the method's own."""
+    exchange: str | None = None
+    """How payloads travel: auto, all-gather or two-phase. Default: auto, the cheaper one."""
+    fragment_order: str | None = None
+    """How blocks are dealt out to fragments: strided or sequential. Default: strided."""
+    layers_per_fragment: int | None = None
+    """Blocks a fragment. Default: 3."""
+    num_fragments: int | None = None
+    """P: all fragments, that of the embedding and the rest among them; instead of --layers-per-fragment."""
+    outer_lr: float | None = None
+    """Learning rate of the outer Nesterov step. Default: 0.6 below 8 replicas, 0.8 from there."""
+    outer_momentum: float | None = None
+    """Momentum of the outer Nesterov step. Default: 0.9."""
+    final_exchange: bool = True
+    """Exchange everything once more after the last step, so that no work is lost."""
+
+    batch_size: int | None = None
+    """Sequences a step of one replica. Default: 8."""
+    seq_len: int | None = None
+    """Tokens a sequence. Default: 128 for nano, else 1024."""
+    lr: float | None = None
+    """Peak learning rate of the inner optimizer. Default: by model, or 0.02 for sgd."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up. Default: a tenth of the steps, at most 1000."""
+    schedule: str = "cosine"
+    """Of the learning rate after the warm-up: cosine (down to a tenth of the peak) or constant."""
+    weight_decay: float = 0.1
+    """Decay of weight matrices; norms' gains are left alone."""
+    clip_norm: float = 1.0
+    """Largest norm of a replica's gradient; 0 clips nothing."""
+    inner_optimizer: str = "adamw"
+    """adamw, sgd, or muon (Muon for the blocks' matrices, AdamW for the rest)."""
+    seed: int = 0
+    """Of the first weights, the order of the data and stochastic codecs."""
+
+    tokenizer: str = "bpe"
+    """bpe (trained once on the data and cached) or bytes."""
+    vocab_size: int | None = None
+    """Tokens of the BPE tokenizer. Default: the model's."""
+    device: str = "cpu"
+    """cpu or cuda (replica n takes this host's GPU n)."""
+    autocast: str = "none"
+    """Dtype of the forward pass: none or bf16."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    threads: int | None = None
+    """Torch's threads a replica. Default: this host's cores shared out, at least 1."""
+
+    eval_every: int | None = None
+    """Steps between evaluations of the global parameters; 0 evaluates only at the end. Default: a sixth of the steps."""
+    eval_batches: int = 8
+    """Held-out batches of an evaluation while training."""
+    final_eval_batches: int = 64
+    """Held-out batches of the evaluation at the end."""
+    log_every: int = 10
+    """Steps between two lines of metrics."""
+    checkpoint_every: int | None = None
+    """Steps between two checkpoints; 0 saves only at the end. Default: 100 for nano, else 500."""
+
+    out: Path | None = None
+    """Folder of the run. Default: runs/METHOD-MODEL-seedN."""
+    resume: Path | None = None
+    """Go on with the run in this folder, with its own options."""
+    overwrite: bool = False
+    """Replace the run that --out holds."""
+    tensorboard: bool = False
+    """Write metrics for TensorBoard too (pip install 'thinwire[report]')."""
+    wandb: bool = False
+    """Send metrics to Weights & Biases too (pip install 'thinwire[report]')."""
+    interface: str | None = None
+    """Network interface that the other hosts reach, such as eth0."""
+    address: str | None = None
+    """Address of this host that the other hosts reach."""
+    join_deadline_s: float = 300.0
+    """Seconds that replicas may come one after another."""
+    cache_dir: Path | None = None
+    """Where tokenizers and token files are kept. Default: ~/.cache/thinwire."""
+    quiet: bool = False
+    """Print nothing but the result and errors."""
+    json: bool = False
+    """Print the result as one JSON object, the last line on stdout."""
+
+    @property
+    def overlaps(self) -> int | tuple[int, ...] | None:
+        """`overlap_steps` as a number, or one a replica.
+
+        Raises:
+            ValueError: It is neither.
+
+        Example:
+            >>> TrainConfig(overlap_steps="1,4").overlaps
+            (1, 4)
+        """
+        if self.overlap_steps is None:
+            return None
+        try:
+            numbers = tuple(int(part) for part in self.overlap_steps.split(","))
+        except ValueError:
+            raise ValueError(
+                f"--overlap-steps must be one number, or one a replica joined by commas, got {self.overlap_steps!r}"
+            ) from None
+        return numbers[0] if len(numbers) == 1 else numbers
+
+    @property
+    def num_replicas(self) -> int:
+        """`replicas` of a resolved configuration."""
+        assert self.replicas is not None, "resolve() first"
+        return self.replicas
+
+    @property
+    def run_dir(self) -> Path:
+        """`out` of a resolved configuration."""
+        assert self.out is not None, "resolve() first"
+        return self.out
+
+    def digest(self) -> str:
+        """Return a hash of all options that change what is computed."""
+        text = json.dumps(meaning(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+# Peak learning rates of AdamW: nano's was tried (see the run's notes in LOG.md), the others follow the papers' scale.
+_LR = {"nano": 3e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
+
+
+def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:
+    """Fill in every default that depends on something else.
+
+    Args:
+        config: What the user said.
+        world_size: torchrun's, where it runs.
+        cores: Of this host.
+        home: The user's home, for the default cache.
+
+    Raises:
+        ValueError: `--replicas` contradicts torchrun.
+    """
+    if world_size is not None and config.replicas not in (None, world_size):
+        raise ValueError(
+            f"--replicas is {config.replicas}, but torchrun starts {world_size} ranks, one a replica; leave --replicas "
+            f"out under torchrun"
+        )
+    replicas = world_size or (2 if config.replicas is None else config.replicas)
+    is_nano = config.model == "nano"
+    steps = config.steps
+    lr = _LR.get(config.model, 3e-4) if config.inner_optimizer != "sgd" else 0.02
+    filled = {
+        "replicas": replicas,
+        "batch_size": 8,
+        "seq_len": 128 if is_nano else 1024,
+        "lr": lr,
+        "warmup_steps": min(1000, steps // 10),
+        "eval_every": max(1, math.ceil(steps / 6)),
+        "checkpoint_every": 100 if is_nano else 500,
+        "threads": max(1, cores // max(1, replicas)),
+        "cache_dir": home / ".cache" / "thinwire",
+        "out": Path("runs") / f"{config.method}-{config.model.rsplit('/', 1)[-1].replace(':', '-')}-seed{config.seed}",
+    }
+    if config.method.replace("_", "-") not in ("all-reduce",):
+        filled["sync_interval"] = 30 if is_nano else 100
+    missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
+    return dataclasses.replace(config, **missing)
+
+
+def meaning(config: TrainConfig) -> dict[str, Any]:
+    """Return the options that change what is computed, as JSON values."""
+    return {name: value for name, value in to_json(config).items() if name not in FREE}
+
+
+def to_json(config: TrainConfig) -> dict[str, Any]:
+    """Return the options as JSON values."""
+    return {
+        field.name: str(value) if isinstance(value := getattr(config, field.name), Path) else value
+        for field in dataclasses.fields(config)
+    }
+
+
+def from_json(values: Mapping[str, Any]) -> TrainConfig:
+    """Take back what `to_json` returned.
+
+    Raises:
+        ValueError: An option is unknown or of the wrong type.
+    """
+    fields = {field.name: str(field.type) for field in dataclasses.fields(TrainConfig)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise ValueError(f"unknown options {', '.join(unknown)}")
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        if not _has_type(value, fields[name]):
+            raise ValueError(f"{name} must be {fields[name]}, got {value!r}")
+        arguments[name] = Path(value) if "Path" in fields[name] and value is not None else value
+    return TrainConfig(**arguments)
+
+
+def _has_type(value: Any, annotation: str) -> bool:
+    kinds: dict[str, tuple[type, ...]] = {
+        "int": (int,), "float": (int, float), "str": (str,), "Path": (str,), "bool": (bool,), "None": (type(None),)
+    }  # fmt: skip
+    allowed = [kind for part in annotation.split(" | ") for kind in kinds[part]]
+    return isinstance(value, tuple(allowed)) and (bool in allowed or not isinstance(value, bool))
+
+
+def read_config(run_dir: Path) -> TrainConfig:
+    """Read `config.json` of a run.
+
+    Raises:
+        CheckpointError: There is none, or it is no configuration of this thinwire.
+    """
+    path = run_dir / "config.json"
+    try:
+        values = json.loads(path.read_text())
+        values.pop("thinwire_version", None)
+        return from_json(values)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{run_dir} holds no run of thinwire (no config.json); --resume takes the --out of an earlier run"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no configuration of this thinwire ({error}); restore it, or start anew with --overwrite"
+        ) from error
+
+
+def config_text(config: TrainConfig) -> str:
+    """Return the content of a run's `config.json`."""
+    return json.dumps({**to_json(config), "thinwire_version": __version__}, indent=2) + "\n"

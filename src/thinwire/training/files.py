@@ -1,0 +1,49 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader, also after a crash, finds the old content or the new one.
+
+    Raises:
+        OSError: It could not be written; the old content is still there.
+    """
+    replace_whole(path, lambda temporary: _write_text(temporary, text))
+
+
+def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a file beside `path`, bring it to the disk and put it in the place of `path`.
+
+    Raises:
+        OSError: It could not be written; the old content is still there and nothing else is left.
+    """
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _sync_folder(folder: Path) -> None:
+    # the rename itself is on the disk only when its folder is
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

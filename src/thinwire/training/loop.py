@@ -1,0 +1,229 @@
+"""The training loop of one replica: the user's own loop, with metrics, evaluations and checkpoints around it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import CheckpointError
+from thinwire.sync.deadlines import Deadlines
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.assembly import lr_factor
+from thinwire.training.checkpoint import Checkpoints
+from thinwire.training.config import TrainConfig
+from thinwire.training.metrics import Meter, Reading
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Batches(Protocol):
+    """One replica's share of the training data, without an end."""
+
+    def __next__(self) -> Batch:
+        """Return tokens and targets, (batch, seq) int64 each, on the CPU."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
+        ...
+
+
+class Training:
+    """One replica's training, from any step to the last.
+
+    Args:
+        config: Resolved options.
+        model: A language model on `device`.
+        optimizer: Wraps the inner optimizer over the model's parameters.
+        batches: This replica's data.
+        held_out: Gives so many batches (at most) that nobody trains on, the same at every call.
+        meter: Takes the metrics.
+        checkpoints: Takes the states.
+        device: Where the model is.
+
+    Attributes:
+        step: Inner steps done.
+    """
+
+    def __init__(
+        self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
+        held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: Checkpoints, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.step = 0
+        self._config = config
+        self._model = model
+        self._optimizer = optimizer
+        self._batches = batches
+        self._held_out = held_out
+        self._meter = meter
+        self._checkpoints = checkpoints
+        self._device = device
+        loss: Callable[[Tensor, Tensor], Batch] = model.loss  # type: ignore[assignment]
+        self._loss = torch.compile(loss) if config.compile else loss
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
+        self._deadlines = Deadlines()
+        self._last_step_s: float | None = None
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a replica may keep the others waiting outside of a round, from measured times."""
+        return self._deadlines.deadline_s(steps=2 * self._optimizer.method.schedule.sync_interval)
+
+    @property
+    def is_replica_0(self) -> bool:
+        """Whether this replica evaluates."""
+        return self._optimizer.transport.replica == 0
+
+    def reading(self) -> Reading:
+        """Return this replica's counts now."""
+        return self._meter.read(stalled_s=self._optimizer.statistics.stalled_s)
+
+    def run(self) -> None:
+        """Train to the last step, save the full state, and flush the rounds in flight.
+
+        Raises:
+            ThinwireError: A replica was lost, a checkpoint could not be written, or the like.
+        """
+        self._model.train()
+        while self.step < self._config.steps:
+            self.step += 1
+            self._train_step()
+            self._report()
+            if self._is_due(self._config.checkpoint_every):
+                self.save()
+        self._optimizer.close(final_exchange=self._config.final_exchange)
+        self._optimizer.average_buffers()
+
+    def evaluate(self, num_batches: int) -> float:
+        """Return the mean loss (nll in nats a token) of the global parameters on held-out batches."""
+        total, count = 0.0, 0
+        self._model.eval()
+        with self._optimizer.global_parameters(), torch.no_grad():
+            for tokens, targets in self._held_out(num_batches):
+                with self._autocast():
+                    nll = self._loss(tokens.to(self._device), targets.to(self._device))[1]
+                # the last batch may be smaller
+                total += float(nll) * targets.numel()
+                count += targets.numel()
+        self._model.train()
+        return total / count
+
+    def evaluate_at_end(self) -> float:
+        """Evaluate on all the batches that the end deserves, write it down, and return the loss."""
+        val_loss = self.evaluate(self._config.final_eval_batches)
+        self._meter.write_eval(self.step, val_loss=val_loss)
+        return val_loss
+
+    def save(self) -> None:
+        """Write a checkpoint of the state after the present step."""
+        state = {
+            "model": {name: parameter.detach() for name, parameter in self._model.named_parameters()},
+            "buffers": dict(self._model.named_buffers()),
+            "optimizer": self._optimizer.state_dict(),
+            "batches": self._batches.state_dict(),
+            "random": _random_state(self._device),
+            "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s),
+            "step": self.step,
+        }
+        drift_steps = 2 * self._optimizer.method.schedule.sync_interval
+        self._checkpoints.save(state, step=self.step, drift_steps=drift_steps)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint's state.
+
+        Raises:
+            CheckpointError: It does not fit this run.
+        """
+        try:
+            with torch.no_grad():
+                _copy_all(state["model"], dict(self._model.named_parameters()))
+                _copy_all(state["buffers"], dict(self._model.named_buffers()))
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._batches.load_state_dict(state["batches"])
+            self._meter.load_state_dict(state["meter"])
+            _set_random_state(state["random"], self._device)
+            self.step = int(state["step"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not fit this run: {error!r}; start anew with --overwrite"
+            ) from error
+
+    def _train_step(self) -> None:
+        factor = lr_factor(self.step, config=self._config)
+        for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base_lr * factor
+        tokens, targets = next(self._batches)
+        with self._autocast():
+            loss, nll = self._loss(tokens.to(self._device), targets.to(self._device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self._config.clip_norm > 0:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._meter.train_step(nll.detach(), tokens=tokens.numel())
+        now_s = time.monotonic()
+        if self._last_step_s is not None:
+            self._deadlines.observe_step(now_s - self._last_step_s)
+        self._last_step_s = now_s
+
+    def _report(self) -> None:
+        if self.step % self._config.log_every == 0 or self.step == self._config.steps:
+            self._meter.write_step(
+                self.step,
+                stalled_s=self._optimizer.statistics.stalled_s,
+                rounds_in_flight=len(self._optimizer.rounds_in_flight),
+            )
+        is_last = self.step == self._config.steps
+        if self.is_replica_0 and not is_last and self._is_due(self._config.eval_every):
+            self._meter.write_eval(self.step, val_loss=self.evaluate(self._config.eval_batches))
+
+    def _is_due(self, every: int | None) -> bool:
+        is_last = self.step == self._config.steps
+        return is_last or bool(every and self.step % every == 0)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        enabled = self._config.autocast == "bf16"
+        return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def _copy_all(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    if set(saved) != set(own):
+        raise ValueError(f"it has {len(saved)} tensors, the model {len(own)}")
+    for name, tensor in own.items():
+        if saved[name].shape != tensor.shape:
+            raise ValueError(f"{name} has the shape {tuple(saved[name].shape)}, the model's {tuple(tensor.shape)}")
+        tensor.copy_(saved[name])
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    version, numbers, next_gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(gauss)],
+        "python": [version, list(numbers), next_gauss],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    version, numbers, next_gauss = state["python"]
+    random.setstate((version, tuple(numbers), next_gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

@@ -1,0 +1,288 @@
+"""What a replica writes down while it trains: JSON lines of metrics and of transfers, and optional loggers."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from thinwire.errors import MissingExtra
+from thinwire.events import Totals, Transfer, TransferLog
+
+WINDOW_S = 0.1
+_MAX_WINDOWS = 20_000
+
+
+class Peak:
+    """The highest rate in any window of 100 ms, kept up as transfers come.
+
+    Each transfer is spread evenly over its time, as `thinwire.events.rates` does.
+
+    Example:
+        >>> peak = Peak()
+        >>> peak.bits_per_s
+        0.0
+    """
+
+    def __init__(self, bits_per_s: float = 0.0) -> None:
+        self.bits_per_s = bits_per_s
+        self._bits: dict[int, float] = {}
+
+    def add(self, *, started_s: float, finished_s: float, wire_bytes: int) -> None:
+        """Take in one transfer."""
+        first = math.floor(started_s / WINDOW_S)
+        last = max(first, math.floor(finished_s / WINDOW_S))
+        for window in range(first, last + 1):
+            share = 1.0
+            if last > first:
+                begin, end = max(started_s, window * WINDOW_S), min(finished_s, (window + 1) * WINDOW_S)
+                share = max(0.0, end - begin) / (finished_s - started_s)
+            self._bits[window] = self._bits.get(window, 0.0) + 8 * wire_bytes * share
+            self.bits_per_s = max(self.bits_per_s, self._bits[window] / WINDOW_S)
+        if len(self._bits) > _MAX_WINDOWS:
+            # no transfer takes that long: what is old is in the maximum already
+            for window in sorted(self._bits)[: _MAX_WINDOWS // 2]:
+                del self._bits[window]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a replica counts, at one moment; carried over a resume.
+
+    Attributes:
+        time_s: Seconds since this replica's training began.
+        tokens: Tokens this replica trained on.
+        stalled_s: Seconds its training thread waited for the wire.
+        sent: Messages and bytes sent.
+        received: Messages and bytes received.
+        peak_bits_per_s: Highest rate of sending in any 100 ms.
+    """
+
+    time_s: float = 0.0
+    tokens: int = 0
+    stalled_s: float = 0.0
+    sent: Totals = Totals()
+    received: Totals = Totals()
+    peak_bits_per_s: float = 0.0
+
+
+class Logger(Protocol):
+    """Takes metrics besides the JSON lines."""
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        """Take values at a step."""
+        ...
+
+    def close(self) -> None:
+        """Flush."""
+        ...
+
+
+class Meter:
+    """Counts and writes one replica's `metrics-replica-N.jsonl` and `transfers-replica-N.jsonl`.
+
+    Args:
+        run_dir: The run's folder.
+        replica: This replica.
+        log: The transport's records, streamed to the file as they come.
+        loggers: Take the same values.
+    """
+
+    def __init__(self, run_dir: Path, *, replica: int, log: TransferLog, loggers: tuple[Logger, ...] = ()) -> None:
+        self._paths = run_dir / f"metrics-replica-{replica}.jsonl", run_dir / f"transfers-replica-{replica}.jsonl"
+        self._metrics: TextIO = self._paths[0].open("a", encoding="utf-8")
+        self._transfers: TextIO = self._paths[1].open("a", encoding="utf-8")
+        self._loggers = loggers
+        self._log = log
+        self._origin_s = time.monotonic()
+        self._carried = Reading()
+        self._peak = Peak()
+        self.tokens = 0
+        self._last = Reading()
+        self._losses: list[Any] = []
+        log.add_sink(self._record)
+
+    def read(self, *, stalled_s: float) -> Reading:
+        """Return the counts now.
+
+        Args:
+            stalled_s: Seconds that this process's training thread waited for the wire.
+        """
+        carried = self._carried
+        return Reading(
+            time_s=time.monotonic() - self._origin_s,
+            tokens=self.tokens,
+            stalled_s=carried.stalled_s + stalled_s,
+            sent=_sum(carried.sent, self._log.totals("sent")),
+            received=_sum(carried.received, self._log.totals("received")),
+            peak_bits_per_s=self._peak.bits_per_s,
+        )
+
+    def train_step(self, loss: Any, *, tokens: int) -> None:
+        """Take in a step's loss (a scalar tensor; its value is only asked for when a line is written)."""
+        self._losses.append(loss)
+        self.tokens += tokens
+
+    def write_step(self, step: int, *, stalled_s: float, rounds_in_flight: int) -> None:
+        """Write a line about the steps since the last one."""
+        now, last = self.read(stalled_s=stalled_s), self._last
+        elapsed_s = max(now.time_s - last.time_s, 1e-9)
+        loss = math.fsum(float(value) for value in self._losses) / max(1, len(self._losses))
+        self._losses.clear()
+        self._last = now
+        line = {
+            "kind": "step",
+            "step": step,
+            "time_s": round(now.time_s, 4),
+            "loss": loss,
+            "tokens": now.tokens,
+            "tokens_per_s": round((now.tokens - last.tokens) / elapsed_s, 2),
+            "compute_fraction": round(max(0.0, 1 - (now.stalled_s - last.stalled_s) / elapsed_s), 5),
+            "sent_bytes": now.sent.wire_bytes,
+            "received_bytes": now.received.wire_bytes,
+            "sent_bits_per_s": round(8 * (now.sent.wire_bytes - last.sent.wire_bytes) / elapsed_s, 1),
+            "peak_bits_per_s": round(now.peak_bits_per_s, 1),
+            "rounds_in_flight": rounds_in_flight,
+        }
+        self._write(line, step=step)
+
+    def write_eval(self, step: int, *, val_loss: float) -> None:
+        """Write the validation loss of the global parameters."""
+        now = self.read(stalled_s=0.0)
+        line = {
+            "kind": "eval",
+            "step": step,
+            "time_s": round(now.time_s, 4),
+            "tokens": now.tokens,
+            "val_loss": val_loss,
+        }
+        self._write(line, step=step)
+
+    def write_error(self, step: int, *, message: str) -> None:
+        """Write why this replica stops."""
+        self._write({"kind": "error", "step": step, "message": message}, step=step)
+
+    def state_dict(self, *, stalled_s: float) -> dict[str, Any]:
+        """Return the counts and how long the two files are; no line may be pending."""
+        now = self.read(stalled_s=stalled_s)
+        self._transfers.flush()
+        counts = {
+            name: [getattr(totals, field) for field in ("messages", "payload_bytes", "wire_bytes")]
+            for name, totals in (("sent", now.sent), ("received", now.received))
+        }
+        return {
+            "time_s": now.time_s,
+            "tokens": now.tokens,
+            "stalled_s": now.stalled_s,
+            "peak_bits_per_s": now.peak_bits_per_s,
+            "losses": [float(loss) for loss in self._losses],
+            "last": [self._last.time_s, self._last.tokens, self._last.stalled_s, self._last.sent.wire_bytes],
+            "file_bytes": [path.stat().st_size for path in self._paths],
+            **counts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from a checkpoint, and cut off the lines written after it."""
+        counts = {
+            name: Totals(**dict(zip(("messages", "payload_bytes", "wire_bytes"), state[name], strict=True)))
+            for name in ("sent", "received")
+        }
+        self._carried = Reading(stalled_s=state["stalled_s"], **counts)
+        self._peak = Peak(state["peak_bits_per_s"])
+        self._origin_s = time.monotonic() - state["time_s"]
+        self.tokens = state["tokens"]
+        self._losses = list(state["losses"])
+        time_s, tokens, stalled_s, sent_bytes = state["last"]
+        last = Reading(time_s=time_s, tokens=tokens, stalled_s=stalled_s)
+        self._last = replace(last, sent=Totals(wire_bytes=sent_bytes))
+        for file, path, size in zip((self._metrics, self._transfers), self._paths, state["file_bytes"], strict=True):
+            file.flush()
+            if path.stat().st_size > size:
+                file.truncate(size)
+
+    def start_over(self) -> None:
+        """Begin both files anew, for a run that was stopped before its first checkpoint."""
+        for file in (self._metrics, self._transfers):
+            file.flush()
+            file.truncate(0)
+
+    def close(self) -> None:
+        """Flush and close."""
+        for logger in self._loggers:
+            logger.close()
+        self._metrics.close()
+        self._transfers.close()
+
+    def _write(self, line: dict[str, Any], *, step: int) -> None:
+        self._metrics.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._metrics.flush()
+        self._transfers.flush()
+        values = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+        for logger in self._loggers:
+            logger.log(values, step=step)
+
+    def _record(self, transfer: Transfer) -> None:
+        if self._transfers.closed:
+            return  # a message that ended while the process does
+        started_s, finished_s = transfer.started_s - self._origin_s, transfer.finished_s - self._origin_s
+        if transfer.direction == "sent" and not transfer.error:
+            self._peak.add(started_s=started_s, finished_s=finished_s, wire_bytes=transfer.wire_bytes)
+        own = replace(transfer, started_s=round(started_s, 6), finished_s=round(finished_s, 6))
+        self._transfers.write(own.to_json() + "\n")
+
+
+def open_loggers(run_dir: Path, *, tensorboard: bool, wandb: bool, replica: int) -> tuple[Logger, ...]:
+    """Open the optional loggers.
+
+    Raises:
+        MissingExtra: Their package is not installed.
+    """
+    loggers: list[Logger] = []
+    if tensorboard:
+        loggers.append(_TensorBoard(run_dir / "tensorboard" / f"replica-{replica}"))
+    if wandb:
+        loggers.append(_WeightsAndBiases(run_dir, replica=replica))
+    return tuple(loggers)
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingExtra.of("tensorboard", extra="report") from None
+        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        for name, value in values.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    def __init__(self, run_dir: Path, *, replica: int) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingExtra.of("wandb", extra="report") from None
+        self._run: Any = wandb.init(project="thinwire", dir=str(run_dir), group=run_dir.name, name=f"replica-{replica}")
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _sum(first: Totals, second: Totals) -> Totals:
+    return Totals(
+        messages=first.messages + second.messages,
+        payload_bytes=first.payload_bytes + second.payload_bytes,
+        wire_bytes=first.wire_bytes + second.wire_bytes,
+    )

@@ -1,0 +1,168 @@
+"""What a run came to: the global model on disk, its hash, and one object of numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from thinwire.errors import DesyncError
+from thinwire.training.config import TrainConfig
+from thinwire.training.files import replace_whole, write_whole
+from thinwire.training.metrics import Reading
+from thinwire.version import __version__
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """Return the SHA-256 of a model's parameters: the bytes of each, in the order of their names.
+
+    Example:
+        >>> parameters_sha256(nn.Linear(1, 1)) == parameters_sha256(nn.Linear(2, 1))
+        False
+    """
+    digest = hashlib.sha256()
+    for _, parameter in sorted(model.named_parameters()):
+        raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(memoryview(raw.numpy()))
+    return digest.hexdigest()
+
+
+def replica_note(reading: Reading, *, sha256: str) -> dict[str, Any]:
+    """Return what a replica tells the others at the end."""
+    return {
+        "sha256": sha256,
+        "tokens": reading.tokens,
+        "time_s": reading.time_s,
+        "stalled_s": reading.stalled_s,
+        "payload_bytes": reading.sent.payload_bytes,
+        "wire_bytes_sent": reading.sent.wire_bytes,
+        "wire_bytes_received": reading.received.wire_bytes,
+        "peak_bits_per_s": reading.peak_bits_per_s,
+    }
+
+
+def summarise(
+    config: TrainConfig, notes: Sequence[Mapping[str, Any]], *, val_loss: float, parameters: int, num_fragments: int,
+    all_reduce_dtype: str = "float32",
+) -> dict[str, Any]:  # fmt: skip
+    """Put the replicas' notes together.
+
+    Args:
+        config: Resolved options.
+        notes: `replica_note` of every replica.
+        val_loss: Of the global parameters, nats a token.
+        parameters: Trained numbers of the model.
+        num_fragments: How many fragments the method made.
+        all_reduce_dtype: Dtype of the gradients that the comparison with an all-reduce assumes.
+
+    Raises:
+        DesyncError: The replicas ended with different global parameters.
+    """
+    _check_hashes([note["sha256"] for note in notes])
+    count = len(notes)
+
+    def mean(name: str) -> float:
+        return sum(note[name] for note in notes) / count
+
+    wall_s = max(note["time_s"] for note in notes)
+    tokens = sum(note["tokens"] for note in notes)
+    payload_bytes = mean("payload_bytes")
+    allreduce_bytes = 2 * (count - 1) / count * 4 * parameters * config.steps
+    return {
+        "method": config.method.replace("_", "-"),
+        "replicas": count,
+        "steps": config.steps,
+        "tokens": tokens,
+        "val_loss": val_loss,
+        "wall_s": round(wall_s, 3),
+        "tokens_per_s": round(tokens / wall_s, 2),
+        "payload_bytes": round(payload_bytes),
+        "wire_bytes_sent": round(mean("wire_bytes_sent")),
+        "wire_bytes_received": round(mean("wire_bytes_received")),
+        "peak_bits_per_s": round(max(note["peak_bits_per_s"] for note in notes), 1),
+        "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 5),
+        "global_parameters_sha256": notes[0]["sha256"],
+        "model": config.model,
+        "data": config.data,
+        "parameters": parameters,
+        "sync_interval": config.sync_interval or 1,
+        "overlap_steps": config.overlaps if config.overlaps is not None else _default_overlap(config),
+        "codec": config.codec or _default_codec(config),
+        "num_fragments": num_fragments,
+        "allreduce_bytes": round(allreduce_bytes),
+        "all_reduce_dtype": all_reduce_dtype,
+        "times_fewer_bytes": round(allreduce_bytes / payload_bytes, 2) if payload_bytes else None,
+        "seed": config.seed,
+        "machine": describe_machine(config.device),
+        "thinwire_version": __version__,
+    }
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """Return what numbers of speed depend on, without the host's name."""
+    machine: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
+    return machine
+
+
+def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -> None:
+    """Write `model/`: weights under their plain names, the shape, the tokenizer; readable without thinwire.
+
+    Args:
+        run_dir: The run's folder.
+        model: With the global parameters in place.
+        tokenizer_json: Content of `tokenizer.json`, None for bytes.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    folder = run_dir / "model"
+    folder.mkdir(exist_ok=True)
+    wrapped = getattr(model, "model", None)
+    if hasattr(wrapped, "save_pretrained"):
+        wrapped.save_pretrained(str(folder), safe_serialization=True)
+    else:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        replace_whole(folder / "model.safetensors", lambda path: safetensors.torch.save_file(tensors, path))
+        shape = getattr(model, "config", None)
+        if dataclasses.is_dataclass(shape) and not isinstance(shape, type):
+            write_whole(folder / "config.json", json.dumps(dataclasses.asdict(shape), indent=2) + "\n")
+    if tokenizer_json is not None:
+        write_whole(folder / "tokenizer.json", tokenizer_json)
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write `summary.json`; its presence says that the run has finished."""
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+
+def _default_overlap(config: TrainConfig) -> int:
+    return 1 if config.method.replace("_", "-") == "streaming-diloco" else 0
+
+
+def _default_codec(config: TrainConfig) -> str:
+    return "e3m0" if config.method.replace("_", "-") == "streaming-diloco" else "float32"
+
+
+def _check_hashes(hashes: Sequence[str]) -> None:
+    if len(set(hashes)) > 1:
+        told = ", ".join(f"replica {replica}: {sha256[:12]}" for replica, sha256 in enumerate(hashes))
+        raise DesyncError(
+            f"the replicas ended with different global parameters ({told}); something changed parameters outside the "
+            f"optimizer, or the hosts run different code; resume from a checkpoint before that"
+        )

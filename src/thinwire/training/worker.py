@@ -1,0 +1,326 @@
+"""One replica's process: join the others, agree on where to begin, train, and tell what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.errors import DesyncError, ThinwireError, TransportError
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.assembly import make_inner_optimizer, make_method, make_model, wanted_vocabulary
+from thinwire.training.checkpoint import Checkpoints, Found, Identity, choose_step, look
+from thinwire.training.config import TrainConfig, config_text, meaning, read_config
+from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
+from thinwire.training.files import write_whole
+from thinwire.training.loop import Batch, Training
+from thinwire.training.metrics import Logger, Meter, open_loggers
+from thinwire.training.notes import tell_all
+from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
+from thinwire.transport.connect import connect
+from thinwire.transport.recording import RecordingTransport
+
+_WATCH_S = 0.25
+_OPENING, _READY, _CLOSING = range(3)
+# Known by other names on other hosts; what they stand for is compared by content.
+_LOCAL_NAMES = ("data", "model")
+_OUTPUTS = ("config.json", "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*")
+_OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """How a process takes part.
+
+    Attributes:
+        local_rank: Its number on this host; also its GPU.
+        is_prepared: Whether somebody has made the run's folder already; else the first rank of each host does.
+        is_resumed: Whether the run goes on from a checkpoint.
+    """
+
+    local_rank: int = 0
+    is_prepared: bool = False
+    is_resumed: bool = False
+
+
+def open_data(config: TrainConfig) -> Corpus:
+    """Open the corpus; the first time on a host it is tokenised, which takes a while.
+
+    Raises:
+        DataError: There is no such corpus, or it is too small or no text.
+    """
+    assert config.cache_dir is not None
+    return open_corpus(
+        config.data, cache=config.cache_dir, tokenizer=config.tokenizer, vocab_size=wanted_vocabulary(config)
+    )
+
+
+def run_replica(
+    config: TrainConfig, *, place: Place, loggers: Sequence[Logger] = (), warn: Callable[[str], None] | None = None
+) -> dict[str, Any] | None:
+    """Train one replica in this process, from joining the others to the end.
+
+    Args:
+        config: Resolved options, the same on all replicas but for paths.
+        place: How this process takes part.
+        loggers: Take metrics besides the files.
+        warn: Told what went wrong without stopping the run.
+
+    Returns:
+        The run's summary on replica 0, None on the others.
+
+    Raises:
+        ThinwireError: The run cannot go on.
+        ValueError: The run's folder holds a run already, or an option is wrong.
+    """
+    torch.set_num_threads(config.threads or 1)
+    corpus = open_data(config)
+    transport = connect(interface=config.interface, address=config.address, deadline_s=config.join_deadline_s)
+    try:
+        return _Replica(config, place=place, corpus=corpus, transport=transport).run(
+            loggers, warn or (lambda text: None)
+        )
+    finally:
+        transport.close()
+
+
+class _Replica:
+    def __init__(self, config: TrainConfig, *, place: Place, corpus: Corpus, transport: RecordingTransport) -> None:
+        self._config = config
+        self._place = place
+        self._corpus = corpus
+        self._transport = transport
+        identity = Identity(
+            replica=transport.replica, num_replicas=transport.num_replicas, config_digest=config.digest()
+        )
+        self._checkpoints = Checkpoints(config.run_dir, identity=identity)
+
+    def run(self, loggers: Sequence[Logger], warn: Callable[[str], None]) -> dict[str, Any] | None:
+        config = self._config
+        step = self._open(warn)
+        own = open_loggers(
+            config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=self._transport.replica
+        )
+        meter = Meter(
+            config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers)
+        )
+        training: Training | None = None
+        try:
+            training = self._assemble(meter)
+            self._go_to(step, training, meter)
+            training.run()
+            return self._close(training)
+        except ThinwireError as error:
+            meter.write_error(training.step if training else step, message=str(error))
+            raise
+        finally:
+            meter.close()
+
+    def _open(self, warn: Callable[[str], None]) -> int:
+        """Compare options and data, choose where to begin, and make the run's folder."""
+        found = look(self._checkpoints) if self._place.is_resumed else Found(good=(), bad={})
+        note = {
+            "options": _comparable(self._config),
+            "corpus": self._corpus.sha256,
+            "has_run": (self._config.run_dir / "config.json").exists(),
+            "is_resumed": self._place.is_resumed,
+            "good": found.good[-32:],
+            "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
+        }
+        notes = self._tell(note, number=_OPENING, deadline_s=self._config.join_deadline_s)
+        _check_same(notes)
+        self._check_folder(notes)
+        reports = [Found(good=tuple(n["good"]), bad={int(s): str(p) for s, p in n["bad"]}) for n in notes]
+        step, warnings = choose_step(reports)
+        if self._transport.replica == 0:
+            for warning in warnings:
+                warn(warning)
+        if not self._place.is_prepared and self._place.local_rank == 0:
+            make_run_folder(self._config, is_resumed=self._place.is_resumed)
+        self._tell({}, number=_READY, deadline_s=self._config.join_deadline_s)
+        return step
+
+    def _check_folder(self, notes: list[dict[str, Any]]) -> None:
+        if self._place.is_prepared or self._place.is_resumed or self._config.overwrite:
+            return
+        holders = [replica for replica, note in enumerate(notes) if note["has_run"]]
+        if holders:
+            raise ValueError(f"{occupied(self._config.run_dir)} (seen by replica {holders[0]})")
+
+    def _assemble(self, meter: Meter) -> Training:
+        config, corpus, transport = self._config, self._corpus, self._transport
+        device = torch.device("cuda", self._place.local_rank) if config.device == "cuda" else torch.device("cpu")
+        assert config.batch_size is not None and config.seq_len is not None
+        batch_size, seq_len = config.batch_size, config.seq_len
+        batches = Sampler(
+            corpus.train, replica=transport.replica, num_replicas=transport.num_replicas, batch_size=batch_size,
+            seq_len=seq_len, seed=config.seed,
+        )  # fmt: skip
+
+        def held_out(num_batches: int) -> Iterable[Batch]:
+            return validation_batches(corpus.held_out, batch_size=batch_size, seq_len=seq_len, max_batches=num_batches)
+
+        held_out(1)  # too few tokens are refused before the first step
+        torch.manual_seed(config.seed)
+        model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
+        optimizer = DistributedOptimizer(
+            model,
+            make_inner_optimizer(config, model),
+            method=make_method(config),
+            transport=transport,
+            seed=config.seed,
+        )
+        self._model, self._optimizer = model, optimizer
+        return Training(
+            config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
+            checkpoints=self._checkpoints, device=device,
+        )  # fmt: skip
+
+    def _go_to(self, step: int, training: Training, meter: Meter) -> None:
+        if step:
+            training.load(self._checkpoints.load(step))
+            self._checkpoints.forget_after(step)
+        elif self._place.is_resumed:
+            meter.start_over()
+
+    def _close(self, training: Training) -> dict[str, Any] | None:
+        """Compare the replicas' results; replica 0 evaluates and writes the run's."""
+        reading = training.reading()
+        with self._optimizer.global_parameters():
+            sha256 = parameters_sha256(self._model)
+        notes = self._tell(replica_note(reading, sha256=sha256), number=_CLOSING, deadline_s=training.deadline_s)
+        if self._transport.replica != 0:
+            return None
+        val_loss = training.evaluate_at_end()
+        with self._optimizer.global_parameters():
+            save_model(self._config.run_dir, self._model, tokenizer_json=self._corpus.tokenizer.to_json())
+        parameters = sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+        summary = summarise(
+            self._config, notes, val_loss=val_loss, parameters=parameters, num_fragments=self._optimizer.num_fragments
+        )
+        write_summary(self._config.run_dir, summary)
+        return summary
+
+    def _tell(self, note: dict[str, Any], *, number: int, deadline_s: float) -> list[dict[str, Any]]:
+        return tell_all(note, transport=self._transport, number=number, deadline_s=deadline_s)
+
+
+def occupied(run_dir: Path) -> str:
+    """Return the refusal to write into a folder that holds a run."""
+    return (
+        f"{run_dir} holds a run already; go on with it: thinwire train --resume {run_dir}, replace it with --overwrite, "
+        f"or choose another --out"
+    )
+
+
+def make_run_folder(config: TrainConfig, *, is_resumed: bool) -> None:
+    """Make the run's folder with its `config.json`; remove what an earlier run left where it is to be replaced.
+
+    Raises:
+        ThinwireError: It cannot be written.
+    """
+    run_dir = config.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if not is_resumed:
+            for pattern in _OUTPUTS:
+                for path in run_dir.glob(pattern):
+                    path.unlink(missing_ok=True)
+            for name in _OUTPUT_FOLDERS:
+                shutil.rmtree(run_dir / name, ignore_errors=True)
+        write_whole(run_dir / "config.json", config_text(config))
+    except OSError as error:
+        raise ThinwireError(f"cannot write to {run_dir}: {error.strerror or error}; choose another --out") from error
+
+
+def _comparable(config: TrainConfig) -> dict[str, Any]:
+    return {name: value for name, value in meaning(config).items() if name not in _LOCAL_NAMES}
+
+
+def _check_same(notes: list[dict[str, Any]]) -> None:
+    for replica, note in enumerate(notes):
+        if note["is_resumed"] != notes[0]["is_resumed"]:
+            raise DesyncError("some hosts resume the run and others start it; give --resume on all hosts, or on none")
+        for name, value in notes[0]["options"].items():
+            theirs = note["options"].get(name)
+            if theirs != value:
+                raise DesyncError(
+                    f"replica {replica} runs with {name} {theirs!r}, replica 0 with {value!r}; start all hosts with the "
+                    f"same options and the same thinwire"
+                )
+        if note["corpus"] != notes[0]["corpus"]:
+            raise DesyncError(
+                f"replica {replica} reads another corpus than replica 0; give all hosts the same files (stdlib is "
+                f"another one for another version of Python)"
+            )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one replica for a launcher on this machine.
+
+    Args:
+        arguments: The run's folder, the launcher's process id, and `resume` or `start`.
+
+    Returns:
+        The exit code: 0, or 1 with the reason in the run's `logs/replica-N.error.json`.
+    """
+    run_dir, launcher, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
+    # the launcher decides when to stop, and how to say so
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(launcher,), name="launcher-watch", daemon=True).start()
+    replica = int(os.environ["RANK"])  # torch's launcher speaks through the environment
+    try:
+        config = read_config(run_dir)
+        place = Place(local_rank=int(os.environ["LOCAL_RANK"]), is_prepared=True, is_resumed=mode == "resume")
+        run_replica(config, place=place)
+    except Exception as error:
+        traceback.print_exc()
+        _leave_error(run_dir, replica, error)
+        return 1
+    return 0
+
+
+def error_path(run_dir: Path, replica: int) -> Path:
+    """Return where a replica of a local run leaves its last words."""
+    return run_dir / "logs" / f"replica-{replica}.error.json"
+
+
+def _leave_error(run_dir: Path, replica: int, error: Exception) -> None:
+    if isinstance(error, OSError):
+        text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+    elif isinstance(error, ThinwireError | ValueError):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    record = {
+        "message": text,
+        "type": type(error).__name__,
+        "is_consequence": isinstance(error, TransportError),
+        "is_expected": isinstance(error, ThinwireError | ValueError | OSError),
+    }
+    try:
+        write_whole(error_path(run_dir, replica), json.dumps(record))
+    except OSError:
+        traceback.print_exc()
+
+
+def _end_with(launcher: int) -> None:
+    """End this process when its launcher is gone: a launcher that was killed cannot stop anybody."""
+    while os.getppid() == launcher:
+        time.sleep(_WATCH_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
