@@ -192,7 +192,7 @@ def test_a_tied_head_reads_the_embedding_and_an_untied_one_does_not() -> None:
 
 
 def test_a_sequence_longer_than_the_limit_is_refused_with_both_lengths() -> None:
-    with pytest.raises(ValueError, match="at most 12 tokens.*got 13"):
+    with pytest.raises(ValueError, match=r"at most 12 tokens.*got 13"):
         build_transformer(TINY)(random_tokens(1, 13))
 
 
@@ -352,6 +352,21 @@ def test_weights_in_the_folder_are_loaded(tmp_path: Path) -> None:
     loaded = build_model(f"hf:{tmp_path / 'weights'}", seed=99)
     for (name, a), b in zip(original.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_on_the_meta_device_no_weights_are_read(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    model = build_model(f"hf:{tmp_path}", device="meta")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    with pytest.raises(CheckpointError, match="cannot read hf:"):
+        build_model(f"hf:{tmp_path}")
+
+
+def test_only_matrices_have_two_axes_or_more() -> None:
+    # Optimizers decay, or orthogonalise, by the number of axes.
+    for name, parameter in build_transformer(TINY).named_parameters():
+        assert parameter.ndim == (1 if name.endswith("gain") else 2), name
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

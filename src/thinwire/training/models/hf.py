@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, MissingExtra
@@ -63,7 +64,7 @@ def build_hf_model(
     Args:
         source: A local folder or `config.json`, or a name on the hub.
         seed: What the first weights follow from, where none are loaded. Torch's global generator is left as it was.
-        device: Where the weights are put.
+        device: Where the weights are put; `meta` gives shapes without reading or making weights.
         z_loss: See `HuggingFaceModel`.
 
     Raises:
@@ -75,14 +76,15 @@ def build_hf_model(
     except ImportError:
         raise MissingExtra.of("transformers", extra="hf") from None
     try:
-        if _has_weights(source):
+        # Where only shapes are wanted, a caller checks its options and must not wait for weights.
+        if torch.device(device).type != "meta" and _has_weights(source):
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 source, use_safetensors=True, trust_remote_code=False, dtype=torch.float32
             )
         else:
             config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-            model = _from_config(transformers.AutoModelForCausalLM, config, seed=seed)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            model = _from_config(transformers.AutoModelForCausalLM, config, seed=seed, device=device)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read hf:{source}: {_first_line(error)}; it must be a folder with a transformers config.json, "
             "or the name of a causal language model on the hub"
@@ -108,8 +110,10 @@ def _has_weights(source: str) -> bool:
     return False
 
 
-def _from_config(auto_class: Any, config: Any, *, seed: int) -> Any:
-    with torch.random.fork_rng(devices=[]):
+def _from_config(auto_class: Any, config: Any, *, seed: int, device: torch.device | str) -> Any:
+    # Weights are drawn on the CPU, so that every device starts from the same.
+    made_on = "meta" if torch.device(device).type == "meta" else "cpu"
+    with torch.random.fork_rng(devices=[]), torch.device(made_on):
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         return auto_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
 

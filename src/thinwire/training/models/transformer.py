@@ -84,17 +84,21 @@ class TransformerConfig:
 class RmsNorm(nn.Module):
     """A norm over the last axis with a learned gain (see `rms_norm`).
 
+    The gain is a vector also where it has several parts, so that optimizers know it from a matrix.
+
     Args:
-        shape: Shape of the gain; the last entry is the width.
+        width: Size of the last axis.
+        parts: With more than 1, the size of the third axis from the right, along which the gain differs.
     """
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, width: int, *, parts: int = 1) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.ones(shape))
+        self.gain = nn.Parameter(torch.ones(parts * width))
+        self._shape = (width,) if parts == 1 else (parts, 1, width)
 
     def forward(self, values: Tensor) -> Tensor:
-        """Normalise `values` (..., width)."""
-        return rms_norm(values, self.gain)
+        """Normalise `values` (..., width), or (..., parts, any, width)."""
+        return rms_norm(values, self.gain.view(self._shape))
 
 
 class Attention(nn.Module):
@@ -105,7 +109,7 @@ class Attention(nn.Module):
         self.heads = config.heads
         # One product for queries, keys and values: a third of the launches, and a matrix wide enough to fill a core.
         self.query_key_value = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.query_key_norm = RmsNorm(2, 1, config.head_dim)
+        self.query_key_norm = RmsNorm(config.head_dim, parts=2)
         self.out = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, stream: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

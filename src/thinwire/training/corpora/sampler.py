@@ -1,0 +1,180 @@
+"""Which tokens a replica sees at which step: shuffled windows of a corpus, dealt out so that no two share one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from thinwire.errors import CheckpointError, DataError
+from thinwire.shared_random import derive_seed
+from thinwire.training.corpora.token_files import TokenArray
+
+
+class Sampler:
+    """An endless iterator over the batches of one replica.
+
+    The corpus is cut into windows of `seq_len` tokens, one after the other. In each epoch all windows are put in an
+    order that follows from the seed and the epoch, the same on every replica, and replica r takes every
+    `num_replicas`-th from the r-th on. So in an epoch each window is used by exactly one replica, once. A batch may end
+    one epoch and begin the next; replicas whose share is one window larger begin the next epoch one window later.
+
+    Args:
+        tokens: (tokens,) of any integer dtype, such as `Corpus.train`.
+        replica: This replica, in [0, num_replicas).
+        num_replicas: Number of replicas that share the corpus.
+        batch_size: Windows a batch.
+        seq_len: Tokens a window.
+        seed: The run's seed, the same on all replicas.
+
+    Raises:
+        ValueError: An argument is outside its range.
+        DataError: There are fewer windows than replicas.
+
+    Example:
+        >>> sampler = Sampler(np.arange(9), replica=0, num_replicas=1, batch_size=2, seq_len=4, seed=0)
+        >>> inputs, targets = next(sampler)
+        >>> inputs.shape, bool((targets == inputs + 1).all())
+        (torch.Size([2, 4]), True)
+    """
+
+    def __init__(
+        self, tokens: TokenArray, *, replica: int, num_replicas: int, batch_size: int, seq_len: int, seed: int
+    ) -> None:
+        for name, value in (("num_replicas", num_replicas), ("batch_size", batch_size), ("seq_len", seq_len)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 <= replica < num_replicas:
+            raise ValueError(f"replica must be in [0, {num_replicas}), got {replica}")
+        self._tokens = tokens
+        # What a state must agree on to be continued here.
+        self._identity = {
+            "seed": seed,
+            "replica": replica,
+            "num_replicas": num_replicas,
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "num_tokens": len(tokens),
+        }
+        self.num_windows = count_windows(tokens, seq_len=seq_len, at_least=num_replicas, what="replica")
+        self.epoch = 0
+        self._position = 0
+        self._shard = self._shard_of(0)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, each (batch_size, seq_len) int64; a target is the token after its input."""
+        wanted = self._identity["batch_size"]
+        chosen: list[NDArray[np.int64]] = []
+        while wanted:
+            if self._position == len(self._shard):
+                self.epoch += 1
+                self._position = 0
+                self._shard = self._shard_of(self.epoch)
+            taken = self._shard[self._position : self._position + wanted]
+            self._position += len(taken)
+            wanted -= len(taken)
+            chosen.append(taken)
+        return windows(self._tokens, np.concatenate(chosen), seq_len=self._identity["seq_len"])
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position and what it refers to, all integers."""
+        return {**self._identity, "epoch": self.epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where a state was taken: the following batches are the same bit for bit.
+
+        Raises:
+            CheckpointError: The state is of another corpus, replica, seed or shape of batch, or is no state.
+        """
+        if set(state) != set(self.state_dict()) or any(type(value) is not int for value in state.values()):
+            raise CheckpointError(
+                f"this is no state of a sampler: it must hold the integers {', '.join(self.state_dict())}, "
+                f"got {', '.join(map(str, state)) or 'nothing'}"
+            )
+        different = [name for name in self._identity if state[name] != self._identity[name]]
+        if different:
+            said = ", ".join(f"{name} {state[name]} instead of {self._identity[name]}" for name in different)
+            raise CheckpointError(
+                f"the sampler's state is of another run: {said}; resume with the same data and options"
+            )
+        epoch, position = state["epoch"], state["position"]
+        if epoch < 0 or not 0 <= position <= len(self._shard):
+            raise CheckpointError(
+                f"the sampler's state is corrupt: epoch {epoch}, position {position} of {len(self._shard)}"
+            )
+        self.epoch, self._position, self._shard = epoch, position, self._shard_of(epoch)
+
+    def _shard_of(self, epoch: int) -> NDArray[np.int64]:
+        # Sorted by raw draws, not `Generator.permutation`: numpy keeps the raw stream the same in all versions, and
+        # replicas with different versions must not come to different orders.
+        draws = np.random.Philox(key=derive_seed(self._identity["seed"], "sampler", epoch)).random_raw(self.num_windows)
+        order = np.argsort(draws, kind="stable").astype(np.int64)
+        # A copy, so that the whole order is not kept alive by a part of it.
+        return order[self._identity["replica"] :: self._identity["num_replicas"]].copy()
+
+
+def validation_batches(
+    tokens: TokenArray, *, batch_size: int, seq_len: int, max_batches: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return batches to validate on, the same every time; with a limit, windows spread evenly over all tokens.
+
+    Args:
+        tokens: (tokens,) of any integer dtype, such as `Corpus.held_out`.
+        batch_size: Windows a batch; the last batch may have fewer.
+        seq_len: Tokens a window.
+        max_batches: At most this many batches; all by default.
+
+    Returns:
+        An iterator over (inputs, targets), each (up to batch_size, seq_len) int64.
+
+    Raises:
+        ValueError: An argument is below 1.
+        DataError: The tokens do not fill one window.
+    """
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("max_batches", max_batches)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    available = count_windows(tokens, seq_len=seq_len, at_least=1, what="validation")
+    count = available if max_batches is None else min(available, max_batches * batch_size)
+    chosen = np.arange(count, dtype=np.int64) * available // count
+    return (
+        windows(tokens, chosen[start : start + batch_size], seq_len=seq_len) for start in range(0, count, batch_size)
+    )
+
+
+def count_windows(tokens: TokenArray, *, seq_len: int, at_least: int, what: str) -> int:
+    """Return how many windows of `seq_len` tokens, each with one token to follow, there are.
+
+    Raises:
+        DataError: There are fewer than `at_least`.
+    """
+    available = max(0, len(tokens) - 1) // seq_len
+    if available < at_least:
+        raise DataError(
+            f"{len(tokens)} tokens are too few: {at_least} {what} windows of {seq_len} tokens need "
+            f"{at_least * seq_len + 1}; give more text, or a shorter sequence"
+        )
+    return available
+
+
+def windows(tokens: TokenArray, numbers: NDArray[np.int64], *, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Read windows by their numbers.
+
+    Args:
+        tokens: (tokens,).
+        numbers: (batch,) numbers of windows.
+        seq_len: Tokens a window.
+
+    Returns:
+        Inputs and targets, each (batch, seq_len) int64.
+    """
+    places = numbers[:, None] * seq_len + np.arange(seq_len + 1)
+    read = torch.from_numpy(tokens[places].astype(np.int64))
+    return read[:, :-1].contiguous(), read[:, 1:].contiguous()

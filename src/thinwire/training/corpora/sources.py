@@ -1,0 +1,217 @@
+"""Where documents come from: the running Python, files and folders, or a Hugging Face data set."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import sysconfig
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.errors import DataError, MissingExtra
+from thinwire.training.corpora.readers import READERS, TEXT_FIELDS, Document, read_file, text_of_record
+
+_NO_SOURCE = {"site-packages", "dist-packages", "__pycache__"}
+
+
+class Source(Protocol):
+    """Documents in an order that is the same at every reading."""
+
+    @property
+    def name(self) -> str:
+        """A short name."""
+        ...
+
+    def listing(self) -> list[list[str | int]]:
+        """Return what changes when the content does, without reading it: names, sizes, times."""
+        ...
+
+    def documents(self) -> Iterator[Document]:
+        """Read all documents."""
+        ...
+
+
+def open_source(spec: str, *, cache: Path) -> Source:
+    """Return the source that a text names.
+
+    Args:
+        spec: `stdlib`; the path of a file or folder; or `hf:NAME[:SPLIT]`, where NAME is a local folder, or the name of
+            a data set on the hub, with a slash and its configuration where it has several.
+        cache: Folder in which the datasets library keeps what it prepares.
+
+    Raises:
+        DataError: There is nothing of this name, or nothing in it that can be read.
+        MissingExtra: `hf:` without datasets.
+    """
+    if spec == "stdlib":
+        return StdlibSource()
+    if spec.startswith("hf:"):
+        return HuggingFaceSource(spec, cache=cache / "datasets")
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        files = [file for file in _walk(path, skip=frozenset()) if file.suffix.lower() in READERS]
+        if not files:
+            raise DataError(f"{path} holds no file of a corpus; it must have {', '.join(READERS)} files")
+        return FileSource(path.resolve().name, root=path, files=files)
+    if not path.exists():
+        raise DataError(f"there is no file or folder {path}; data is 'stdlib', a path, or hf:NAME")
+    if path.suffix.lower() not in READERS:
+        raise DataError(f"{path} has the unsupported suffix {path.suffix!r}; corpora are {', '.join(READERS)} files")
+    return FileSource(path.stem, root=path.parent, files=[path])
+
+
+class FileSource:
+    """The files of a folder, in sorted order; those without a known suffix, and hidden ones, are not part of it."""
+
+    def __init__(self, name: str, *, root: Path, files: Sequence[Path]) -> None:
+        self.name = name
+        self._root = root
+        self._files = files
+
+    def listing(self) -> list[list[str | int]]:
+        """Return path, size in bytes and time of the last change in ns of each file."""
+        return [_stat(file, root=self._root) for file in self._files]
+
+    def documents(self) -> Iterator[Document]:
+        """Read all files."""
+        for file in self._files:
+            yield from read_file(file)
+
+
+class StdlibSource:
+    """The source files of the running Python's standard library, and the topics of its reference (`pydoc_data`).
+
+    Tests are source too, where the Python has them; files that are no text in the encoding they declare (there are
+    some, to test just that) and data files are left out.
+    """
+
+    name = "stdlib"
+
+    def __init__(self) -> None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in _walk(root, skip=_NO_SOURCE) if file.suffix == ".py"]
+        # The topics are read as texts below; as a source file they are one long literal.
+        self._files = [file for file in files if file.parent.name != "pydoc_data" and not _is_data(file, root=root)]
+        self._root = root
+        if not self._files:
+            raise DataError(f"the running Python has no source files in {root}; give a folder of texts as data")
+
+    def listing(self) -> list[list[str | int]]:
+        """Return Python's version, and path, size and time of each file."""
+        version: list[str | int] = [platform.python_implementation(), platform.python_version()]
+        return [version, *(_stat(file, root=self._root) for file in self._files)]
+
+    def documents(self) -> Iterator[Document]:
+        """Read all files that are text, then the topics."""
+        for file in self._files:
+            try:
+                with tokenize.open(file) as lines:
+                    text = lines.read()
+            except (SyntaxError, UnicodeError, OSError):
+                continue
+            if text and "\0" not in text:
+                yield Document(origin=str(file), text=text)
+        yield from _topics()
+
+
+class HuggingFaceSource:
+    """One split of a data set, read with the datasets library; no code of the data set is run.
+
+    Args:
+        spec: `hf:NAME[:SPLIT]`, see `open_source`; the split is `train` by default.
+        cache: Folder for what the library prepares.
+    """
+
+    def __init__(self, spec: str, *, cache: Path) -> None:
+        try:
+            self._datasets: Any = importlib.import_module("datasets")
+        except ImportError:
+            raise MissingExtra.of("datasets", extra="hf") from None
+        name, _, split = spec.removeprefix("hf:").partition(":")
+        self._spec, self._path, self._split = spec, name, split or "train"
+        self.name = name.rstrip("/").rsplit("/", 1)[-1] or "dataset"
+        try:
+            self._rows = self._load(cache)
+        except (OSError, ValueError, self._datasets.exceptions.DatasetsError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"cannot read {spec}: {reason}; it must be a data set on the hub or a local folder of one, "
+                "as hf:NAME or hf:NAME:SPLIT"
+            ) from error
+        self._column = self._find_column()
+
+    def listing(self) -> list[list[str | int]]:
+        """Return name, split, number of rows and size, and of a local folder its files."""
+        info = self._rows.info
+        rows: list[str | int] = [self._path, self._split, len(self._rows), str(info.version), info.dataset_size or 0]
+        path = Path(self._path)
+        files = _walk(path, skip=frozenset()) if path.is_dir() else []
+        return [rows, *(_stat(file, root=path) for file in files)]
+
+    def documents(self) -> Iterator[Document]:
+        """Read all rows of the split."""
+        for number, row in enumerate(self._rows):
+            origin = f"{self._spec}:{number}"
+            text = text_of_record({self._column: row[self._column] or ""}, origin=origin)
+            if text:
+                yield Document(origin=origin, text=text)
+
+    def _load(self, cache: Path) -> Any:
+        path = Path(self._path)
+        if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            found = self._datasets.load_from_disk(self._path)
+            if not isinstance(found, self._datasets.DatasetDict):
+                return found
+            if self._split not in found:
+                raise ValueError(f"there is no split {self._split!r}, the splits are {', '.join(found)}")
+            return found[self._split]
+        if self._path.startswith(("/", ".", "~")) and not path.exists():
+            raise FileNotFoundError(f"there is no folder {path}")
+        parts = self._path.split("/")
+        name, config = (self._path, None) if path.exists() or len(parts) < 3 else ("/".join(parts[:2]), parts[2])
+        return self._datasets.load_dataset(name, config, split=self._split, cache_dir=str(cache))
+
+    def _find_column(self) -> str:
+        for field in TEXT_FIELDS:
+            if field in self._rows.column_names:
+                return field
+        raise DataError(
+            f"{self._spec} has no text: it must have a column named 'text' or 'content', "
+            f"its columns are {', '.join(self._rows.column_names)}"
+        )
+
+
+def _walk(root: Path, *, skip: frozenset[str] | set[str]) -> list[Path]:
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        files.extend(Path(folder, name) for name in names if not name.startswith("."))
+    # By parts, so that the order does not depend on the separator nor on the file system's own order.
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).parts)
+
+
+def _is_data(file: Path, *, root: Path) -> bool:
+    folders = file.relative_to(root).parts[:-1]
+    return any(name.endswith("data") or name == "cjkencodings" for name in folders)
+
+
+def _stat(file: Path, *, root: Path) -> list[str | int]:
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+    return [file.relative_to(root).as_posix(), found.st_size, found.st_mtime_ns]
+
+
+def _topics() -> Iterator[Document]:
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except (ImportError, AttributeError):
+        # Some distributions package the documentation apart.
+        return
+    for name in sorted(topics):
+        if topics[name]:
+            yield Document(origin=f"pydoc topic {name}", text=topics[name])
