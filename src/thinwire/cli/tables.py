@@ -1,0 +1,63 @@
+"""Tables on the terminal: the end of a run, and several runs beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from thinwire.training.reporting.comparison import HEAD, Comparison
+from thinwire.training.reporting.report import results
+from thinwire.training.reporting.run_folder import Summary
+
+_NO_LIMIT = 10_000
+_WORDS = 2  # the first columns of a comparison hold words, the others numbers
+_CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd")
+
+
+def plain(words: object) -> Text:
+    """Return words as they are: no markup, and no control character that could steer the terminal."""
+    return Text(str(words).translate(_CONTROL))
+
+
+def final_table(summary: Summary | Mapping[str, Any]) -> Table:
+    """Return what `thinwire train` shows at the end of a run.
+
+    Args:
+        summary: The content of `summary.json`.
+
+    Raises:
+        DataError: A field is missing or of a wrong type.
+    """
+    known = summary if isinstance(summary, Summary) else Summary.from_json(summary)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in results(known):
+        table.add_row(plain(name), plain(value))
+    table.add_row(plain("global parameters (SHA-256)"), plain(known.global_parameters_sha256 or "-"))
+    return table
+
+
+def comparison_table(comparison: Comparison, console: Console) -> Table:
+    """Return one row a run, or one column a run where rows are too long for the console."""
+    rows = [row.cells() for row in comparison.rows]
+    wide = Table(box=None, pad_edge=False, header_style="dim")
+    for index, name in enumerate(HEAD):
+        wide.add_column(name, justify="left" if index < _WORDS else "right", overflow="fold")
+    for row in rows:
+        wide.add_row(*map(plain, row))
+    needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), wide).maximum
+    if needed <= console.width:
+        return wide
+    tall = Table(box=None, pad_edge=False, header_style="bold")
+    tall.add_column(HEAD[0], style="dim", no_wrap=True)
+    for name, *_ in rows:
+        tall.add_column(plain(name), justify="right", overflow="fold")
+    for index, name in enumerate(HEAD[1:], start=1):
+        tall.add_row(plain(name), *(plain(row[index]) for row in rows))
+    return tall

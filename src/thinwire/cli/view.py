@@ -1,0 +1,246 @@
+"""The live view of a run: reads the replicas' metrics as they are written, and never gets in the way of training."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from thinwire.cli.tables import plain
+from thinwire.training.reporting.run_folder import EvaluationLine, StepLine, parse
+from thinwire.units import format_bytes, format_count, format_rate, format_seconds
+
+_MOST_BYTES = 1 << 22  # read at once from one file; what is left comes with the next look
+_JOIN_S = 5.0
+
+
+class Tail:
+    """Reads what was appended to a file of JSON lines since the last look.
+
+    A line without its end waits for the rest; a file that became shorter was cut by a resumed run and is read anew.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+
+    def new_lines(self) -> list[bytes]:
+        """Return the whole lines since the last look, none while there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._at:
+                    self._at = 0
+                file.seek(self._at)
+                content = file.read(_MOST_BYTES)
+        except FileNotFoundError:
+            return []
+        whole = content.rfind(b"\n") + 1
+        self._at += whole
+        return content[:whole].splitlines()
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """The latest that each replica wrote."""
+
+    total_steps: int
+    steps: dict[int, StepLine] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+    evaluation: EvaluationLine | None = None
+
+    def take(self, replica: int, line: bytes) -> str:
+        """Take one line in and return its kind."""
+        values = json.loads(line)
+        kind = values.get("kind", "") if isinstance(values, dict) else ""
+        if kind == "step":
+            self.steps[replica] = parse(StepLine, values, source="a line of metrics")
+        elif kind == "eval":
+            self.evaluation = parse(EvaluationLine, values, source="a line of metrics")
+        elif kind == "error":
+            self.errors[replica] = str(values.get("message", "unknown error"))
+        return str(kind)
+
+
+class LiveView:
+    """Shows a run's progress on a console while a `with` block runs; whatever fails in it becomes one warning.
+
+    Args:
+        run_dir: The run's folder; its files may come later.
+        replicas: How many replicas the run has.
+        total_steps: Inner steps of the whole run.
+        console: Where to show it; stderr by default. On a terminal a table that stays in place, elsewhere one line for
+            each of replica 0's log intervals.
+        quiet: Show nothing.
+        period_s: Time between two looks at the files.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        replicas: int,
+        total_steps: int,
+        console: Console | None = None,
+        quiet: bool = False,
+        period_s: float = 0.25,
+    ) -> None:
+        self.state = RunState(total_steps=total_steps)
+        self._tails = {n: Tail(run_dir / f"metrics-replica-{n}.jsonl") for n in range(replicas)}
+        self._console = console or Console(stderr=True)
+        self._quiet = quiet
+        self._period_s = period_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="thinwire-view", daemon=True)
+        self._shown_step = -1
+
+    def __enter__(self) -> LiveView:
+        if not self._quiet:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=_JOIN_S)
+
+    def _watch(self) -> None:
+        try:
+            if self._console.is_terminal:
+                self._show_table()
+            else:
+                self._show_lines()
+        except Exception as error:  # a view must never end a run, whatever its terminal or its files do
+            self._warn(error)
+
+    def _warn(self, error: Exception) -> None:
+        try:
+            words = plain(f"The live view stopped ({type(error).__name__}: {error}); training goes on.")
+            self._console.print(words, soft_wrap=True)
+        except Exception:
+            return  # the console itself is gone: nobody is left to be told
+
+    def _show_table(self) -> None:
+        with Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+            while True:
+                is_last = self._stop.is_set()  # asked first: what came before the end is shown
+                self._look()
+                live.update(
+                    progress_table(self.state, replicas=len(self._tails), width=self._console.width), refresh=True
+                )
+                if is_last:
+                    return
+                self._stop.wait(self._period_s)
+
+    def _show_lines(self) -> None:
+        while True:
+            is_last = self._stop.is_set()
+            for words in self._look():
+                self._console.print(plain(words), soft_wrap=True)
+            if is_last:
+                return
+            self._stop.wait(self._period_s)
+
+    def _look(self) -> list[str]:
+        """Read what is new, and return what plain lines say of it."""
+        said = []
+        # Replica 0 last: its line speaks of all replicas.
+        for replica in sorted(self._tails, reverse=True):
+            for line in self._tails[replica].new_lines():
+                kind = self.state.take(replica, line)
+                if kind == "error":
+                    said.append(f"replica {replica} failed: {self.state.errors[replica]}")
+                elif replica == 0 and kind == "eval" and self.state.evaluation:
+                    said.append(evaluation_words(self.state.evaluation))
+                elif replica == 0 and kind == "step":
+                    said.append(progress_words(self.state))
+        return said
+
+
+def progress_words(state: RunState) -> str:
+    """Say in one line how far replica 0 is, with the speed of all replicas.
+
+    Example:
+        >>> line = StepLine(
+        ...     step=30, time_s=12.3, loss=5.1, tokens=30720, tokens_per_s=2500.0, compute_fraction=0.99,
+        ...     sent_bytes=123, received_bytes=99, sent_bits_per_s=1e5, peak_bits_per_s=2e6, rounds_in_flight=1,
+        ... )
+        >>> progress_words(RunState(total_steps=300, steps={0: line})).split("  ")[:4]
+        ['step 30/300', 'loss 5.100', '2.50 k tokens/s', 'computing 99 %']
+    """
+    line = state.steps[0]
+    speed = sum(other.tokens_per_s for other in state.steps.values())
+    return (
+        f"step {line.step}/{state.total_steps}  loss {line.loss:.3f}  {format_count(speed)} tokens/s  "
+        f"computing {_percent(line.compute_fraction)}  sent {format_bytes(line.sent_bytes)}  "
+        f"received {format_bytes(line.received_bytes)}  now {format_rate(line.sent_bits_per_s)}  "
+        f"peak {format_rate(line.peak_bits_per_s)}  in flight {line.rounds_in_flight}"
+    )
+
+
+def evaluation_words(evaluation: EvaluationLine) -> str:
+    """Say the loss of the global parameters in one line."""
+    return f"step {evaluation.step}  validation loss of the global parameters {evaluation.val_loss:.4f}"
+
+
+def progress_table(state: RunState, *, replicas: int, width: int) -> RenderableType:
+    """Return one row a replica (two lines each on a narrow terminal), and what concerns all below."""
+    is_wide = width >= 120
+    heads = _WIDE if is_wide else _NARROW
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("replica", "progress") else "right", no_wrap=True)
+    for replica in range(replicas):
+        line = state.steps.get(replica)
+        step = line.step if line else 0
+        bar = ProgressBar(total=max(1, state.total_steps), completed=step, width=20 if is_wide else 8)
+        cells = _cells(line)
+        if not is_wide:
+            cells = {head: "\n".join(cells[part] for part in _STACKED[head]) for head in heads[3:]}
+        table.add_row(str(replica), bar, f"{step}/{state.total_steps}", *(cells[head] for head in heads[3:]))
+    below = [plain(evaluation_words(state.evaluation))] if state.evaluation else []
+    if 0 in state.steps:
+        below.append(plain(f"time {format_seconds(state.steps[0].time_s)}"))
+    failed = [plain(f"replica {n} failed: {words}") for n, words in state.errors.items()]
+    for words in failed:
+        words.stylize("bold red")
+    return Group(table, *below, *failed)
+
+
+_STACKED: Mapping[str, tuple[str, str]] = {
+    "loss\ntokens/s": ("loss", "tokens/s"),
+    "computing\nin flight": ("computing", "in flight"),
+    "sent\nreceived": ("sent", "received"),
+    "rate now\npeak": ("rate now", "peak"),
+}
+_NARROW = ("replica", "progress", "steps", *_STACKED)
+_WIDE = ("replica", "progress", "steps", *(part for pair in _STACKED.values() for part in pair))
+
+
+def _cells(line: StepLine | None) -> dict[str, str]:
+    if line is None:
+        return {name: "-" for pair in _STACKED.values() for name in pair}
+    return {
+        "loss": f"{line.loss:.3f}",
+        "tokens/s": format_count(line.tokens_per_s),
+        "computing": _percent(line.compute_fraction),
+        "in flight": str(line.rounds_in_flight),
+        "sent": format_bytes(line.sent_bytes),
+        "received": format_bytes(line.received_bytes),
+        "rate now": format_rate(line.sent_bits_per_s),
+        "peak": format_rate(line.peak_bits_per_s),
+    }
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %" if math.isfinite(fraction) else "-"
