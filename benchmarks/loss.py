@@ -1,0 +1,179 @@
+"""Loss at equal tokens: Streaming DiLoCo against averaging gradients at every step.
+
+`python benchmarks/loss.py matrix` trains `nano` on the standard library's text, with 2 and 4 replicas, H 10/30/100, E3M0
+and dense payloads, three seeds; `long` follows the gap over 3,000 steps; `outer-lr` compares outer learning rates. Every
+run appends one JSON line to the results, and is left out when its line is there already. `report` prints the tables.
+
+All replicas of a run live in one process (the loopback transport), so losses do not depend on the machine's speed. The
+baseline is one process with the whole batch, which tests show to be the same as an all-reduce over replicas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "loss.jsonl"
+WINDOWS_PER_STEP = 8
+SEQ_LEN = 128
+LR = 3e-3
+EVAL_BATCHES = 40
+
+
+def plans() -> dict[str, list[dict[str, Any]]]:
+    baseline = {"method": "all-reduce", "replicas": 1}
+    streaming = {"method": "streaming-diloco", "overlap_steps": 3}
+    matrix = []
+    for seed in (0, 1, 2):
+        matrix.append({**baseline, "seed": seed, "steps": 400})
+        for replicas in (2, 4):
+            for interval in (30, 10, 100):
+                for codec in ("e3m0", "float32"):
+                    run = {"replicas": replicas, "sync_interval": interval, "codec": codec, "seed": seed, "steps": 400}
+                    matrix.append({**streaming, **run})
+    long = [{**baseline, "seed": 0, "steps": 3000, "eval_every": 150}]
+    for codec in ("e3m0", "float32"):
+        run = {"replicas": 2, "sync_interval": 30, "codec": codec, "seed": 0, "steps": 3000, "eval_every": 150}
+        long.append({**streaming, **run})
+    outer = []
+    for replicas in (2, 4):
+        for outer_lr in (0.4, 0.8, 1.0):
+            run = {"replicas": replicas, "sync_interval": 30, "codec": "e3m0", "seed": 0, "steps": 400}
+            outer.append({**streaming, **run, "outer_lr": outer_lr})
+    return {"matrix": matrix, "long": long, "outer-lr": outer}
+
+
+def train(settings: dict[str, Any], *, cache: Path) -> dict[str, Any]:
+    import torch
+
+    import thinwire
+    from thinwire.codecs import by_name
+    from thinwire.methods import recipe
+    from thinwire.training.corpora import Sampler, open_corpus, validation_batches
+    from thinwire.training.models import build_model
+
+    torch.set_num_threads(1)
+    corpus = open_corpus("stdlib", cache=cache, vocab_size=2048)
+    options = {k: v for k, v in settings.items() if k in ("sync_interval", "overlap_steps", "outer_lr")}
+    if "codec" in settings:
+        options["codec"] = by_name(settings["codec"])
+    method = recipe(settings["method"])(**options)
+    steps, replicas = settings["steps"], settings["replicas"]
+    began = time.monotonic()
+
+    def lr_factor(step: int) -> float:
+        warm_up = min(1.0, (step + 1) / max(20, steps * 0.05))
+        return warm_up * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+    def replica_main(transport: Any) -> dict[str, Any]:
+        model = build_model("nano", seed=settings["seed"])
+        inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+        optimizer = thinwire.DistributedOptimizer(
+            model, inner, method=method, transport=transport, seed=settings["seed"]
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
+        batches = Sampler(
+            corpus.train, replica=transport.replica, num_replicas=replicas,
+            batch_size=WINDOWS_PER_STEP // replicas, seq_len=SEQ_LEN, seed=settings["seed"],
+        )  # fmt: skip
+        curve = []
+
+        def evaluate() -> float:
+            held_out = validation_batches(corpus.held_out, batch_size=8, seq_len=SEQ_LEN, max_batches=EVAL_BATCHES)
+            with optimizer.global_parameters(), torch.no_grad():
+                return statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)
+
+        for step, (tokens, targets) in zip(range(1, steps + 1), batches, strict=False):
+            model.loss(tokens, targets)[0].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if transport.replica == 0 and step % settings.get("eval_every", steps) == 0 and step < steps:
+                curve.append([step, evaluate()])
+        optimizer.close(final_exchange=True)
+        if transport.replica:
+            return {}
+        curve.append([steps, evaluate()])
+        return {"curve": curve, "val_loss": curve[-1][1], "num_fragments": optimizer.num_fragments}
+
+    result = thinwire.run_replicas(replicas, replica_main)[0]
+    return {**settings, **result, "tokens": steps * WINDOWS_PER_STEP * SEQ_LEN, "wall_s": time.monotonic() - began}
+
+
+def run_plan(name: str, *, jobs: int, cache: Path, results: Path) -> None:
+    done = [key(line) for line in read(results)]
+    waiting = [settings for settings in plans()[name] if key(settings) not in done]
+
+    def one(settings: dict[str, Any]) -> None:
+        command = [sys.executable, __file__, "one", "--settings", json.dumps(settings), "--cache", str(cache)]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        with results.open("a") as file:
+            file.write(output.splitlines()[-1] + "\n")
+        print(output.splitlines()[-1], flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, waiting))
+
+
+def key(line: dict[str, Any]) -> str:
+    fields = ("method", "replicas", "sync_interval", "overlap_steps", "codec", "seed", "steps", "outer_lr")
+    return json.dumps([line.get(field) for field in fields])
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def report(results: Path) -> None:
+    lines = read(results)
+    base = {(x["seed"], x["steps"]): x for x in lines if x["method"] == "all-reduce"}
+    print("| replicas | H | codec | outer lr | steps | seeds | val loss, median | gap to all-reduce, median (spread) |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for x in lines:
+        if x["method"] != "all-reduce" and (x["seed"], x["steps"]) in base:
+            outer_lr = x.get("outer_lr", 0.6)
+            groups.setdefault((x["replicas"], x["sync_interval"], x["codec"], outer_lr, x["steps"]), []).append(x)
+    for group, runs in sorted(groups.items()):
+        gaps = [100 * (x["val_loss"] / base[x["seed"], x["steps"]]["val_loss"] - 1) for x in runs]
+        loss = statistics.median(x["val_loss"] for x in runs)
+        cells = " | ".join(str(part) for part in group)
+        gap = f"{statistics.median(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})"
+        print(f"| {cells} | {len(runs)} | {loss:.4f} | {gap} |")
+    for x in lines:
+        if len(x["curve"]) > 1 and (x["seed"], x["steps"]) in base and x["method"] != "all-reduce":
+            baseline = dict(map(tuple, base[x["seed"], x["steps"]]["curve"]))
+            gaps = ", ".join(f"{s}: {100 * (v / baseline[s] - 1):+.2f} %" for s, v in x["curve"] if s in baseline)
+            print(f"\ncurve, {x['replicas']} replicas, H {x['sync_interval']}, {x['codec']}, gap by step: {gaps}")
+    print(f"\nmachine: {platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", choices=[*plans(), "one", "report"])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "thinwire")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--settings", type=json.loads)
+    options = parser.parse_args()
+    if options.plan == "one":
+        print(json.dumps(train(options.settings, cache=options.cache)))
+    elif options.plan == "report":
+        report(options.results)
+    else:
+        run_plan(options.plan, jobs=options.jobs, cache=options.cache, results=options.results)
+
+
+if __name__ == "__main__":
+    main()
