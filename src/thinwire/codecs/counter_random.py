@@ -6,8 +6,9 @@ import torch
 
 from thinwire.shared_random import derive_seed
 
-# Odd, with bits set without pattern; chosen for this file and checked by the test of their bits.
-_MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
+# Each step's shift, and what it multiplies by: odd, with bits set without pattern. Chosen for this file; tests
+# hold what comes out of them.
+_STEPS = ((15, 0x6C8E9CF5), (13, 0x3C6EF36B), (16, 0x2545F491))
 
 
 def counter_keys(seed: int, *, start: int, device: torch.device) -> torch.Tensor:
@@ -29,9 +30,9 @@ def counter_keys(seed: int, *, start: int, device: torch.device) -> torch.Tensor
 def random_bits(keys: torch.Tensor, *, count: int) -> torch.Tensor:
     """Return 23 random bits for each of `count` counters in a row.
 
-    Two rounds of shift-xor-multiply, one key before each: the second key keeps streams apart whose first keys differ
-    by a small number, which would otherwise be the same stream at a shifted counter. Good enough for rounding, no
-    cryptography. All arithmetic is on 32-bit words and wraps, so every device computes the same bits.
+    Three rounds of xor, shift and multiply. The second key enters between them: without it, two streams would be the
+    same numbers in another order. Good enough for rounding, no cryptography. All arithmetic is on 32-bit words and
+    wraps, so every device computes the same bits.
 
     Args:
         keys: From `counter_keys`.
@@ -41,12 +42,12 @@ def random_bits(keys: torch.Tensor, *, count: int) -> torch.Tensor:
         int32, `(count,)`, each in [0, 2**23).
     """
     word = torch.arange(count, dtype=torch.int32, device=keys.device)
-    word = word.add_(keys[2])
-    for key in (keys[0], keys[1]):
-        word = word.bitwise_xor_(key)
-        for multiplier in _MULTIPLIERS:
-            word = word.bitwise_xor_(_shift_right(word, 15)).mul_(multiplier)
-        word = word.bitwise_xor_(_shift_right(word, 16))
+    word = word.add_(keys[2]).bitwise_xor_(keys[0])
+    for step, (shift, multiplier) in enumerate(_STEPS):
+        if step == 1:
+            word = word.bitwise_xor_(keys[1])
+        word = word.bitwise_xor_(_shift_right(word, shift)).mul_(multiplier)
+    word = word.bitwise_xor_(_shift_right(word, 16))
     return _shift_right(word, 9)
 
 

@@ -156,9 +156,10 @@ def _nearest(x: torch.Tensor, rows: torch.Tensor) -> None:
     top = x.view(torch.int32).bitwise_right_shift(_MANTISSA_BITS - 1).to(torch.int16)
     halves = top.bitwise_and(0x1FF)
     peak = halves.amax(dim=1, keepdim=True)
-    exponent = ((peak + 1) >> 1).clamp_(_SMALLEST_EXPONENT, _NON_FINITE).masked_fill_(peak < 2, 0)
-    # code 7 is reached by the half exponents 2E-1 and 2E, code 6 by 2E-3 and 2E-2, and so on
-    floor = (2 * exponent - 15).masked_fill_((exponent == 0) | (exponent == _NON_FINITE), _BEYOND_ALL)
+    exponent = ((peak + 1) >> 1).clamp_(_SMALLEST_EXPONENT, _NON_FINITE)
+    # Code 7 is reached by the half exponents 2E-1 and 2E, code 6 by 2E-3 and 2E-2, and so on. A block without a normal
+    # number lies below this floor too.
+    floor = (2 * exponent - 15).masked_fill_(exponent == _NON_FINITE, _BEYOND_ALL)
     halves = halves.sub_(floor).clamp_min_(0).to(torch.uint8)
     codes = halves.bitwise_right_shift(1)
     # 1 is half the smallest value or more, nearer to it than to zero; only this code takes three half exponents
@@ -167,7 +168,7 @@ def _nearest(x: torch.Tensor, rows: torch.Tensor) -> None:
     # lt_ in place gives 0 and 1 in the tensor's own dtype; comparing into bools takes four times as long on a CPU
     is_negative = top.lt_(0).to(torch.uint8).bitwise_and_(is_nonzero)
     nibbles.pack(codes.add_(is_negative, alpha=8), out=rows[:, 1:])
-    rows[:, :1] = exponent
+    rows[:, :1] = exponent.masked_fill_(peak < 2, 0)
 
 
 def _stochastic(x: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
@@ -180,12 +181,13 @@ def _stochastic(x: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None
     unusable = (exponent == 0) | (exponent == _NON_FINITE)
     raw = magnitude.bitwise_right_shift(_MANTISSA_BITS)
     # Above code 1 the bits themselves, seen from the block's exponent, are the code with its fraction. Below, the
-    # fraction is the element as a share of code 1's value, in fixed point: the significand, shifted.
+    # fraction is the element as a share of code 1's value, in fixed point: the significand, shifted. Of the two, the
+    # larger is the right one: unshifted significands are below 2, and shifted ones above what `above` leaves of them.
     above = (magnitude - ((exponent - 7) << _MANTISSA_BITS)).clamp_min_(0)
     shift = (exponent - 6 - raw).clamp_(0, 31)
     significand = magnitude.bitwise_and(_MANTISSA_MASK).bitwise_or_(_MANTISSA_MASK + 1)
-    fixed = torch.where(shift > 0, significand >> shift, above).masked_fill_(raw == 0, 0)
-    fixed = fixed.add_(random_bits(keys, count=x.numel()).view(x.shape))
+    fixed = torch.maximum(significand.bitwise_right_shift_(shift), above)
+    fixed = fixed.mul_(raw.clamp_max_(1)).add_(random_bits(keys, count=x.numel()).view(x.shape))
     codes = fixed.bitwise_right_shift_(_MANTISSA_BITS).masked_fill_(unusable, 0)
     signs = bits.bitwise_right_shift(28).bitwise_and_(8).mul_(codes.clamp(max=1))
     nibbles.pack(codes.add_(signs).to(torch.uint8), out=rows[:, 1:])

@@ -16,7 +16,7 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Elements handled at once. On a CPU the temporaries of a chunk stay in the second-level cache, and a chunk is long
 # enough to hide what an operation costs before it touches an element; a GPU only needs an end to its temporaries.
-_CHUNK = {"cpu": 2**18}
+_CHUNK = {"cpu": 2**17}
 _CHUNK_ELSEWHERE = 2**25
 
 EncodeRows = Callable[[torch.Tensor, torch.Tensor, int], None]
