@@ -42,7 +42,7 @@ BENCH ?= $(basename $(notdir $(BENCHMARKS)))
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(TEST_STAMP) ## Make .venv with everything for running, testing and the docs
@@ -54,7 +54,7 @@ train: $(RUN_STAMP) ## Train nano on real text with two replicas over a thin wir
 .PHONY: check
 check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 	@status=0; \
-	for tool in "ruff check ." "ruff format --check ." "mypy --strict" "lint-imports --no-logo"; do \
+	for tool in "ruff check ." "ruff format --check ." "mypy --strict" "lint-imports --no-logo --no-cache"; do \
 		echo "$$tool"; $(BIN)/$$tool || status=1; \
 	done; exit $$status
 
@@ -75,6 +75,10 @@ docs: $(TEST_STAMP) ## Build the docs into site/; a warning is an error
 .PHONY: docs-serve
 docs-serve: $(TEST_STAMP) ## Show the docs on http://127.0.0.1:8000 and follow changes
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve $(ARGS)
+
+.PHONY: command-line-page
+command-line-page: $(TEST_STAMP) ## Write docs/cli.md from what the commands say of themselves
+	$(BIN)/python scripts/command_line_page.py docs/cli.md
 
 .PHONY: bench
 bench: $(TEST_STAMP) ## Run every benchmark, or those of BENCH="codec memory"

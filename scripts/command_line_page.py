@@ -1,0 +1,42 @@
+"""Write docs/cli.md from what the commands say of themselves: `make command-line-page`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+HEADER = """\
+# Command line
+
+What `thinwire COMMAND --help` says; `make command-line-page` writes this page.
+
+stdout is data, logs go to stderr. The exit code is 0, 1 for a fault while it ran, 2 for a wrong command.
+"""
+
+
+def help_of(*words: str) -> str:
+    """Return the help of a command, as it looks in a terminal of 100 columns without colours."""
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-c", "import sys; from thinwire.cli.main import main; sys.exit(main())"]
+    done = subprocess.run(
+        [*command, *words, "--help"], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+
+
+def commands() -> list[str]:
+    """Return the commands that the help of thinwire lists, one a line, indented by two."""
+    return re.findall(r"^  ([a-z][a-z-]*)  +\S", help_of(), re.MULTILINE)
+
+
+def page() -> str:
+    """Return the page."""
+    sections = [f"## thinwire {command}\n\n```text\n{help_of(command)}\n```\n" for command in commands()]
+    return "\n".join([HEADER, *sections])
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(page())
