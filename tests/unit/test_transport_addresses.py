@@ -1,0 +1,146 @@
+"""Which address a host shows, and what is said when the others cannot reach it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from thinwire.errors import ConnectError
+from thinwire.transport import addresses
+from thinwire.transport.addresses import Station
+
+OWN = Station(rank=0, replica=0, hostname="ada", host="boot-a/1", address="127.0.0.1", port=1)
+OTHER = Station(rank=3, replica=1, hostname="bob", host="boot-b/1", address="192.0.2.7", port=4711)
+
+
+@contextmanager
+def full_server() -> Iterator[int]:
+    """Hold a port that answers no more: its queue of connections is full."""
+    with closing(socket.socket()) as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        waiting = []
+        for _ in range(4):
+            client = socket.socket()
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+            waiting.append(client)
+        yield port
+        for client in waiting:
+            client.close()
+
+
+def test_loopback_is_found_by_name_and_by_address() -> None:
+    assert addresses.address_of("lo") == "127.0.0.1"
+    assert addresses.interface_of("127.0.0.1") == "lo"
+    assert addresses.resolve("localhost") == "127.0.0.1"
+    assert addresses.address_towards("127.0.0.1") == "127.0.0.1"
+
+
+def test_an_unknown_interface_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ValueError, match=r"there is no interface 'nope0'.*lo \(127\.0\.0\.1"):
+        addresses.address_of("nope0")
+
+
+def test_an_interface_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"wan0": []})
+    with pytest.raises(ValueError, match="interface 'wan0' has no IPv4 address; those that have one: none"):
+        addresses.address_of("wan0")
+
+
+def test_an_address_of_no_interface_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ValueError, match=r"no interface of this host has the address '192\.0\.2\.1'.*lo"):
+        addresses.interface_of("192.0.2.1")
+
+
+def test_a_second_address_is_refused_because_gloo_listens_on_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "local_addresses", lambda: {"eth0": ("10.0.0.1", "10.0.0.2")})
+    with pytest.raises(ValueError, match=r"10\.0\.0\.2 is not the first address of eth0.*use 10\.0\.0\.1"):
+        addresses.interface_of("10.0.0.2")
+
+
+def test_a_name_that_means_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'no-such-host.invalid' cannot be resolved"):
+        addresses.resolve("no-such-host.invalid")
+
+
+def test_two_processes_of_one_namespace_are_one_host() -> None:
+    assert addresses.host_identity() == addresses.host_identity() != ""
+
+
+def test_a_rank_of_the_same_host_needs_no_check_and_may_show_loopback() -> None:
+    other = replace(OTHER, host=OWN.host, address="127.0.0.1", port=1)
+    assert addresses.first_unreachable(OWN, [OWN, other], deadline_s=1) == ""
+
+
+def test_a_loopback_address_on_another_host_is_named_with_the_remedy() -> None:
+    text = addresses.first_unreachable(OWN, [OWN, replace(OTHER, address="127.0.1.1")], deadline_s=1)
+    assert text.startswith("replica 1 (rank 3) on host bob advertises 127.0.1.1, which host ada cannot reach")
+    assert "pass interface=... or address=..." in text
+
+
+@pytest.fixture
+def another_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Loopback stands in for a real link: the check of the address's kind is what is left out.
+    class NeverLoopback:
+        def __init__(self, text: str) -> None:
+            self.is_loopback = False
+
+    monkeypatch.setattr(addresses.ipaddress, "IPv4Address", NeverLoopback)
+
+
+@pytest.mark.usefixtures("another_address")
+def test_a_rank_that_answers_is_reachable_without_anybody_accepting() -> None:
+    with addresses.listen("127.0.0.1", backlog=2) as listener:
+        other = replace(OTHER, address="127.0.0.1", port=listener.getsockname()[1])
+        assert addresses.first_unreachable(OWN, [other], deadline_s=1) == ""
+
+
+@pytest.mark.usefixtures("another_address")
+def test_refusal_and_time_out_name_both_ends_the_reason_and_the_ports() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    refused = addresses.first_unreachable(OWN, [replace(OTHER, address="127.0.0.1", port=closed)], deadline_s=1)
+    with full_server() as full:
+        late = addresses.first_unreachable(OWN, [replace(OTHER, address="127.0.0.1", port=full)], deadline_s=0.2)
+    for text, reason in ((refused, "the connection was refused"), (late, "timed out after 0.2 s")):
+        assert "replica 0 (rank 0) on host ada cannot reach replica 1 (rank 3) on host bob at 127.0.0.1" in text
+        assert reason in text and "ephemeral TCP ports" in text
+
+
+def test_listening_on_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(ConnectError, match=r"cannot listen on its address 192\.0\.2\.1"):
+        addresses.listen("192.0.2.1", backlog=1)
+
+
+def test_a_station_survives_its_note() -> None:
+    assert Station.from_json(OTHER.to_json(), rank=3) == OTHER
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "",
+        "no json",
+        "[]",
+        "{}",
+        json.dumps({"rank": 3}),
+        json.dumps({**json.loads(OTHER.to_json()), "port": "4711"}),
+        json.dumps({**json.loads(OTHER.to_json()), "port": 0}),
+        json.dumps({**json.loads(OTHER.to_json()), "rank": 2}),
+        json.dumps({**json.loads(OTHER.to_json()), "address": "bob"}),
+        json.dumps({**json.loads(OTHER.to_json()), "host": 5}),
+        json.dumps({**json.loads(OTHER.to_json()), "more": 5}),
+        OTHER.to_json() + " " * 5000,
+    ],
+)
+def test_a_foreign_note_is_refused_with_its_rank(note: str) -> None:
+    with pytest.raises(ConnectError, match="rank 3 introduced itself in a way"):
+        Station.from_json(note, rank=3)

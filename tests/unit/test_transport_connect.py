@@ -1,0 +1,116 @@
+"""What `connect` refuses before it touches the network, and the tags of messages."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from thinwire.errors import ConnectError
+from thinwire.events import TransferLog
+from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.connect import GLOO_INTERFACE, REQUIRED, connect
+from thinwire.transport.process_group import tag_of
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*REQUIRED, GLOO_INTERFACE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+    values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_without_an_environment_this_process_is_the_only_replica() -> None:
+    log = TransferLog()
+    transport = connect(log=log)
+    assert (transport.replica, transport.num_replicas) == (0, 1)
+    assert transport.log is log
+    transport.close()
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_half_set_environment_is_refused_with_what_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match=rf"^{name} must be set where .* is; start with torchrun"):
+        connect()
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("RANK", "two", "RANK must be a whole number of at least 0, got 'two'"),
+        ("RANK", "-1", "RANK must be a whole number of at least 0, got '-1'"),
+        ("RANK", "2", "RANK must be below WORLD_SIZE 2, got 2"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE must be a whole number of at least 1, got '0'"),
+        ("MASTER_PORT", "70000", "MASTER_PORT must be at most 65535, got 70000"),
+        ("MASTER_PORT", "²", "MASTER_PORT must be a whole number"),
+        ("MASTER_ADDR", "no-such-host.invalid", "'no-such-host.invalid' cannot be resolved"),
+        (GLOO_INTERFACE, "nope0", "there is no interface 'nope0'"),
+    ],
+)
+def test_a_wrong_environment_is_refused_with_its_value(
+    name: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=reason):
+        connect(deadline_s=1)
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"ranks_per_replica": 3}, "ranks_per_replica must divide WORLD_SIZE, got 3 for 2"),
+        ({"ranks_per_replica": 0}, "ranks_per_replica must be at least 1, got 0"),
+        ({"deadline_s": 0}, "deadline_s must be positive, got 0"),
+        ({"interface": "lo", "address": "127.0.0.1"}, "give interface or address, not both"),
+        ({"interface": "nope0"}, r"there is no interface 'nope0' on this host; those that exist: .*lo"),
+        ({"address": "192.0.2.1"}, r"no interface of this host has the address '192\.0\.2\.1'; those that exist: .*lo"),
+        ({"address": "no-such-host.invalid"}, "cannot be resolved"),
+    ],
+)
+def test_a_wrong_argument_is_refused_with_its_value(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        connect(**options)  # type: ignore[arg-type]
+
+
+def test_ranks_per_replica_needs_other_ranks() -> None:
+    with pytest.raises(ValueError, match="ranks_per_replica must divide WORLD_SIZE, got 2 for 1"):
+        connect(ranks_per_replica=2)
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_a_meeting_point_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConnectError, match=r"meeting point 127\.0\.0\.1:1 .* did not answer within 0\.5 s"):
+        connect(deadline_s=0.5)
+
+
+def test_tags_differ_for_all_that_may_be_in_flight_and_fit_an_int() -> None:
+    fields = itertools.product(Kind, (0, 1, 2, 16_383), (0, 1, 2047), (0, 1, 3), (False, True))
+    tags = [
+        tag_of(Envelope(kind=kind, round_id=round_id, fragment=fragment, phase=phase), rest=rest)
+        for kind, round_id, fragment, phase, rest in fields
+    ]
+    assert len(set(tags)) == len(tags)
+    assert min(tags) >= 0 and max(tags) < 2**31
+
+
+def test_tags_repeat_only_after_16384_rounds() -> None:
+    first, later = (tag_of(Envelope(kind=Kind.ROUND, round_id=number)) for number in (5, 5 + 16_384))
+    assert first == later != tag_of(Envelope(kind=Kind.ROUND, round_id=5 + 16_383))
+
+
+@pytest.mark.parametrize(("field", "value"), [("fragment", 2048), ("fragment", -1), ("phase", 4)])
+def test_a_fragment_or_phase_beyond_its_bits_is_refused(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{field} must be in .* got {value}"):
+        tag_of(Envelope(kind=Kind.ROUND, round_id=0, **{field: value}))
