@@ -10,7 +10,7 @@ import pytest
 import tyro
 
 from tests.sample_runs import append, step_line, write_run
-from thinwire.cli.compare import CompareOptions, compare, run
+from thinwire.cli.compare import CompareOptions, compare, main, run
 from thinwire.errors import DataError
 
 Output = pytest.CaptureFixture[str]
@@ -126,3 +126,26 @@ def test_an_unfinished_run_is_refused_and_no_page_is_written(tmp_path: Path, cap
         compare((good, half), out=tmp_path / "compare.html", json=False)
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "compare.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "got none"),
+        (["RUN", "RUN"], 2, "2 times"),
+        (["RUN", "--jsno"], 2, "--jsno"),
+        (["nowhere"], 1, "there is no folder nowhere"),
+        (["RUN", "--out", "RUN"], 1, "cannot write"),
+        (["RUN", "--json", "--out", "None"], 0, ""),
+        (["--help"], 0, ""),
+    ],
+)
+def test_every_mistake_is_one_line_on_stderr_and_an_exit_code(
+    tmp_path: Path, capsys: Output, arguments: list[str], code: int, words: str
+) -> None:
+    path = write_run(tmp_path / "run")
+    assert main([argument.replace("RUN", str(path)) for argument in arguments]) == code
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.count("\n") == (1 if code else 0)
+    assert bool(captured.out) == (code == 0)

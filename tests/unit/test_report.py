@@ -12,7 +12,8 @@ import pytest
 from tests.sample_runs import append, step_line, write_run
 from thinwire.errors import DataError
 from thinwire.training.reporting import read_run, write_report
-from thinwire.training.reporting.chart import HEIGHT, WIDTH, Axis, Chart, Series, line_chart, scale, spread
+from thinwire.training.reporting.axes import Axis, scale
+from thinwire.training.reporting.chart import HEIGHT, WIDTH, Chart, Series, line_chart, spread
 from thinwire.training.reporting.figures import (
     loss_against_bytes,
     loss_against_tokens,
@@ -109,6 +110,22 @@ def test_ticks_of_time_and_of_a_log_axis_are_in_sight(high: float) -> None:
         fitted = scale(Axis(label="x", scale=kind), [10.0, high], start=50, stop=400, most_ticks=5)  # type: ignore[arg-type]
         assert len(fitted.ticks) >= 1
         assert all(49.9 <= fitted(tick) <= 400.1 for tick in fitted.ticks)
+
+
+@pytest.mark.parametrize("high", [7.0, 45.0, 125.0, 1_207.0, 5_000.0, 90_000.0])
+def test_the_values_below_a_time_axis_are_evenly_spaced_and_do_not_overlap(high: float) -> None:
+    chart = Chart(
+        title="t",
+        x=Axis(label="time", scale="time", write="{:.0f} seconds".format),
+        y=Axis(label="y"),
+        series=(Series(name="a", points=((0, 1), (high, 2))),),
+    )
+    texts = [node for node in ElementTree.fromstring(line_chart(chart)).iter("text") if "seconds" in (node.text or "")]
+    places = [float(node.attrib["x"]) for node in texts]
+    assert len(places) >= 2
+    gaps = [b - a for a, b in itertools.pairwise(places)]
+    assert max(gaps) - min(gaps) < 0.3
+    assert all(gap > 6 * len(node.text or "") for gap, node in zip(gaps, texts, strict=False))
 
 
 def test_labels_are_moved_apart_and_stay_in_the_picture() -> None:

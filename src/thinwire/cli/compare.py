@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json as json_format
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +15,10 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli.tables import comparison_table, plain
+from thinwire.errors import ThinwireError
 from thinwire.training.reporting.comparison import Comparison, compare_runs, write_comparison
 
+_SWITCHES = (tyro.conf.FlagCreatePairsOff,)
 _WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal: nothing is folded there
 
 
@@ -26,6 +32,32 @@ class CompareOptions:
     """Where the table and the figures are written as one self-contained page; None writes no page."""
     json: bool = False
     """Print one JSON object on stdout instead of the table."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire compare --help`.
+
+    Returns:
+        0, 1 for what went wrong while running, 2 for wrong options.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            options = tyro.cli(CompareOptions, prog="thinwire compare", args=list(arguments), config=_SWITCHES)
+    except SystemExit as stop:
+        if stop.code:
+            # tyro draws a box with a title around its words
+            words = re.sub(r"╭.*╮|[─-╿\s]+", " ", said.getvalue())
+            return _fail(2, " ".join(words.split()))
+        return 0
+    try:
+        return run(options)
+    except ValueError as error:
+        return _fail(2, str(error))
+    except ThinwireError as error:
+        return _fail(1, str(error))
+    except OSError as error:
+        return _fail(1, f"cannot write {options.out}: {error.strerror}; give another place with --out")
 
 
 def run(options: CompareOptions) -> int:
@@ -66,3 +98,8 @@ def compare(runs: tuple[Path, ...], *, out: Path | None, json: bool) -> Comparis
     if out is not None:
         print(f"Figures: {out}", file=sys.stderr)
     return comparison
+
+
+def _fail(code: int, words: str) -> int:
+    print(f"thinwire compare: {plain(words)}", file=sys.stderr)
+    return code

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.events import Transfer, rates
-from thinwire.training.reporting.chart import Axis, Chart, Point, Series, line_chart
+from thinwire.training.reporting.axes import Axis
+from thinwire.training.reporting.chart import Chart, Point, Series, line_chart
 from thinwire.training.reporting.lanes import Lane, lane_chart
 from thinwire.training.reporting.run_folder import EvaluationLine, RunRecord
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
@@ -51,7 +52,7 @@ def time_axis() -> Axis:
     """Time since training began."""
     return Axis(
         label="time since the start",
-        write=lambda v: trimmed(format_seconds(v)) if v else "0",
+        write=_time,
         scale="time",
         include=(0,),
     )
@@ -223,6 +224,15 @@ def figures_of_runs(runs: Mapping[str, RunRecord]) -> Sequence[Figure]:
             heading=second.title, svg=line_chart(second), caption="Wire bytes, headers included, mean over replicas."
         ),
     ]
+
+
+def _time(seconds: float) -> str:
+    """Write a round time shortly: `5 min` and not `5:00 min`."""
+    if seconds == 0:
+        return "0"
+    if 60 <= seconds < 3600 and seconds % 60 == 0:
+        return f"{seconds / 60:.0f} min"
+    return trimmed(format_seconds(seconds))
 
 
 def _window_s(transfers: Sequence[Transfer]) -> float:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.training.reporting.chart import WIDTH, Axis, Point, Scale, escape, frame, scale, svg, text
+from thinwire.training.reporting.axes import Axis, Scale, scale
+from thinwire.training.reporting.chart import WIDTH, Point, escape, frame, svg, text
 from thinwire.training.reporting.chart import empty as nothing
 from thinwire.training.reporting.style import COLOURS
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from thinwire.training.files import write_whole
 from thinwire.training.reporting.chart import escape
 from thinwire.training.reporting.figures import Figure
 from thinwire.training.reporting.style import CHART, PAGE
@@ -77,9 +77,4 @@ def write_page(path: Path, content: str) -> None:
         OSError: It cannot be written there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        half.write_text(content, encoding="utf-8", errors="replace")
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
+    write_whole(path, content)
