@@ -265,6 +265,8 @@ def test_the_command_to_do_it_again_gives_what_is_not_the_default(tmp_path: Path
     assert words.startswith("thinwire train --replicas 2 ")
     assert "--lr 0.003" in words and "--codec e3m0" in words
     assert "--method" not in words and "--quiet" not in words and "version" not in words
+    page = _page(write_report(tmp_path / "run"))
+    assert ["".join(node.itertext()) for node in page.iter("pre")] == [words], "it can be copied as it stands"
     assert "--data 'a b; rm'" in command({"data": "a b; rm"})
 
 

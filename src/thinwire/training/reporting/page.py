@@ -66,8 +66,10 @@ def gallery(figures: Sequence[Figure]) -> str:
 
 
 def code(command: str) -> str:
-    """Show a command to copy."""
-    return f'<div class="card"><pre>{escape(command)}</pre></div>'
+    """Show a command to copy, its lines broken between options and never inside one."""
+    first, *options = command.split(" --")
+    words = " ".join([escape(first), *(f"<span>--{escape(option)}</span>" for option in options)])
+    return f'<div class="card"><pre>{words}</pre></div>'
 
 
 def write_page(path: Path, content: str) -> None:

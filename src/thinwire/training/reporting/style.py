@@ -72,8 +72,9 @@ td{font-weight:600;overflow-wrap:anywhere}
 .many .number{text-align:right}
 .many thead th{color:var(--quiet);font-size:13px;font-weight:600}
 .many tbody th{color:var(--text);font-weight:600}.many td{font-weight:400}
+pre span{white-space:pre}
 .note{border-left:3px solid var(--strong);padding:2px 0 2px 12px;margin:0 0 12px;overflow-wrap:anywhere}
-pre{margin:0;white-space:pre-wrap;overflow-wrap:anywhere;
+pre{margin:0;white-space:pre-wrap;overflow-x:auto;
 font:14px/1.6 ui-monospace,"DejaVu Sans Mono",Menlo,Consolas,monospace}
 footer{color:var(--quiet);font-size:14px;margin-top:40px}
 @media (max-width:560px){main{padding:20px 12px 32px}.card{padding:14px 10px}}
