@@ -237,6 +237,16 @@ def test_a_data_set_that_is_not_there_is_named(spec: str, tmp_path: Path, cache:
         open_source(f"hf:{tmp_path}/{spec}", cache=cache)
 
 
+def test_a_name_that_the_hub_cannot_answer_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"cannot read hf:nobody/nothing/en:test: .*data set on the hub"):
+        open_source("hf:nobody/nothing/en:test", cache=cache)
+
+
 def test_a_data_set_without_texts_is_named_with_its_columns(tmp_path: Path, cache: Path) -> None:
     import datasets
 
@@ -391,7 +401,7 @@ def test_held_out_texts_do_not_train_the_tokenizer(tmp_path: Path, cache: Path) 
 
 
 def test_a_vocabulary_beyond_16_bits_is_stored_in_32(tmp_path: Path, cache: Path) -> None:
-    letters = np.random.default_rng(0).integers(97, 123, (16_000, 8), dtype=np.uint8)
+    letters = np.random.default_rng(0).integers(97, 123, (16_000, 12), dtype=np.uint8)
     words = [bytes(word).decode() for word in letters]
     (tmp_path / "a.txt").write_text(" ".join(words + words + words[:1000]))
     corpus = open_corpus(str(tmp_path / "a.txt"), cache=cache, vocab_size=70_000)
@@ -405,6 +415,15 @@ def test_the_tokens_are_mapped_and_not_writable(folder: Path, cache: Path) -> No
     assert isinstance(corpus.train, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
         corpus.train[0] = 1
+
+
+def test_a_corpus_larger_than_one_batch_of_encoding_is_whole(tmp_path: Path, cache: Path) -> None:
+    texts = [letter * 2_500_000 for letter in "abcde"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = open_corpus(str(tmp_path / "a.jsonl"), cache=cache, tokenizer="bytes", held_out_fraction=0.3)
+    assert len(corpus.train) + len(corpus.held_out) == 5 * 2_500_001
+    counts = np.bincount(np.concatenate((corpus.train, corpus.held_out)), minlength=257)
+    assert counts[[*b"abcde", 256]].tolist() == [2_500_000] * 5 + [5]
 
 
 def test_a_second_opening_reads_the_cache(folder: Path, cache: Path) -> None:

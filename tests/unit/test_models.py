@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -379,6 +380,19 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
 def test_a_folder_without_a_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"cannot read hf:{tmp_path}.*config\.json"):
         build_model(f"hf:{tmp_path}")
+
+
+def test_a_name_that_the_hub_cannot_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"cannot read hf:nobody/nothing: .*on the hub"):
+        build_model("hf:nobody/nothing")
+
+
+def test_a_configuration_file_is_as_good_as_its_folder(tmp_path: Path) -> None:
+    folder = build_model(f"hf:{write_llama(tmp_path)}", seed=2)
+    file = build_model(f"hf:{tmp_path / 'config.json'}", seed=2)
+    for a, b in zip(folder.parameters(), file.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_a_transformers_model_with_too_few_tokens_or_positions_is_refused(tmp_path: Path) -> None:
