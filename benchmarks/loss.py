@@ -1,8 +1,9 @@
 """Loss at equal tokens: Streaming DiLoCo against averaging gradients at every step.
 
-`python benchmarks/loss.py matrix` trains `nano` on the standard library's text, with 2 and 4 replicas, H 10/30/100, E3M0
-and dense payloads, three seeds; `long` follows the gap over 3,000 steps; `outer-lr` compares outer learning rates. Every
-run appends one JSON line to the results, and is left out when its line is there already. `report` prints the tables.
+`python benchmarks/loss.py matrix` trains `nano` on the standard library's text, with 2 and 4 replicas, H 10/30/100,
+E3M0 and dense payloads, three seeds; `long` follows the gap over 3,000 steps; `outer-lr` compares outer learning rates.
+Every run appends one JSON line to the results, and is left out when its line is there already. Without a plan, the
+tables of the stored results are printed.
 
 All replicas of a run live in one process (the loopback transport), so losses do not depend on the machine's speed. The
 baseline is one process with the whole batch, which tests show to be the same as an all-reduce over replicas.
@@ -59,8 +60,7 @@ def train(settings: dict[str, Any], *, cache: Path) -> dict[str, Any]:
     import thinwire
     from thinwire.codecs import by_name
     from thinwire.methods import recipe
-    from thinwire.training.corpora import Sampler, open_corpus, validation_batches
-    from thinwire.training.models import build_model
+    from thinwire.training.corpora import open_corpus
 
     torch.set_num_threads(1)
     corpus = open_corpus("stdlib", cache=cache, vocab_size=2048)
@@ -68,47 +68,60 @@ def train(settings: dict[str, Any], *, cache: Path) -> dict[str, Any]:
     if "codec" in settings:
         options["codec"] = by_name(settings["codec"])
     method = recipe(settings["method"])(**options)
-    steps, replicas = settings["steps"], settings["replicas"]
     began = time.monotonic()
+    result = thinwire.run_replicas(
+        settings["replicas"], lambda transport: train_replica(transport, settings, method=method, corpus=corpus)
+    )[0]
+    tokens = settings["steps"] * WINDOWS_PER_STEP * SEQ_LEN
+    return {**settings, **result, "tokens": tokens, "wall_s": time.monotonic() - began}
 
-    def lr_factor(step: int) -> float:
-        warm_up = min(1.0, (step + 1) / max(20, steps * 0.05))
-        return warm_up * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
 
-    def replica_main(transport: Any) -> dict[str, Any]:
-        model = build_model("nano", seed=settings["seed"])
-        inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
-        optimizer = thinwire.DistributedOptimizer(
-            model, inner, method=method, transport=transport, seed=settings["seed"]
-        )
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
-        batches = Sampler(
-            corpus.train, replica=transport.replica, num_replicas=replicas,
-            batch_size=WINDOWS_PER_STEP // replicas, seq_len=SEQ_LEN, seed=settings["seed"],
-        )  # fmt: skip
-        curve = []
+def train_replica(transport: Any, settings: dict[str, Any], *, method: Any, corpus: Any) -> dict[str, Any]:
+    import torch
 
-        def evaluate() -> float:
-            held_out = validation_batches(corpus.held_out, batch_size=8, seq_len=SEQ_LEN, max_batches=EVAL_BATCHES)
-            with optimizer.global_parameters(), torch.no_grad():
-                return statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)
+    import thinwire
+    from thinwire.training.corpora import Sampler
+    from thinwire.training.models import build_model
 
-        for step, (tokens, targets) in zip(range(1, steps + 1), batches, strict=False):
-            model.loss(tokens, targets)[0].backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            if transport.replica == 0 and step % settings.get("eval_every", steps) == 0 and step < steps:
-                curve.append([step, evaluate()])
-        optimizer.close(final_exchange=True)
-        if transport.replica:
-            return {}
-        curve.append([steps, evaluate()])
-        return {"curve": curve, "val_loss": curve[-1][1], "num_fragments": optimizer.num_fragments}
+    steps, seed = settings["steps"], settings["seed"]
+    model = build_model("nano", seed=seed)
+    inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport, seed=seed)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=steps))
+    batch_size = WINDOWS_PER_STEP // transport.num_replicas
+    batches = Sampler(
+        corpus.train, replica=transport.replica, num_replicas=transport.num_replicas, batch_size=batch_size,
+        seq_len=SEQ_LEN, seed=seed,
+    )  # fmt: skip
+    curve = []
+    for step, (tokens, targets) in zip(range(1, steps + 1), batches, strict=False):
+        model.loss(tokens, targets)[0].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if transport.replica == 0 and step % settings.get("eval_every", steps) == 0 and step < steps:
+            curve.append([step, evaluate(model, optimizer, corpus=corpus)])
+    optimizer.close(final_exchange=True)
+    if transport.replica:
+        return {}
+    curve.append([steps, evaluate(model, optimizer, corpus=corpus)])
+    return {"curve": curve, "val_loss": curve[-1][1], "num_fragments": optimizer.num_fragments}
 
-    result = thinwire.run_replicas(replicas, replica_main)[0]
-    return {**settings, **result, "tokens": steps * WINDOWS_PER_STEP * SEQ_LEN, "wall_s": time.monotonic() - began}
+
+def lr_factor(step: int, *, steps: int) -> float:
+    warm_up = min(1.0, (step + 1) / max(20, steps * 0.05))
+    return warm_up * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
+
+
+def evaluate(model: Any, optimizer: Any, *, corpus: Any) -> float:
+    import torch
+
+    from thinwire.training.corpora import validation_batches
+
+    held_out = validation_batches(corpus.held_out, batch_size=8, seq_len=SEQ_LEN, max_batches=EVAL_BATCHES)
+    with optimizer.global_parameters(), torch.no_grad():
+        return statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)
 
 
 def run_plan(name: str, *, jobs: int, cache: Path, results: Path) -> None:
@@ -161,7 +174,7 @@ def report(results: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", choices=[*plans(), "one", "report"])
+    parser.add_argument("plan", nargs="?", default="report", choices=[*plans(), "one", "report"])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "thinwire")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -136,7 +136,9 @@ def test_local_sgd_is_diloco_with_a_plain_outer_step():
         assert_same(b, d)
 
 
-def reference_streaming(*, kind, replicas, steps, interval, taus, alpha, lr, mu, fragments, codec, inner=adamw):
+def reference_streaming(  # noqa: C901
+    *, kind, replicas, steps, interval, taus, alpha, lr, mu, fragments, codec, inner=adamw
+):
     """Algorithm 2 of arXiv 2501.18512 with plain dictionaries, torch's own SGD outside, and no wire."""
     models = [build(kind) for _ in range(replicas)]
     optimizers = [inner(model) for model in models]

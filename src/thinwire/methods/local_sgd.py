@@ -1,8 +1,8 @@
 """Local SGD (arXiv 1805.09767), also known as federated averaging: train apart, average the parameters now and then.
 
 Every H inner steps each replica takes the mean of all replicas' parameters: theta = (1/M) sum_m theta_m. We write it as
-an outer step of plain SGD with learning rate 1 on the mean pseudo-gradient, theta - (1/M) sum_m (theta - theta_m), which
-is the same value; so a codec applies to differences, never to the parameters themselves.
+an outer step of plain SGD with learning rate 1 on the mean pseudo-gradient, theta - (1/M) sum_m (theta - theta_m),
+which is the same value; so a codec applies to differences, never to the parameters themselves.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class GlobalParameters:
 
 def checksum(vector: torch.Tensor) -> int:
     """Return the CRC-32 of a contiguous CPU vector's bytes, 0 for an empty one."""
-    return zlib.crc32(memoryview(vector.numpy()).cast("B")) if vector.numel() else 0
+    return zlib.crc32(vector.numpy().data.cast("B")) if vector.numel() else 0
 
 
 def load_vectors(state: dict[str, torch.Tensor], into: Sequence[torch.Tensor], *, what: str) -> None:

@@ -19,6 +19,11 @@ class InFlight(Protocol):
         """The round."""
         ...
 
+    @property
+    def duration_s(self) -> float:
+        """Seconds from launch to arrival, 0 where nobody measured or nothing has arrived."""
+        ...
+
     def poll(self) -> bool:
         """Do what can be done without waiting; tell whether the result is there (or an error)."""
         ...

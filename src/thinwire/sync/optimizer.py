@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The rounds between launch and apply."""
         return self._engine.in_flight
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one inner step, and the rounds that are due.
 
         Args:

@@ -122,7 +122,7 @@ def _shape_digest(model: nn.Module) -> str:
 def _value_digest(tensors: Sequence[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(memoryview(_as_bytes([tensor]).numpy()))
+        digest.update(_as_bytes([tensor]).numpy().data)
     return digest.hexdigest()
 
 

@@ -99,11 +99,19 @@ class Transport(Protocol):
     """
 
     @property
-    def replica(self) -> int: ...
+    def replica(self) -> int:
+        """Its replica's number."""
+        ...
+
     @property
-    def num_replicas(self) -> int: ...
+    def num_replicas(self) -> int:
+        """How many replicas take part."""
+        ...
+
     @property
-    def runs_in_background(self) -> bool: ...
+    def runs_in_background(self) -> bool:
+        """Whether an exchange may be driven from a thread of its own."""
+        ...
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send a payload (uint8, one-dimensional, contiguous, CPU) to another replica."""

@@ -51,7 +51,7 @@ def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Ten
     assert payload.numel() == envelope.payload_bytes, "the envelope must state the payload's size"
     message = torch.empty(HEADER_BYTES + payload.numel(), dtype=torch.uint8)
     message[HEADER_BYTES:] = payload
-    view = memoryview(message.numpy())
+    view = message.numpy().data
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
@@ -82,7 +82,7 @@ def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Receive
     Raises:
         PayloadError: Names the field that is wrong, what was found and what was expected.
     """
-    view = memoryview(message.numpy())
+    view = message.numpy().data
     origin = f"{envelope.describe()} from replica {source}"
     if len(view) < HEADER_BYTES:
         raise PayloadError(f"{origin}: {len(view)} bytes arrived, fewer than a header's {HEADER_BYTES}")

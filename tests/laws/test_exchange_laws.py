@@ -1,0 +1,116 @@
+"""What every exchange promises, with every codec, for any number of replicas and elements."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.averaging.exchange import AllGather, TwoPhase, cheapest, shard_bounds
+from thinwire.averaging.topology import AllReplicas
+from thinwire.codecs import NAMES, by_name, float32
+from thinwire.sync.in_flight import launch
+from thinwire.sync.schedule import Round
+from thinwire.transport.loopback import run_replicas
+from thinwire.transport.recording import RecordingTransport
+
+ROUND = Round(id=0, fragment=0, launch_step=1, apply_step=1)
+EXCHANGES = {"all-gather": AllGather, "two-phase": TwoPhase}
+SIZES = (0, 1, 7, 63, 64, 65, 257, 1009)
+
+
+def average(exchange, tensors, *, hashes=None):
+    """Average one tensor a replica; return each replica's result and the payload bytes it sent."""
+
+    def replica_main(transport):
+        recording = RecordingTransport(transport)
+        peers = AllReplicas().peers(round_id=0, me=transport.replica, alive=range(transport.num_replicas))
+        steps = exchange.steps(
+            tensors[transport.replica], peers=peers, transport=recording, round_id=0, seed=transport.replica,
+            reference_hash=hashes[transport.replica] if hashes else 0,
+        )  # fmt: skip
+        result = launch(steps, round=ROUND, deadline_s=5, in_background=False).result()
+        return result, recording.log.totals("sent").payload_bytes
+
+    return run_replicas(len(tensors), replica_main)
+
+
+def random_tensors(replicas, numel, *, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for _ in range(replicas)]
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("codec", NAMES)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_all_replicas_get_the_same_bits_and_send_no_more_than_the_formula(name, codec, replicas):
+    exchange = EXCHANGES[name](codec=by_name(codec))
+    for numel in SIZES:
+        results = average(exchange, random_tensors(replicas, numel))
+        first = results[0][0].mean
+        assert first.shape == (numel,)
+        assert first.dtype == torch.float32
+        limit = exchange.sent_bytes(numel, num_replicas=replicas)
+        for result, sent in results:
+            assert torch.equal(result.mean, first)
+            assert sent <= limit
+        assert max(sent for _, sent in results) == limit, "the formula is reached by one replica"
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+@given(replicas=st.integers(1, 6), numel=st.integers(0, 300), seed=st.integers(0, 100))
+@settings(max_examples=25, deadline=None)
+def test_a_lossless_code_gives_the_mean_in_the_order_of_replicas(name, replicas, numel, seed):
+    tensors = random_tensors(replicas, numel, seed=seed)
+    total = torch.zeros(numel)
+    for tensor in tensors:
+        total += tensor
+    for result, _ in average(EXCHANGES[name](codec=float32()), tensors):
+        assert torch.equal(result.mean, total / replicas)
+
+
+@pytest.mark.parametrize("codec", ["e3m0", "block-int8", "block-int4", "bfloat16"])
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_all_gather_and_two_phase_agree_within_one_more_coding_of_the_mean(codec, replicas):
+    code = by_name(codec)
+    tensors = random_tensors(replicas, 1009)
+    gathered = average(AllGather(codec=code), tensors)[0][0].mean
+    reduced = average(TwoPhase(codec=code), tensors)[0][0].mean
+    # shards are whole blocks, so coding shard by shard is coding the whole
+    assert torch.equal(reduced, code.decode(code.encode(gathered), numel=1009))
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_every_member_learns_every_reference_hash(name):
+    tensors = random_tensors(3, 130)
+    for result, _ in average(EXCHANGES[name](codec=float32()), tensors, hashes=[7, 8, 2**32 - 1]):
+        assert result.reference_hashes == {0: 7, 1: 8, 2: 2**32 - 1}
+
+
+@given(numel=st.integers(0, 5000), shards=st.integers(1, 17), block=st.sampled_from([1, 64, 256]))
+def test_shards_cover_everything_once_in_whole_blocks(numel, shards, block):
+    bounds = shard_bounds(numel, num_shards=shards, block=block)
+    assert len(bounds) == shards
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == numel
+    for (_, stop), (start, _) in pairwise(bounds):
+        assert stop == start
+        assert stop % block == 0 or stop == numel
+    sizes = [-(-(stop - start) // block) for start, stop in bounds]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_few_replicas_gather_and_many_take_two_phases():
+    kinds = {m: type(cheapest(by_name("e3m0"), num_replicas=m)) for m in (1, 2, 4, 5, 64)}
+    assert kinds == {1: AllGather, 2: AllGather, 4: AllGather, 5: TwoPhase, 64: TwoPhase}
+    assert isinstance(cheapest(float32(), num_replicas=3), TwoPhase)
+
+
+def test_two_phases_keep_a_replicas_traffic_constant():
+    numel, code = 64 * 1000, by_name("e3m0")
+    one_payload = code.payload_bytes(numel)
+    assert TwoPhase(codec=code).sent_bytes(numel, num_replicas=50) <= 2 * one_payload
+    assert AllGather(codec=code).sent_bytes(numel, num_replicas=50) == 49 * one_payload

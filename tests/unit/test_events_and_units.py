@@ -1,0 +1,111 @@
+"""Records of transfers, rates out of them, and numbers with units."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from thinwire.events import Transfer, TransferLog, peak_bits_per_s, rates
+from thinwire.sync.deadlines import Deadlines
+from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_rate, parse_seconds
+
+
+def transfer(start, end, size, *, direction="sent", error=""):
+    return Transfer(
+        direction=direction, peer=1, kind="round", round_id=0, fragment=0, phase=0, payload_bytes=size,
+        wire_bytes=size + 56, started_s=start, finished_s=end, error=error,
+    )  # fmt: skip
+
+
+def test_the_ring_is_bounded_but_totals_and_sinks_see_everything():
+    seen = []
+    log = TransferLog(capacity=3, sinks=[seen.append])
+    late = []
+    for number in range(5):
+        log.add(transfer(number, number + 1, 100))
+        if number == 2:
+            log.add_sink(late.append)
+    assert len(log) == 3
+    assert [t.started_s for t in log] == [2, 3, 4]
+    assert len(seen) == 5
+    assert len(late) == 2
+    assert log.totals("sent").wire_bytes == 5 * 156
+    assert log.totals("sent").payload_bytes == 500
+    assert log.totals("received").messages == 0
+
+
+def test_a_failed_transfer_is_kept_but_counts_no_bytes():
+    log = TransferLog()
+    log.add(transfer(0, 1, 100, error="replica 1 closed its connection"))
+    assert len(log) == 1
+    assert log.totals("sent").messages == 0
+    assert rates(log) == []
+
+
+def test_a_log_without_room_is_refused():
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        TransferLog(capacity=0)
+
+
+def test_a_record_is_one_json_line():
+    line = transfer(0.5, 1.5, 7).to_json()
+    assert "\n" not in line
+    assert json.loads(line)["wire_bytes"] == 63
+
+
+def test_rates_spread_a_transfer_over_its_time_and_keep_every_bit():
+    found = rates([transfer(0.05, 0.35, 100 - 56), transfer(0.61, 0.61, 44)], window_s=0.1)
+    assert [round(start, 6) for start, _ in found] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert sum(rate * 0.1 for _, rate in found) == pytest.approx(8 * 200)
+    assert [rate for _, rate in found][4:6] == [0, 0]
+    assert found[1][1] == pytest.approx(800 / 0.3)
+
+
+def test_the_peak_adds_transfers_that_share_a_window():
+    assert peak_bits_per_s([transfer(0.0, 0.05, 44), transfer(0.02, 0.06, 44)]) == pytest.approx(2 * 800 / 0.1)
+    assert peak_bits_per_s([]) == 0
+    with pytest.raises(ValueError, match="window_s"):
+        rates([], window_s=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("5mbit", 5e6), ("1.5 Gbit/s", 1.5e9), ("800k", 8e5), ("10", 10.0), ("2e3 bps", 2000.0)]
+)
+def test_rates_are_read_with_their_prefix(text, value):
+    assert parse_rate(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "fast", "-5mbit", "5 mbyte", "1e", "5mbit extra"])
+def test_what_is_no_rate_is_refused_with_the_text(text):
+    with pytest.raises(ValueError, match="a rate must look like"):
+        parse_rate(text)
+
+
+def test_durations_are_read_and_refused():
+    assert [parse_seconds(t) for t in ("40ms", "2 s", "10min", "1h")] == [0.04, 2.0, 600.0, 3600.0]
+    with pytest.raises(ValueError, match="'40'"):
+        parse_seconds("40")
+
+
+def test_numbers_are_written_with_three_figures():
+    assert [format_bytes(b) for b in (0, 999, 1000, 12_345, 123_456_789)] == [
+        "0 B", "999 B", "1.00 kB", "12.3 kB", "123 MB",
+    ]  # fmt: skip
+    assert format_rate(2.5e9) == "2.50 Gbit/s"
+    assert format_count(3_050_496) == "3.05 M"
+    assert [format_seconds(s) for s in (5e-5, 0.0123, 4.26, 75, 3723)] == [
+        "50 us", "12.3 ms", "4.3 s", "1:15 min", "1:02:03",
+    ]  # fmt: skip
+
+
+def test_deadlines_grow_with_what_was_measured_and_never_fall_below_their_floor():
+    deadlines = Deadlines(minimum_s=5, slack=10, window=3)
+    assert deadlines.deadline_s(steps=100) == 5
+    for seconds in (9.0, 0.1, 0.3, 0.2):  # the first has left the window
+        deadlines.observe_step(seconds)
+    assert deadlines.deadline_s(steps=100) == pytest.approx(5 + 10 * 30)
+    deadlines.observe_round(2.0)
+    assert deadlines.deadline_s(steps=100) == pytest.approx(5 + 10 * 32)
+    with pytest.raises(ValueError, match="slack"):
+        Deadlines(slack=0.5)
