@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -39,7 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"thinwire: unknown command {name!r}{hint} There are: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"thinwire.cli.{name}")
-    code: int = module.main(words[1:])
+    try:
+        code: int = module.main(words[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # the reader of our output has gone, as `| head` does; nothing can be said to it any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code
 
 

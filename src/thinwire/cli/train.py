@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import tyro
 
 from thinwire.errors import DataError, ThinwireError
-from thinwire.training.config import FREE, TrainConfig, read_config, resolve
+from thinwire.training.config import FREE, TrainConfig, check_values, read_config, resolve
 
 USAGE, FAILED = 2, 1
 
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         given = parse(arguments)
         config = settle(given, arguments)
+        check_values(config)
     except ValueError as error:
         return _fail(USAGE, error)
     except ThinwireError as error:

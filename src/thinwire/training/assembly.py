@@ -13,23 +13,10 @@ from thinwire import codecs, methods
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.training.config import TrainConfig
+from thinwire.training.config import TrainConfig, check_values, flag
 from thinwire.training.models import PRESETS, build_model
 
 _FLOOR = 0.1
-_CHOICES = {
-    "tokenizer": ("bpe", "bytes"),
-    "inner_optimizer": ("adamw", "sgd"),
-    "schedule": ("cosine", "constant"),
-    "autocast": ("none", "bf16"),
-    "exchange": ("auto", "all-gather", "two-phase"),
-    "fragment_order": ("strided", "sequential"),
-}
-_LEAST = {
-    "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
-    "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
-    "vocab_size": 1,
-}  # fmt: skip
 # Options that a method may take, and why one that does not take them has no use for them.
 _METHOD_OPTIONS = {
     "sync_interval": "it exchanges at every step",
@@ -58,7 +45,7 @@ def make_method(config: TrainConfig) -> Method:
         if value is None:
             continue
         if name not in takes:
-            raise ValueError(f"{_flag(name)} does not go with --method {config.method}: {reason}; leave it out")
+            raise ValueError(f"{flag(name)} does not go with --method {config.method}: {reason}; leave it out")
         arguments[name] = value
     if config.codec is not None:
         arguments["codec"] = codecs.by_name(config.codec)
@@ -117,7 +104,8 @@ def check(config: TrainConfig) -> None:
     Raises:
         ValueError: One clear line: the option, its value, the limit, the remedy.
     """
-    _check_values(config)
+    check_values(config)
+    _check_device(config.device)
     method = make_method(config)
     vocab_size = 257 if config.tokenizer == "bytes" else config.vocab_size
     model = make_model(config, vocab_size=vocab_size, device="meta")
@@ -129,33 +117,11 @@ def check(config: TrainConfig) -> None:
     method.update(config.num_replicas)
 
 
-def _check_values(config: TrainConfig) -> None:
-    for name, least in _LEAST.items():
-        value = getattr(config, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"{_flag(name)} must be at least {least}, got {value}")
-    for name, choices in _CHOICES.items():
-        value = getattr(config, name)
-        if value is not None and value not in choices:
-            raise ValueError(f"{_flag(name)} must be one of {', '.join(choices)}, got {value!r}")
-    if config.lr is not None and not 0 < config.lr < math.inf:
-        raise ValueError(f"--lr must be positive, got {config.lr}")
-    if not 0 < config.join_deadline_s < math.inf:
-        raise ValueError(f"--join-deadline-s must be positive, got {config.join_deadline_s}")
-    if config.interface is not None and config.address is not None:
-        raise ValueError("give --interface or --address, not both")
-    _check_device(config.device)
-
-
 def _check_device(name: str) -> None:
     if name not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU; install a CUDA build of torch, or use --device cpu")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def wanted_vocabulary(config: TrainConfig) -> int:

@@ -1,8 +1,8 @@
 """The full state of one replica as two files that hold no code: safetensors for tensors, JSON for all else.
 
-A checkpoint of a run is `checkpoints/step-00000150/` with `replica-N.safetensors` and `replica-N.json` for every replica.
-The JSON file is written last and holds a SHA-256 of the tensors and of itself, so a pair either verifies or does not
-count. Every replica looks after its own files: hosts need not share a disk.
+A checkpoint of a run is `checkpoints/step-00000150/` with `replica-N.safetensors` and `replica-N.json` for every
+replica. The JSON file is written last and holds a SHA-256 of the tensors and of itself, so a pair either verifies or
+does not count. Every replica looks after its own files: hosts need not share a disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +133,14 @@ class Checkpoints:
 
     def _describe(self, step: int, skeleton: Any, *, tensors_sha256: str) -> str:
         body = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "step": step,
-            "replica": self._identity.replica,
-            "num_replicas": self._identity.num_replicas,
-            "config_digest": self._identity.config_digest,
+            **self._header(step),
             "tensors_sha256": tensors_sha256,
             "state": skeleton,
         }
         return json.dumps({**body, "sha256": _body_sha256(body)})
+
+    def _header(self, step: int) -> dict[str, Any]:
+        return {"format": _FORMAT, "version": _VERSION, "step": step, **asdict(self._identity)}
 
     def _read_json(self, step: int) -> dict[str, Any]:
         tensor_path, path = self._pair(step)
@@ -156,9 +154,7 @@ class Checkpoints:
             raise CheckpointError(f"{path} is corrupt (no checkpoint's JSON); {self._remedy(step)}") from error
         if not is_intact:
             raise CheckpointError(f"{path} or {tensor_path.name} beside it is corrupt; {self._remedy(step)}")
-        expected = {"format": _FORMAT, "version": _VERSION, "step": step, "replica": self._identity.replica,
-                    "num_replicas": self._identity.num_replicas, "config_digest": self._identity.config_digest}  # fmt: skip
-        for field, value in expected.items():
+        for field, value in self._header(step).items():
             if body.get(field) != value:
                 raise CheckpointError(
                     f"{path} is of another run: its {field} is {body.get(field)!r}, this run's {value!r}; "

@@ -14,7 +14,7 @@ from typing import Any
 from thinwire.errors import CheckpointError
 from thinwire.version import __version__
 
-# Options that do not change what is computed: a resumed run may be given others, and hosts of one run may differ in them.
+# Options that do not change what is computed: a resumed run may be given others, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "join_deadline_s",
     "log_every", "tensorboard", "wandb", "checkpoint_every", "device",
@@ -95,7 +95,7 @@ class TrainConfig:
     """Torch's threads a replica. Default: this host's cores shared out, at least 1."""
 
     eval_every: int | None = None
-    """Steps between evaluations of the global parameters; 0 evaluates only at the end. Default: a sixth of the steps."""
+    """Steps between evaluations of the global parameters; 0: only at the end. Default: a sixth of the steps."""
     eval_batches: int = 8
     """Held-out batches of an evaluation while training."""
     final_eval_batches: int = 64
@@ -167,6 +167,20 @@ class TrainConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+_CHOICES = {
+    "tokenizer": ("bpe", "bytes"),
+    "inner_optimizer": ("adamw", "sgd"),
+    "schedule": ("cosine", "constant"),
+    "autocast": ("none", "bf16"),
+    "exchange": ("auto", "all-gather", "two-phase"),
+    "fragment_order": ("strided", "sequential"),
+}
+_LEAST = {
+    "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
+    "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
+    "vocab_size": 1,
+}  # fmt: skip
+
 # Peak learning rates of AdamW: nano's was tried (see the run's notes in LOG.md), the others follow the papers' scale.
 _LR = {"nano": 3e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
 
@@ -188,11 +202,11 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
             f"--replicas is {config.replicas}, but torchrun starts {world_size} ranks, one a replica; leave --replicas "
             f"out under torchrun"
         )
-    replicas = world_size or (2 if config.replicas is None else config.replicas)
+    replicas = world_size if world_size is not None else (2 if config.replicas is None else config.replicas)
     is_nano = config.model == "nano"
     steps = config.steps
     lr = _LR.get(config.model, 3e-4) if config.inner_optimizer != "sgd" else 0.02
-    filled = {
+    filled: dict[str, Any] = {
         "replicas": replicas,
         "batch_size": 8,
         "seq_len": 128 if is_nano else 1024,
@@ -275,3 +289,30 @@ def read_config(run_dir: Path) -> TrainConfig:
 def config_text(config: TrainConfig) -> str:
     """Return the content of a run's `config.json`."""
     return json.dumps({**to_json(config), "thinwire_version": __version__}, indent=2) + "\n"
+
+
+def check_values(config: TrainConfig) -> None:
+    """Refuse what can be refused by looking at each option alone.
+
+    Raises:
+        ValueError: One clear line: the option, its value, the limit.
+    """
+    for name, least in _LEAST.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"{flag(name)} must be at least {least}, got {value}")
+    for name, choices in _CHOICES.items():
+        value = getattr(config, name)
+        if value is not None and value not in choices:
+            raise ValueError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
+    if config.lr is not None and not 0 < config.lr < math.inf:
+        raise ValueError(f"--lr must be positive, got {config.lr}")
+    if not 0 < config.join_deadline_s < math.inf:
+        raise ValueError(f"--join-deadline-s must be positive, got {config.join_deadline_s}")
+    if config.interface is not None and config.address is not None:
+        raise ValueError("give --interface or --address, not both")
+
+
+def flag(name: str) -> str:
+    """Return an option as the command line writes it."""
+    return "--" + name.replace("_", "-")

@@ -127,7 +127,7 @@ class _Logs(LogsSpecs):
         return LogsDest(
             stdouts={rank: f"{path}.out" for rank, path in stem.items()},
             stderrs={rank: f"{path}.err" for rank, path in stem.items()},
-            error_files={rank: os.devnull for rank in envs},
+            error_files=dict.fromkeys(envs, os.devnull),
         )
 
 
@@ -158,7 +158,7 @@ def _last_words(run_dir: Path, replica: int) -> dict[str, Any] | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The launcher logs each worker's end with a traceback; what matters of it is in our own error."""
+    """Keep the launcher's own log away: what matters of it is in our error."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -207,7 +207,7 @@ def _copy_all(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, numbers, next_gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -222,7 +222,7 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     version, numbers, next_gauss = state["python"]
     random.setstate((version, tuple(numbers), next_gauss))
     if device.type == "cuda" and "cuda" in state:

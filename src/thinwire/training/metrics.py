@@ -14,6 +14,7 @@ from thinwire.events import Totals, Transfer, TransferLog
 
 WINDOW_S = 0.1
 _MAX_WINDOWS = 20_000
+_NOTHING = Totals()
 
 
 class Peak:
@@ -64,8 +65,8 @@ class Reading:
     time_s: float = 0.0
     tokens: int = 0
     stalled_s: float = 0.0
-    sent: Totals = Totals()
-    received: Totals = Totals()
+    sent: Totals = _NOTHING
+    received: Totals = _NOTHING
     peak_bits_per_s: float = 0.0
 
 
@@ -186,11 +187,11 @@ class Meter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting from a checkpoint, and cut off the lines written after it."""
-        counts = {
-            name: Totals(**dict(zip(("messages", "payload_bytes", "wire_bytes"), state[name], strict=True)))
+        sent, received = (
+            Totals(**dict(zip(("messages", "payload_bytes", "wire_bytes"), state[name], strict=True)))
             for name in ("sent", "received")
-        }
-        self._carried = Reading(stalled_s=state["stalled_s"], **counts)
+        )
+        self._carried = Reading(stalled_s=state["stalled_s"], sent=sent, received=received)
         self._peak = Peak(state["peak_bits_per_s"])
         self._origin_s = time.monotonic() - state["time_s"]
         self.tokens = state["tokens"]
@@ -254,7 +255,7 @@ class _TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingExtra.of("tensorboard", extra="report") from None
-        self._writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder))
 
     def log(self, values: dict[str, float], *, step: int) -> None:
         for name, value in values.items():

@@ -32,7 +32,7 @@ def parameters_sha256(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for _, parameter in sorted(model.named_parameters()):
         raw = parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        digest.update(memoryview(raw.numpy()))
+        digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -71,7 +71,7 @@ def summarise(
     count = len(notes)
 
     def mean(name: str) -> float:
-        return sum(note[name] for note in notes) / count
+        return sum(float(note[name]) for note in notes) / count
 
     wall_s = max(note["time_s"] for note in notes)
     tokens = sum(note["tokens"] for note in notes)
@@ -133,7 +133,7 @@ def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -
     """
     folder = run_dir / "model"
     folder.mkdir(exist_ok=True)
-    wrapped = getattr(model, "model", None)
+    wrapped: Any = getattr(model, "model", None)
     if hasattr(wrapped, "save_pretrained"):
         wrapped.save_pretrained(str(folder), safe_serialization=True)
     else:

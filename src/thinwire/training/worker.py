@@ -219,8 +219,8 @@ class _Replica:
 def occupied(run_dir: Path) -> str:
     """Return the refusal to write into a folder that holds a run."""
     return (
-        f"{run_dir} holds a run already; go on with it: thinwire train --resume {run_dir}, replace it with --overwrite, "
-        f"or choose another --out"
+        f"{run_dir} holds a run already; go on with it: thinwire train --resume {run_dir}, replace it with "
+        f"--overwrite, or choose another --out"
     )
 
 
@@ -256,8 +256,8 @@ def _check_same(notes: list[dict[str, Any]]) -> None:
             theirs = note["options"].get(name)
             if theirs != value:
                 raise DesyncError(
-                    f"replica {replica} runs with {name} {theirs!r}, replica 0 with {value!r}; start all hosts with the "
-                    f"same options and the same thinwire"
+                    f"replica {replica} runs with {name} {theirs!r}, replica 0 with {value!r}; start all hosts with "
+                    f"the same options and the same thinwire"
                 )
         if note["corpus"] != notes[0]["corpus"]:
             raise DesyncError(
