@@ -17,6 +17,7 @@ What gloo does (observed with torch 2.13), and what follows from it:
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -104,6 +105,8 @@ class ProcessGroupTransport:
         self._in_flight: set[_Transfer] = set()
         self._lock = threading.Lock()
         self._is_closed = False
+        # A thread that gloo lets go while the interpreter ends would take the process down with it.
+        atexit.register(self.close)
 
     @property
     def replica(self) -> int:
@@ -155,6 +158,7 @@ class ProcessGroupTransport:
                 return
             self._is_closed = True
             in_flight = list(self._in_flight)
+        atexit.unregister(self.close)
         end = time.monotonic() + CLOSE_S
         for transfer in in_flight:
             transfer.abort()
@@ -199,6 +203,7 @@ class _Transfer:
         self._envelope = envelope
         self._verb = verb
         self.works: list[dist.Work] = []
+        self._thread: threading.Thread | None = None
         self._finished = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
@@ -267,14 +272,17 @@ class _Transfer:
                 continue
 
     def join(self, *, deadline_s: float) -> None:
-        """Wait until the thread has seen the end."""
-        self._finished.wait(timeout=deadline_s)
+        """Wait until the thread has ended."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=deadline_s)
 
     def _post(self, operation: Callable[..., dist.Work | None], **where: int) -> None:
         self._transport._post(partial(operation, **where), self)
 
     def _watch(self, drive: Callable[[torch.Tensor], None], message: torch.Tensor) -> None:
-        threading.Thread(target=self._run, args=(drive, message), name="thinwire-transfer", daemon=True).start()
+        name = f"thinwire-transfer-{self._peer}"
+        self._thread = threading.Thread(target=self._run, args=(drive, message), name=name, daemon=True)
+        self._thread.start()
 
     def _run(self, drive: Callable[[torch.Tensor], None], message: torch.Tensor) -> None:
         try:
