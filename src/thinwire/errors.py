@@ -14,11 +14,14 @@ Exception
     ├── DataError           a corpus cannot be read or is too small
     ├── CheckpointError     a checkpoint is missing, corrupt or foreign
     ├── MissingExtra        an optional dependency is not installed
-    └── WorkerFailed        a worker process of a local run died
+    ├── WorkerFailed        a worker process of a local run died
+    └── Stopped             a signal asked a local run to stop, and it has
 ```
 """
 
 from __future__ import annotations
+
+import signal
 
 
 class ThinwireError(RuntimeError):
@@ -77,3 +80,15 @@ class MissingExtra(ThinwireError):
 
 class WorkerFailed(ThinwireError):
     """A worker process of a local run died."""
+
+
+class Stopped(ThinwireError):
+    """A signal asked a local run to stop; all its workers have ended.
+
+    Attributes:
+        signal_number: The signal.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
+        self.signal_number = signal_number

@@ -10,13 +10,13 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
 
-from thinwire.errors import DataError, ThinwireError
+from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.config import FREE, TrainConfig, check_values, read_config, resolve
 
 USAGE, FAILED = 2, 1
@@ -28,20 +28,25 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 for what went wrong while running, 2 for wrong options, 128 + N for signal N.
     """
+    is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
-        given = parse(arguments)
-        config = settle(given, arguments)
+        config = settle(parse(arguments), arguments)
         check_values(config)
+        from thinwire.training.assembly import check
+
+        check(config)
     except ValueError as error:
-        return _fail(USAGE, error)
+        return _fail(USAGE, error, is_told=is_told)
     except ThinwireError as error:
-        return _fail(FAILED, error)
+        return _fail(FAILED, error, is_told=is_told)
     try:
         return _train_under_torchrun(config) if _world_size() is not None else _train_here(config)
     except ValueError as error:
         return _fail(USAGE, error)
     except ThinwireError as error:
         return _fail(FAILED, error)
+    except OSError as error:
+        return _fail(FAILED, f"{error.strerror or error}: {error.filename}" if error.filename else error)
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
@@ -92,91 +97,100 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
 
 
 def _train_here(config: TrainConfig) -> int:
-    from thinwire.training.assembly import check
-    from thinwire.training.launch import Stopped, launch, step_to_resume
-    from thinwire.training.worker import make_run_folder, occupied, open_data
+    from thinwire.training.launch import launch
 
     is_resumed = config.resume is not None
-    check(config)
-    if not is_resumed and not config.overwrite and (config.run_dir / "config.json").exists():
-        raise ValueError(occupied(config.run_dir))
     if is_resumed and (config.run_dir / "summary.json").exists():
         _say(f"the run in {config.run_dir} has finished; this is its result")
         return _show(config, json.loads((config.run_dir / "summary.json").read_text()))
+    with _ended_by_sigterm():
+        try:
+            code = _prepare(config)
+            if code:
+                return code
+            with _view(config, replicas=config.num_replicas):
+                summary = launch(config, is_resumed=is_resumed)
+        except KeyboardInterrupt:
+            # between the words and the first replica; from there on the launcher takes the signal
+            return _fail(128 + signal.SIGINT, "stopped before training began")
+        except Stopped as stop:
+            _say(f"{stop}; all replicas have ended. Go on with: thinwire train --resume {config.run_dir}")
+            return 128 + stop.signal_number
+        except WorkerFailed as error:
+            return _fail(FAILED, f"{error}. Go on with: thinwire train --resume {config.run_dir}")
+    return _show(config, _report(config, summary))
+
+
+def _prepare(config: TrainConfig) -> int:
+    """Read the data and make the run's folder; return an exit code, 0 to go on."""
+    from thinwire.training.launch import step_to_resume
+    from thinwire.training.worker import check_data, make_run_folder, occupied, open_data
+
+    is_resumed = config.resume is not None
+    if not is_resumed and not config.overwrite and (config.run_dir / "config.json").exists():
+        return _fail(USAGE, occupied(config.run_dir))
+    if not config.quiet:
+        _say(f"reading {config.data}")
     try:
-        with _sigterm_as_exit():
-            if not config.quiet:
-                _say(f"reading {config.data}")
-            open_data(config)
-            step, warnings = step_to_resume(config) if is_resumed else (0, [])
-            make_run_folder(dataclasses.replace(config, resume=None, overwrite=False), is_resumed=is_resumed)
+        check_data(config, open_data(config))
     except DataError as error:
         return _fail(USAGE, error)
-    except KeyboardInterrupt:
-        return _fail(128 + signal.SIGINT, "stopped before training began")
+    step, warnings = step_to_resume(config) if is_resumed else (0, [])
     for warning in warnings:
         _say(f"warning: {warning}")
     if is_resumed and not config.quiet:
         _say(f"going on from step {step}")
-    try:
-        with _view(config):
-            summary = launch(config, is_resumed=is_resumed)
-    except Stopped as stop:
-        _say(f"{stop}; all replicas have ended. Go on with: thinwire train --resume {config.run_dir}")
-        return 128 + stop.signal_number
-    except ThinwireError as error:
-        return _fail(FAILED, f"{error}. Go on with: thinwire train --resume {config.run_dir}")
-    return _show(config, summary)
+    make_run_folder(dataclasses.replace(config, resume=None, overwrite=False), is_resumed=is_resumed)
+    return 0
 
 
 def _train_under_torchrun(config: TrainConfig) -> int:
-    from thinwire.training.assembly import check
     from thinwire.training.worker import Place, run_replica
 
-    is_first = os.environ["RANK"] == "0"
-    check(config)
-    loggers = () if config.quiet or not is_first else (_Lines(config.steps),)
-    place = Place(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=config.resume is not None)
+    is_resumed = config.resume is not None
+    place = Place(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
     plain = dataclasses.replace(config, resume=None)
-    summary = run_replica(plain, place=place, loggers=loggers, warn=lambda text: _say(f"warning: {text}"))
-    return 0 if summary is None else _show(config, summary)
+    with _view(config, replicas=1 if os.environ["RANK"] == "0" else 0):
+        summary = run_replica(plain, place=place, warn=lambda text: _say(f"warning: {text}"))
+    return 0 if summary is None else _show(config, _report(config, summary))
+
+
+def _report(config: TrainConfig, summary: dict[str, Any]) -> dict[str, Any]:
+    """Write `report.html`; a run whose report fails has still succeeded."""
+    from thinwire.training.reporting.report import write_report
+
+    try:
+        write_report(config.run_dir)
+    except (ThinwireError, OSError) as error:
+        _say(f"warning: no report.html: {error}")
+    return summary
 
 
 def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
-    table = "\n".join(f"{name:<26} {value}" for name, value in summary.items())
-    print(table, file=sys.stderr if config.json else sys.stdout)
+    from rich.console import Console
+
+    from thinwire.cli.tables import final_table
+
+    Console(stderr=config.json, soft_wrap=True).print(final_table(summary))
     if config.json:
         print(json.dumps(summary), flush=True)
     return 0
 
 
-@contextlib.contextmanager
-def _view(config: TrainConfig) -> Any:
-    yield
+def _view(config: TrainConfig, *, replicas: int) -> contextlib.AbstractContextManager[Any]:
+    from thinwire.cli.view import LiveView
 
-
-class _Lines:
-    """Plain lines on stderr from a replica's own metrics."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def log(self, values: dict[str, float], *, step: int) -> None:
-        """Print a line."""
-        told = ", ".join(
-            f"{name} {values[name]:.4g}" for name in ("loss", "val_loss", "tokens_per_s") if name in values
-        )
-        _say(f"step {step}/{self._steps}: {told}")
-
-    def close(self) -> None:
-        """Nothing is held."""
+    if config.quiet or not replicas:
+        return contextlib.nullcontext()
+    return LiveView(config.run_dir, replicas=replicas, total_steps=config.steps)
 
 
 @contextlib.contextmanager
-def _sigterm_as_exit() -> Any:
-    """While data is prepared, SIGTERM unwinds as Ctrl-C does, so that no temporary file is left."""
+def _ended_by_sigterm() -> Iterator[None]:
+    """While no launcher takes it, SIGTERM unwinds as Ctrl-C does, so that no temporary file is left."""
 
     def stop(number: int, frame: object) -> NoReturn:
+        _say("stopped by SIGTERM")
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -215,7 +229,8 @@ def _say(text: str) -> None:
     print(f"thinwire: {text}", file=sys.stderr, flush=True)
 
 
-def _fail(code: int, error: object) -> int:
+def _fail(code: int, error: object, *, is_told: bool = True) -> int:
     text = " ".join(str(error).split())
-    print(f"thinwire train: error: {text}", file=sys.stderr, flush=True)
+    if is_told:
+        print(f"thinwire train: error: {text}", file=sys.stderr, flush=True)
     return code

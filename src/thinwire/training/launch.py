@@ -17,24 +17,12 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from thinwire.errors import ThinwireError, WorkerFailed
+from thinwire.errors import Stopped, WorkerFailed
 from thinwire.training.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
 from thinwire.training.worker import error_path
 
 _STOP_S = 10
-
-
-class Stopped(ThinwireError):
-    """A signal asked the launcher to stop; all replicas have ended.
-
-    Attributes:
-        signal_number: The signal.
-    """
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
-        self.signal_number = signal_number
 
 
 def launch(config: TrainConfig, *, is_resumed: bool) -> dict[str, Any]:

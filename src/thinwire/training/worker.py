@@ -66,6 +66,37 @@ def open_data(config: TrainConfig) -> Corpus:
     )
 
 
+def check_data(config: TrainConfig, corpus: Corpus) -> None:
+    """Refuse a corpus that is too small for the run, before a replica starts.
+
+    Raises:
+        DataError: It does not fill one window a replica, or not one to validate on.
+    """
+    make_sampler(config, corpus, replica=0)
+    held_out_batches(config, corpus, num_batches=1)
+
+
+def make_sampler(config: TrainConfig, corpus: Corpus, *, replica: int) -> Sampler:
+    """Return one replica's share of the corpus."""
+    assert config.batch_size is not None and config.seq_len is not None
+    return Sampler(
+        corpus.train,
+        replica=replica,
+        num_replicas=config.num_replicas,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        seed=config.seed,
+    )
+
+
+def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -> Iterable[Batch]:
+    """Return at most so many batches that nobody trains on, the same at every call."""
+    assert config.batch_size is not None and config.seq_len is not None
+    return validation_batches(
+        corpus.held_out, batch_size=config.batch_size, seq_len=config.seq_len, max_batches=num_batches
+    )
+
+
 def run_replica(
     config: TrainConfig, *, place: Place, loggers: Sequence[Logger] = (), warn: Callable[[str], None] | None = None
 ) -> dict[str, Any] | None:
@@ -161,17 +192,7 @@ class _Replica:
     def _assemble(self, meter: Meter) -> Training:
         config, corpus, transport = self._config, self._corpus, self._transport
         device = torch.device("cuda", self._place.local_rank) if config.device == "cuda" else torch.device("cpu")
-        assert config.batch_size is not None and config.seq_len is not None
-        batch_size, seq_len = config.batch_size, config.seq_len
-        batches = Sampler(
-            corpus.train, replica=transport.replica, num_replicas=transport.num_replicas, batch_size=batch_size,
-            seq_len=seq_len, seed=config.seed,
-        )  # fmt: skip
-
-        def held_out(num_batches: int) -> Iterable[Batch]:
-            return validation_batches(corpus.held_out, batch_size=batch_size, seq_len=seq_len, max_batches=num_batches)
-
-        held_out(1)  # too few tokens are refused before the first step
+        check_data(config, corpus)  # a host of its own may hold other files
         torch.manual_seed(config.seed)
         model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
         optimizer = DistributedOptimizer(
@@ -183,9 +204,15 @@ class _Replica:
         )
         self._model, self._optimizer = model, optimizer
         return Training(
-            config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
-            checkpoints=self._checkpoints, device=device,
-        )  # fmt: skip
+            config,
+            model=model,
+            optimizer=optimizer,
+            batches=make_sampler(config, corpus, replica=transport.replica),
+            held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches),
+            meter=meter,
+            checkpoints=self._checkpoints,
+            device=device,
+        )
 
     def _go_to(self, step: int, training: Training, meter: Meter) -> None:
         if step:
