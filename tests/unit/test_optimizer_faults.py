@@ -1,0 +1,177 @@
+"""What goes wrong between replicas ends in an error that names the culprit, never in a hang."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire
+from tests.reference.small_models import build, loss_of
+from thinwire.codecs import e3m0, float32
+from thinwire.errors import DeadlineExceeded, DesyncError, NonFiniteError, PayloadError
+from thinwire.methods import all_reduce, diloco, streaming_diloco
+
+
+def wrap(model, transport, method, inner=None):
+    inner = inner or torch.optim.SGD(model.parameters(), lr=0.05)
+    return thinwire.DistributedOptimizer(model, inner, method=method, transport=transport)
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def steps(model, optimizer, count, *, replica=0, start=0, scheduler=None):
+    for step in range(start + 1, start + count + 1):
+        loss_of(model, step=step, replica=replica).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def test_replicas_that_start_apart_get_the_first_ones_parameters_and_buffers():
+    def replica_main(transport):
+        model = build("conv", seed=transport.replica)
+        with torch.no_grad():
+            model.stages[1].running_mean.fill_(transport.replica)
+        wrap(model, transport, diloco())
+        return values(model) + [b.clone() for b in model.buffers()]
+
+    one, other, third = thinwire.run_replicas(3, replica_main)
+    assert same(one, other)
+    assert same(one, third)
+    assert same(one[:3], values(build("conv", seed=0))[:3])
+
+
+@pytest.mark.parametrize(
+    ("difference", "expected"),
+    [
+        (lambda replica: {"kind": "linear" if replica else "lstm"}, "runs another model"),
+        (lambda replica: {"interval": 5 + replica}, "runs another description"),
+    ],
+)
+def test_replicas_with_different_set_ups_are_told_apart_at_the_start(difference, expected):
+    def replica_main(transport):
+        setting = {"kind": "linear", "interval": 5} | difference(transport.replica)
+        wrap(build(setting["kind"]), transport, diloco(sync_interval=setting["interval"]))
+
+    with pytest.raises(DesyncError, match=expected):
+        thinwire.run_replicas(2, replica_main)
+
+
+def test_a_desync_is_found_and_names_the_replica():
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, diloco(sync_interval=2, codec=float32()))
+        steps(model, optimizer, 3, replica=transport.replica)
+        if transport.replica == 2:  # a bit flips in the global value
+            optimizer._engine.view.parameters.values[0][1] += 1e-3
+        steps(model, optimizer, 3, replica=transport.replica, start=3)
+
+    with pytest.raises(
+        DesyncError, match="replica 2 disagrees with the others about the global parameters of fragment 0"
+    ):
+        thinwire.run_replicas(4, replica_main)
+
+
+def test_a_desync_of_every_step_averaging_is_found_too():
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, all_reduce())
+        with torch.no_grad():
+            model.bias += transport.replica
+        steps(model, optimizer, 60, replica=transport.replica)
+
+    with pytest.raises(DesyncError, match="replicas 0, 1 disagree"):
+        thinwire.run_replicas(2, replica_main)
+
+
+@pytest.mark.parametrize("codec", [float32(), e3m0()], ids=lambda codec: codec.name)
+def test_a_replica_that_diverged_is_named_by_all(codec):
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, streaming_diloco(sync_interval=2, overlap_steps=0, codec=codec))
+        with torch.no_grad():
+            model.bias[0] = torch.nan if transport.replica == 1 else 0
+        with pytest.raises(NonFiniteError, match="replica 1 sent NaN or infinity"):
+            steps(model, optimizer, 4, replica=transport.replica)
+        return True
+
+    assert thinwire.run_replicas(2, replica_main) == [True, True]
+
+
+def test_a_lost_message_ends_in_a_named_error_not_in_a_hang():
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, diloco(sync_interval=2))
+        if transport.replica == 0:
+            transport.tamper = lambda message: None
+        steps(model, optimizer, 4, replica=transport.replica)
+
+    with pytest.raises(DeadlineExceeded, match=r"round 0 \(fragment 0\) from replica 0 never came"):
+        thinwire.run_replicas(2, replica_main)
+
+
+@pytest.mark.parametrize("position", [5, 20, 45, 60, -1])
+def test_a_damaged_message_is_refused_wherever_the_damage_is(position):
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, diloco(sync_interval=2))
+
+        def flip(message):
+            message[position] ^= 0x10
+            return message
+
+        if transport.replica == 0:
+            transport.tamper = flip
+        steps(model, optimizer, 4, replica=transport.replica)
+
+    with pytest.raises(PayloadError, match=r"from replica 0"):
+        thinwire.run_replicas(2, replica_main)
+
+
+def test_buffers_stay_local_until_they_are_averaged_on_request():
+    def replica_main(transport):
+        model = build("conv")
+        optimizer = wrap(model, transport, diloco(sync_interval=2))
+        steps(model, optimizer, 4, replica=transport.replica)
+        before = model.stages[1].running_mean.clone()
+        counts = model.stages[1].num_batches_tracked.clone()
+        optimizer.average_buffers()
+        assert torch.equal(model.stages[1].num_batches_tracked, counts)
+        return before, model.stages[1].running_mean.clone()
+
+    (one, mean), (other, same_mean) = thinwire.run_replicas(2, replica_main)
+    assert not torch.equal(one, other)
+    assert torch.equal(mean, same_mean)
+    torch.testing.assert_close(mean, (one + other) / 2)
+
+
+def test_a_parameter_without_gradient_on_any_replica_keeps_none():
+    def replica_main(transport):
+        model = build("unused")
+        optimizer = wrap(model, transport, all_reduce())
+        loss_of(model, step=1, replica=transport.replica).backward()
+        optimizer.step()
+        assert model.never.weight.grad is None
+        assert model.used.weight.grad is not None
+
+    thinwire.run_replicas(2, replica_main)
+
+
+def test_a_parameter_with_a_gradient_on_one_replica_only_gets_the_mean_on_all():
+    def replica_main(transport):
+        model = build("unused")
+        optimizer = wrap(model, transport, all_reduce())
+        if transport.replica == 1:
+            model.never(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model.never.bias.grad.clone()
+
+    for gradient in thinwire.run_replicas(2, replica_main):
+        assert torch.equal(gradient, torch.full((3,), 0.5))
