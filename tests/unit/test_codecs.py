@@ -11,8 +11,7 @@ import torch
 
 from thinwire.codecs import bfloat16, block_int4, block_int8, by_name, e3m0, float16, float32
 from thinwire.codecs.base import Codec
-from thinwire.codecs.counter_random import counter_keys, random_bits
-from thinwire.codecs.e3m0 import _nearest, _stochastic, _values
+from thinwire.codecs.e3m0 import _nearest, _values
 from thinwire.codecs.fusion import Fused
 from thinwire.errors import NonFiniteError, PayloadError
 
@@ -176,88 +175,6 @@ def test_e3m0_refuses_an_unknown_rounding() -> None:
         e3m0("up")  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------- E3M0, stochastic
-
-
-def slow_random_bits(keys: list[int], count: int) -> list[int]:
-    """Return what `random_bits` should, by Python's integers."""
-    first, second, start = (key & 0xFFFFFFFF for key in keys)
-    result = []
-    for index in range(count):
-        word = ((index + start) & 0xFFFFFFFF) ^ first
-        word = ((word ^ word >> 15) * 0x6C8E9CF5) & 0xFFFFFFFF
-        word ^= second
-        word = ((word ^ word >> 13) * 0x3C6EF36B) & 0xFFFFFFFF
-        word = ((word ^ word >> 16) * 0x2545F491) & 0xFFFFFFFF
-        result.append((word ^ word >> 16) >> 9)
-    return result
-
-
-def test_random_bits_are_those_of_plain_integers() -> None:
-    for seed, start in ((0, 0), (1, 5), (-3, 2**31 - 7), (2**70, 2**32 - 3)):
-        keys = counter_keys(seed, start=start, device=torch.device("cpu"))
-        assert random_bits(keys, count=40).tolist() == slow_random_bits(keys.tolist(), 40)
-
-
-def test_random_bits_do_not_depend_on_where_a_stream_is_entered() -> None:
-    cpu = torch.device("cpu")
-    whole = random_bits(counter_keys(9, start=0, device=cpu), count=1000)
-    assert torch.equal(whole[640:], random_bits(counter_keys(9, start=640, device=cpu), count=360))
-
-
-def test_random_bits_are_uniform_and_streams_are_uncorrelated() -> None:
-    count, cpu = 1 << 18, torch.device("cpu")
-    streams = torch.stack([random_bits(counter_keys(s, start=0, device=cpu), count=count) for s in range(6)])
-    for bit in range(23):  # each a mean of 6 * 2**18 coin flips: five standard deviations
-        assert abs(((streams >> bit) & 1).double().mean() - 0.5) < 5 * 0.5 / math.sqrt(streams.numel())
-    centred = (streams.double() / 2**23 - 0.5) * math.sqrt(12)
-    correlations = centred @ centred.T / count
-    assert (correlations - torch.eye(6)).abs().max() < 5 / math.sqrt(count)
-    for lag in (1, 32, 64):
-        assert (centred[:, lag:] * centred[:, :-lag]).mean().abs() < 5 / math.sqrt(streams.numel())
-
-
-def test_stochastic_rounding_is_unbiased() -> None:
-    x = torch.cat([torch.tensor([1.0]), torch.logspace(-4, 0, 30), -torch.logspace(-3.3, -0.01, 33)])
-    draws = 2000
-    total, squares = torch.zeros(64, dtype=torch.float64), torch.zeros(64, dtype=torch.float64)
-    codec = e3m0("stochastic")
-    for seed in range(draws):
-        values = round_trip(codec, x, seed=seed).double()
-        total += values
-        squares += values**2
-    mean = total / draws
-    standard_error = (squares / draws - mean**2).clamp(min=0).sqrt() / math.sqrt(draws)
-    # five standard errors for each of 64 elements; 1e-9 where an element is a value of the code and never moves
-    assert ((mean - x.double()).abs() <= 5 * standard_error + 1e-9).all()
-
-
-def test_stochastic_rounding_goes_to_one_of_the_two_neighbours() -> None:
-    x = wide(64 * 300, seed=8, spread=2.0)
-    y = round_trip(e3m0("stochastic"), x, seed=4)
-    assert ((y == 0) | (y.sign() == x.sign())).all()
-    peak = x.view(-1, 64).abs().amax(1, keepdim=True)
-    scale = torch.exp2(torch.ceil(torch.log2(peak.double()))).expand(-1, 64).reshape(-1)
-    magnitude = x.abs().double()
-    below = torch.exp2(torch.floor(torch.log2(magnitude)))
-    is_small = magnitude < scale / 64
-    low = torch.where(is_small, torch.zeros_like(below), below)
-    high = torch.where(is_small, scale / 64, torch.where(magnitude == below, below, 2 * below))
-    y = y.abs().double()
-    assert ((y == low) | (y == high)).all()
-
-
-def test_stochastic_rounding_draws_by_seed() -> None:
-    codec, x = e3m0("stochastic"), wide(10_000, seed=2, spread=1.0)
-    assert torch.equal(codec.encode(x, seed=5), codec.encode(x, seed=5))
-    assert not torch.equal(codec.encode(x, seed=5), codec.encode(x, seed=6))
-
-
-def test_stochastic_rounding_leaves_values_of_the_code_as_they_are() -> None:
-    x = round_trip(e3m0(), wide(10_000, seed=2, spread=1.0))
-    assert torch.equal(round_trip(e3m0("stochastic"), x, seed=11), x)
-
-
 def test_a_tensor_longer_than_a_chunk_gives_the_bytes_of_its_parts() -> None:
     x = wide(2**18 + 64 * 3 + 5, seed=1)
     for codec in (e3m0(), block_int4(), block_int8()):
@@ -265,14 +182,6 @@ def test_a_tensor_longer_than_a_chunk_gives_the_bytes_of_its_parts() -> None:
         parts = torch.cat([codec.encode(x[:cut]), codec.encode(x[cut:])])
         assert torch.equal(codec.encode(x), parts)
         assert torch.equal(round_trip(codec, x)[cut:], round_trip(codec, x[cut:]))
-
-
-def test_stochastic_draws_do_not_depend_on_the_size_of_a_chunk() -> None:
-    x = wide(2**17 + 1000, seed=1)
-    rows = torch.empty((x.numel() + 63) // 64, 33, dtype=torch.uint8)
-    padded = torch.cat([x, torch.zeros(-x.numel() % 64)]).view(-1, 64)
-    _stochastic(padded, rows, counter_keys(7, start=0, device=x.device))
-    assert torch.equal(e3m0("stochastic").encode(x, seed=7), rows.view(-1))
 
 
 # ---------------------------------------------------------------- block integers
@@ -284,7 +193,7 @@ def as_float32(value: float) -> float:
 
 def as_bfloat16_bits(value: float) -> int:
     bits = struct.unpack("<I", struct.pack("<f", value))[0]
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return int(bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
 def slow_block_int(tensor: torch.Tensor, *, bits: int) -> bytes:
@@ -415,15 +324,13 @@ def test_names_take_underscores_and_capitals() -> None:
 def test_the_traced_functions_give_the_bytes_of_the_plain_ones() -> None:
     # aot_eager traces and rewrites as for a GPU (writes to arguments become new values), but generates no code
     x = wide(64 * 7, seed=1).view(-1, 64)
-    keys = counter_keys(3, start=0, device=x.device)
     payload = e3m0().encode(x).view(-1, 33)
-    cases = ((_nearest, x, (), payload), (_stochastic, x, (keys,), payload), (_values, payload, (), x))
-    for function, first, rest, like in cases:
+    for function, first, like in ((_nearest, x, payload), (_values, payload, x)):
         plain, traced = torch.empty_like(like), torch.empty_like(like)
-        function(first, plain, *rest)
+        function(first, plain)
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # which is how a fall-back would show
-            Fused(function, backend="aot_eager", device_types=("cpu",))(first, traced, *rest)
+            Fused(function, backend="aot_eager", device_types=("cpu",))(first, traced)
         assert torch.equal(plain, traced)
 
 
