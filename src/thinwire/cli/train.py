@@ -109,7 +109,7 @@ def _train_here(config: TrainConfig) -> int:
             if code:
                 return code
             with _view(config, replicas=config.num_replicas):
-                summary = launch(config, is_resumed=is_resumed)
+                summary = launch(config, module="thinwire.cli.worker", is_resumed=is_resumed)
         except KeyboardInterrupt:
             # between the words and the first replica; from there on the launcher takes the signal
             return _fail(128 + signal.SIGINT, "stopped before training began")

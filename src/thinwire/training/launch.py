@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -17,21 +18,22 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from thinwire.errors import Stopped, WorkerFailed
+from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.training.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
-from thinwire.training.worker import error_path
+from thinwire.training.files import write_whole
 
 _STOP_S = 10
 
 
-def launch(config: TrainConfig, *, is_resumed: bool) -> dict[str, Any]:
+def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, Any]:
     """Train all replicas on this machine and return the run's summary.
 
     Must be called from the main thread: the launcher handles SIGINT and SIGTERM while replicas run.
 
     Args:
         config: Resolved and checked; the run's folder is made.
+        module: What each replica runs (`python -m`), with the run's folder, this process's id and `resume` or `start`.
         is_resumed: Whether to go on from a checkpoint.
 
     Raises:
@@ -40,8 +42,8 @@ def launch(config: TrainConfig, *, is_resumed: bool) -> dict[str, Any]:
     """
     run_dir = config.run_dir
     for replica in range(config.num_replicas):
-        error_path(run_dir, replica).unlink(missing_ok=True)
-    command = ["-m", "thinwire.training.worker", str(run_dir.resolve()), str(os.getpid())]
+        _words_path(run_dir, replica).unlink(missing_ok=True)
+    command = ["-m", module, str(run_dir.resolve()), str(os.getpid())]
     command.append("resume" if is_resumed else "start")
     launcher = elastic_launch(_launch_config(config), sys.executable)
     with _quiet(), _signals_restored():
@@ -136,9 +138,31 @@ def _launch_config(config: TrainConfig) -> LaunchConfig:
     )
 
 
+def leave_last_words(run_dir: Path, replica: int, error: Exception) -> None:
+    """Write down why a replica of a local run ends, for `launch` to tell."""
+    if isinstance(error, OSError):
+        text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
+    elif isinstance(error, ThinwireError | ValueError):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
+    record = {
+        "message": text,
+        "is_consequence": isinstance(error, TransportError),
+        "is_expected": isinstance(error, ThinwireError | ValueError | OSError),
+    }
+    # on a full disk even this may fail; the replica's log has the reason then
+    with contextlib.suppress(OSError):
+        write_whole(_words_path(run_dir, replica), json.dumps(record))
+
+
+def _words_path(run_dir: Path, replica: int) -> Path:
+    return run_dir / "logs" / f"replica-{replica}.error.json"
+
+
 def _last_words(run_dir: Path, replica: int) -> dict[str, Any] | None:
     try:
-        said: dict[str, Any] = json.loads(error_path(run_dir, replica).read_text())
+        said: dict[str, Any] = json.loads(_words_path(run_dir, replica).read_text())
     except (OSError, ValueError):
         return None
     return said

@@ -1,15 +1,8 @@
-"""One replica's process: join the others, agree on where to begin, train, and tell what came of it."""
+"""One replica's part in a run: join the others, agree on where to begin, train, and tell what came of it."""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +10,11 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import DesyncError, ThinwireError, TransportError
+from thinwire.errors import DesyncError, ThinwireError
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.assembly import make_inner_optimizer, make_method, make_model, wanted_vocabulary
 from thinwire.training.checkpoint import Checkpoints, Found, Identity, choose_step, look
-from thinwire.training.config import TrainConfig, config_text, meaning, read_config
+from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.files import write_whole
 from thinwire.training.loop import Batch, Training
@@ -31,7 +24,6 @@ from thinwire.training.summary import parameters_sha256, replica_note, save_mode
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 
-_WATCH_S = 0.25
 _OPENING, _READY, _CLOSING = range(3)
 # Known by other names on other hosts; what they stand for is compared by content.
 _LOCAL_NAMES = ("data", "model")
@@ -291,63 +283,3 @@ def _check_same(notes: list[dict[str, Any]]) -> None:
                 f"replica {replica} reads another corpus than replica 0; give all hosts the same files (stdlib is "
                 f"another one for another version of Python)"
             )
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run one replica for a launcher on this machine.
-
-    Args:
-        arguments: The run's folder, the launcher's process id, and `resume` or `start`.
-
-    Returns:
-        The exit code: 0, or 1 with the reason in the run's `logs/replica-N.error.json`.
-    """
-    run_dir, launcher, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
-    # the launcher decides when to stop, and how to say so
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(launcher,), name="launcher-watch", daemon=True).start()
-    replica = int(os.environ["RANK"])  # torch's launcher speaks through the environment
-    try:
-        config = read_config(run_dir)
-        place = Place(local_rank=int(os.environ["LOCAL_RANK"]), is_prepared=True, is_resumed=mode == "resume")
-        run_replica(config, place=place)
-    except Exception as error:
-        traceback.print_exc()
-        _leave_error(run_dir, replica, error)
-        return 1
-    return 0
-
-
-def error_path(run_dir: Path, replica: int) -> Path:
-    """Return where a replica of a local run leaves its last words."""
-    return run_dir / "logs" / f"replica-{replica}.error.json"
-
-
-def _leave_error(run_dir: Path, replica: int, error: Exception) -> None:
-    if isinstance(error, OSError):
-        text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
-    elif isinstance(error, ThinwireError | ValueError):
-        text = str(error)
-    else:
-        text = f"{type(error).__name__}: {error}"
-    record = {
-        "message": text,
-        "type": type(error).__name__,
-        "is_consequence": isinstance(error, TransportError),
-        "is_expected": isinstance(error, ThinwireError | ValueError | OSError),
-    }
-    try:
-        write_whole(error_path(run_dir, replica), json.dumps(record))
-    except OSError:
-        traceback.print_exc()
-
-
-def _end_with(launcher: int) -> None:
-    """End this process when its launcher is gone: a launcher that was killed cannot stop anybody."""
-    while os.getppid() == launcher:
-        time.sleep(_WATCH_S)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

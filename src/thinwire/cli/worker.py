@@ -1,0 +1,53 @@
+"""The process of one replica of a local run: what torch's launcher starts. Not a command of the user's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+WATCH_S = 0.25
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one replica.
+
+    Args:
+        arguments: The run's folder, the launcher's process id, and `resume` or `start`.
+
+    Returns:
+        The exit code: 0, or 1 with the reason in the replica's last words.
+    """
+    run_dir, launcher, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
+    # the launcher decides when to stop, and how to say so
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # before torch, whose import takes seconds
+    threading.Thread(target=_end_with, args=(launcher,), name="launcher-watch", daemon=True).start()
+    from thinwire.training.config import read_config
+    from thinwire.training.launch import leave_last_words
+    from thinwire.training.worker import Place, run_replica
+
+    try:
+        place = Place(local_rank=int(os.environ["LOCAL_RANK"]), is_prepared=True, is_resumed=mode == "resume")
+        run_replica(read_config(run_dir), place=place)
+    except Exception as error:
+        traceback.print_exc()
+        leave_last_words(run_dir, int(os.environ["RANK"]), error)
+        return 1
+    return 0
+
+
+def _end_with(launcher: int) -> None:
+    """End this process when its launcher is gone: one that was killed cannot stop anybody."""
+    while os.getppid() == launcher:
+        time.sleep(WATCH_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
