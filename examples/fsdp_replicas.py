@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 transport = thinwire.connect(ranks_per_replica=RANKS_PER_REPLICA)
 mesh = init_device_mesh("cpu", (transport.num_replicas, RANKS_PER_REPLICA), mesh_dim_names=("replica", "shard"))
 
+# --8<-- [start:sharding]
 torch.manual_seed(0)  # the same first weights everywhere
 blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)]
 model = nn.Sequential(*blocks, nn.Linear(16, 4))
@@ -37,6 +38,7 @@ optimizer = thinwire.DistributedOptimizer(
     method=thinwire.methods.streaming_diloco(sync_interval=10, overlap_steps=2),
     transport=transport,
 )
+# --8<-- [end:sharding]
 
 directions = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 # Every rank has data of its own: FSDP averages gradients over the ranks of a replica.

@@ -24,6 +24,7 @@ from thinwire.sync.views import PseudoGradient
 from thinwire.transport.loopback import LoopbackTransport
 
 
+# --8<-- [start:outer]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedHeavyBall:
     """Heavy ball on a pseudo-gradient whose norm is limited first. See `thinwire.sync.outer.OuterOptimizer`."""
@@ -45,6 +46,10 @@ class ClippedHeavyBall:
         value.add_(momentum, alpha=-self.lr)
 
 
+# --8<-- [end:outer]
+
+
+# --8<-- [start:method]
 def clipped_int8(*, sync_interval: int, overlap_steps: int) -> thinwire.Method:
     """Choose the five parts. What all replicas must agree on is their `repr`: it is compared before the first step."""
     outer = ClippedHeavyBall(lr=0.7, momentum=0.6, max_norm=5.0)
@@ -56,6 +61,9 @@ def clipped_int8(*, sync_interval: int, overlap_steps: int) -> thinwire.Method:
         exchange=lambda num_replicas: AllGather(codec=block_int8()),  # in which code
         update=lambda num_replicas: OuterStep(optimizer=outer, blend=0.5),  # how the result is applied
     )
+
+
+# --8<-- [end:method]
 
 
 def train(transport: LoopbackTransport) -> tuple[float, int]:

@@ -1,0 +1,38 @@
+"""Write a figure of finished runs as one SVG file that stands alone: for the README and the docs.
+
+    python scripts/picture.py runs/demo runs/all-reduce --names "Streaming DiLoCo" all-reduce --out docs/assets/loss.svg
+
+The figure is the one of `thinwire compare`: validation loss of the global parameters against bytes sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from thinwire.training.reporting.figures import figures_of_runs
+from thinwire.training.reporting.run_folder import read_run
+from thinwire.training.reporting.style import CHART
+
+
+def picture(runs: list[Path], names: list[str]) -> str:
+    """Return the SVG of the figure, with its style sheet inside and a namespace, as an image file needs it."""
+    records = {name: read_run(path) for name, path in zip(names, runs, strict=True)}
+    figure = figures_of_runs(records)[1]
+    head, _, rest = figure.svg.partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg" width="660"><style>{CHART}</style>{rest}\n'
+
+
+def main() -> None:
+    """Read the command line and write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
+    parser.add_argument("--names", nargs="+", help="what the runs are called in the figure")
+    parser.add_argument("--out", type=Path, required=True, help="the SVG file")
+    options = parser.parse_args()
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(picture(options.runs, options.names or [run.name for run in options.runs]))
+
+
+if __name__ == "__main__":
+    main()
