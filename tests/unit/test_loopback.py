@@ -58,6 +58,12 @@ def test_a_wait_that_nobody_can_end_is_an_error_at_once():
         run_replicas(2, replica_main)
 
 
+def test_a_wait_outside_of_a_run_is_an_error_at_once():
+    transport = LoopbackWorld(2).transports[0]
+    with pytest.raises(DeadlineExceeded, match=r"outside of run\(\)"):
+        transport.receive(source=1, envelope=envelope(0, 1)).wait(deadline_s=1e9)
+
+
 def test_an_error_of_one_replica_ends_the_others_and_comes_out_first():
     def replica_main(transport):
         if transport.replica == 1:

@@ -19,6 +19,7 @@ import torch
 from thinwire.averaging.topology import Peers
 from thinwire.codecs.base import Codec
 from thinwire.errors import NonFiniteError
+from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
 
 
@@ -149,9 +150,9 @@ class TwoPhase:
         receives = tuple(transport.receive(source=peer, envelope=mine) for peer in peers.others)
         sends = []
         for owner in peers.others:
-            part = self.codec.encode(flat[slice(*bounds[owner])], seed=seed).cpu()
+            part = self.codec.encode(flat[slice(*bounds[owner])], seed=derive_seed(seed, "shard", owner)).cpu()
             sends.append(transport.send(part, to=owner, envelope=envelope(owner, 0)))
-        own = self.codec.encode(flat[slice(*bounds[peers.me])], seed=seed)
+        own = self.codec.encode(flat[slice(*bounds[peers.me])], seed=derive_seed(seed, "shard", peers.me))
         received = yield Wait(receives=receives, sends=tuple(sends))
         hashes = {peer: message.reference_hash for peer, message in zip(peers.others, received, strict=True)}
         payloads = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)}
@@ -162,7 +163,7 @@ class TwoPhase:
             _check_finite(shard, self.codec, payloads, what=what)
 
         # a fresh stream: the mean must not be rounded with the draws that rounded the parts
-        coded = self.codec.encode(shard, seed=seed ^ 0x5DEECE66D)
+        coded = self.codec.encode(shard, seed=derive_seed(seed, "mean"))
         receives = tuple(transport.receive(source=peer, envelope=envelope(peer, 1)) for peer in peers.others)
         on_host = coded.cpu()
         sends = [transport.send(on_host, to=peer, envelope=envelope(peers.me, 1)) for peer in peers.others]

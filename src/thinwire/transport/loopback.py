@@ -94,6 +94,8 @@ class LoopbackWorld:
 
     def _collect(self, key: _Key, *, replica: int, what: str) -> torch.Tensor:
         with self._baton:
+            if self._is_finished[replica] and not self._mail.get(key):
+                raise DeadlineExceeded(f"{what} never came: outside of run() no other replica can send it")
             self._waits_for[replica] = key
             if not self._mail.get(key):
                 self._pass_baton()
