@@ -7,6 +7,11 @@ into new memory, `copy` into memory that is already there; a codec's results are
 
 Wall time is what training waits for; CPU time, summed over the threads, says what the work costs also on a machine that
 other programs use at the same time. On a GPU CPU time is only that of launching.
+
+    python benchmarks/codec.py --share --json benchmarks/results/codec_share.json
+
+tells what share of an interval's inner steps E3M0 takes: `nano` (8 windows of 128 tokens, one thread) trains a few
+steps and codes its pseudo-gradient once and decodes it twice (two replicas), in turn; CPU times are compared.
 """
 
 from __future__ import annotations
@@ -31,6 +36,11 @@ Key = tuple[str, str]
 
 def main() -> None:
     options = parse_options()
+    if options.share:
+        report = share(options.repeats)
+        if options.json is not None:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        return
     results = []
     for device, threads in [("cpu", threads) for threads in options.threads] + [
         ("cuda", 1)
@@ -55,6 +65,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15, help="measurements of each operation")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="numbers of CPU threads to try")
     parser.add_argument("--codecs", nargs="+", default=list(NAMES), help="names of the codecs", metavar="NAME")
+    parser.add_argument("--share", action="store_true", help="measure E3M0's share of the inner steps instead")
     parser.add_argument("--json", type=Path, default=None, help="file to store the results in")
     return parser.parse_args()
 
@@ -87,6 +98,37 @@ def measure(todo: dict[Key, Operation], repeats: int, *, device: str) -> dict[Ke
             if repeat >= 2:
                 seconds[key].append((time.perf_counter() - wall, time.process_time() - cpu))
     return seconds
+
+
+def share(repeats: int) -> dict[str, Any]:
+    from thinwire.training.models import build_model
+
+    torch.set_num_threads(1)
+    model, codec = build_model("nano", seed=0), by_name("e3m0")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, model.vocab_size, (8, 129), generator=torch.Generator().manual_seed(0))
+    delta = torch.randn(sum(p.numel() for p in model.parameters()))
+
+    def inner_step() -> None:
+        model.loss(tokens[:, :-1], tokens[:, 1:])[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def code() -> None:
+        payload = codec.encode(delta)
+        for _ in range(2):
+            codec.decode(payload, numel=delta.numel())
+
+    todo: dict[Key, Operation] = {("nano", "inner step"): inner_step, ("e3m0", "encode + 2 decode"): code}
+    seconds = measure(todo, repeats, device="cpu")
+    ratios = [code_s[1] / step_s[1] for step_s, code_s in zip(*seconds.values(), strict=True)]
+    medians = {" ".join(key): statistics.median(cpu for _, cpu in times) for key, times in seconds.items()}
+    print(f"{delta.numel():,} elements; CPU seconds, median of {repeats}: {medians}")
+    shares = {}
+    for interval in (10, 30, 100):
+        shares[interval] = [100 * value / interval for value in (statistics.median(ratios), min(ratios), max(ratios))]
+        print(f"H {interval}: {shares[interval][0]:.2f} % ({shares[interval][1]:.2f} to {shares[interval][2]:.2f})")
+    return {"benchmark": "codec share", "machine": machine(), "cpu_s": medians, "percent_of_interval": shares}
 
 
 def wait_for(device: str) -> None:
