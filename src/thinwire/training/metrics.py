@@ -104,7 +104,14 @@ class Meter:
         self.tokens = 0
         self._last = Reading()
         self._losses: list[Any] = []
-        log.add_sink(self._record)
+        self._start_s = 0.0
+
+    def start(self) -> None:
+        """Begin to write transfers down, those of the set-up first; after a checkpoint was loaded."""
+        self._start_s = time.monotonic() - self._origin_s
+        for transfer in self._log:
+            self._record(transfer)
+        self._log.add_sink(self._record)
 
     def read(self, *, stalled_s: float) -> Reading:
         """Return the counts now.
@@ -228,7 +235,9 @@ class Meter:
     def _record(self, transfer: Transfer) -> None:
         if self._transfers.closed:
             return  # a message that ended while the process does
-        started_s, finished_s = transfer.started_s - self._origin_s, transfer.finished_s - self._origin_s
+        # the set-up came before the clock began
+        started_s = max(self._start_s, transfer.started_s - self._origin_s)
+        finished_s = max(started_s, transfer.finished_s - self._origin_s)
         if transfer.direction == "sent" and not transfer.error:
             self._peak.add(started_s=started_s, finished_s=finished_s, wire_bytes=transfer.wire_bytes)
         own = replace(transfer, started_s=round(started_s, 6), finished_s=round(finished_s, 6))

@@ -212,6 +212,7 @@ class _Replica:
             self._checkpoints.forget_after(step)
         elif self._place.is_resumed:
             meter.start_over()
+        meter.start()
 
     def _close(self, training: Training) -> dict[str, Any] | None:
         """Compare the replicas' results; replica 0 evaluates and writes the run's."""

@@ -1,0 +1,251 @@
+"""`thinwire train` with real processes: stopped in every way it can be, resumed, and never leaving anything behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import free_port
+
+from thinwire.training.notes import NOTE_BYTES
+from thinwire.transport.message import HEADER_BYTES
+
+COMMAND = [sys.executable, "-m", "thinwire.cli.main", "train"]
+OPTIONS = (  # noqa: SIM905 - the words as a user types them
+    "--tokenizer bytes --batch-size 1 --seq-len 16 --sync-interval 6 --overlap-steps 2 --eval-every 0 "
+    "--final-eval-batches 2 --checkpoint-every 4 --log-every 4 --threads 1 --quiet --json"
+).split()
+DEADLINE_S = 240
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for number in range(20):
+        (folder / f"{number}.txt").write_text(f"{number}: " + "a thin wire carries little, so say little. " * 40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unbroken(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return result(finish(start(texts, folder, steps=20)))
+
+
+class Started:
+    """A running command; its children are looked at by their own ids."""
+
+    def __init__(self, arguments: list[str], *, environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **(environment or {})}, start_new_session=True,
+        )  # fmt: skip
+        self.stdout = self.stderr = ""
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait_for(self, path: Path) -> None:
+        until = time.monotonic() + DEADLINE_S
+        while not path.exists():
+            assert self.process.poll() is None, f"ended before {path.name}: {self.process.communicate()}"
+            assert time.monotonic() < until, f"{path} never came"
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        self.stdout, self.stderr = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+
+def start(texts: Path, folder: Path, *, steps: int, replicas: int = 2, more: tuple[str, ...] = ()) -> Started:
+    words = ["--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(folder / "run")]
+    return Started([*words, "--cache-dir", str(texts / ".cache"), *OPTIONS, *more])
+
+
+def finish(started: Started) -> Started:
+    assert started.end() == 0, started.stderr
+    return started
+
+
+def result(started: Started) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(started.stdout.splitlines()[-1])
+    return found
+
+
+def checkpoint(run: Path, step: int, replica: int = 1) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}" / f"replica-{replica}.json"
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[Callable[[Started], None]]:
+    """Note a command's workers and the ports they listen on, and hold at the end that all are gone."""
+    workers: list[psutil.Process] = []
+    ports: set[int] = set()
+
+    def note(started: Started) -> None:
+        for process in [psutil.Process(started.process.pid), *started.workers()]:
+            workers.append(process)
+            ports.update(c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+
+    yield note
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
+    assert ports, "the launcher's store listens while replicas run"
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+
+
+def test_a_run_ends_with_one_object_on_stdout_and_a_whole_folder(
+    texts: Path, tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    started = finish(start(texts, tmp_path, steps=20))
+    assert len(started.stdout.splitlines()) == 1
+    found = result(started)
+    assert found["global_parameters_sha256"] == unbroken["global_parameters_sha256"]
+    assert found["tokens"] == 2 * 20 * 16
+    assert found["val_loss"] == unbroken["val_loss"]
+    run = tmp_path / "run"
+    assert json.loads((run / "summary.json").read_text()) == found
+    for name in ("config.json", "report.html", "model/model.safetensors", "model/config.json", "model/tokenizer.json"):
+        assert (run / name).stat().st_size > 0, name
+    for replica in (0, 1):
+        lines = [json.loads(line) for line in (run / f"metrics-replica-{replica}.jsonl").read_text().splitlines()]
+        steps = [line["step"] for line in lines if line["kind"] == "step"]
+        assert steps == [4, 8, 12, 16, 20]
+        transfers = [json.loads(line) for line in (run / f"transfers-replica-{replica}.jsonl").read_text().splitlines()]
+        sent = sum(line["wire_bytes"] for line in transfers if line["direction"] == "sent")
+        # all that was counted, and the note at the end that carries the count itself
+        assert sent == found["wire_bytes_sent"] + NOTE_BYTES + HEADER_BYTES
+        assert found["wire_bytes_sent"] > found["payload_bytes"] > 0
+
+
+def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_stopped(
+    texts: Path, tmp_path: Path, unbroken: dict[str, Any], nothing_left: Callable[[Started], None]
+) -> None:
+    run = tmp_path / "run"
+    resume = ["--resume", str(run), "--json", "--quiet"]
+
+    # a replica dies: the others end, and one error names it
+    started = start(texts, tmp_path, steps=20)
+    started.wait_for(checkpoint(run, 4))
+    nothing_left(started)
+    _replica(started, 1).kill()
+    assert started.end() == 1
+    assert "replica 1 was ended by SIGKILL" in started.stderr
+    assert f"thinwire train --resume {run}" in started.stderr
+    assert "Traceback" not in started.stderr and len(started.stderr.splitlines()) == 1
+    assert started.stdout == ""
+
+    for step, number, code in (
+        (8, signal.SIGTERM, 128 + signal.SIGTERM),
+        (12, signal.SIGINT, 128 + signal.SIGINT),
+        (16, signal.SIGKILL, -signal.SIGKILL),
+    ):
+        started = Started(resume)
+        started.wait_for(checkpoint(run, step))
+        nothing_left(started)
+        started.process.send_signal(number)
+        assert started.end() == code, started.stderr
+        if number != signal.SIGKILL:
+            stopped = f"thinwire: stopped by {number.name}; all replicas have ended. "
+            assert started.stderr == f"{stopped}Go on with: thinwire train --resume {run}\n"
+        assert not (run / "summary.json").exists()
+
+    found = result(finish(Started(resume)))
+    assert found["global_parameters_sha256"] == unbroken["global_parameters_sha256"]
+    assert found["val_loss"] == unbroken["val_loss"]
+    assert found["tokens"] == unbroken["tokens"]
+    for replica in (0, 1):
+        lines = [json.loads(line) for line in (run / f"metrics-replica-{replica}.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines if line["kind"] == "step"] == [4, 8, 12, 16, 20]
+
+
+def _replica(started: Started, number: int) -> psutil.Process:
+    return next(worker for worker in started.workers() if worker.environ().get("RANK") == str(number))
+
+
+def test_three_replicas_with_their_own_overlaps_agree(texts: Path, tmp_path: Path) -> None:
+    words = list(OPTIONS)
+    words[words.index("--overlap-steps") + 1] = "0,1,5"
+    started = Started(
+        [*words, "--replicas", "3", "--steps", "14", "--data", str(texts), "--out",
+         str(tmp_path / "run"), "--cache-dir", str(texts / ".cache")]
+    )  # fmt: skip
+    found = result(finish(started))
+    assert found["replicas"] == 3
+    assert found["overlap_steps"] == [0, 1, 5]
+
+
+def joined(texts: Path, folder: Path, port: int, rank: int, *words: str) -> Started:
+    """One host of a run, as torchrun starts it: with a folder of its own."""
+    environment = {
+        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
+    }  # fmt: skip
+    out = ["--out", str(folder / f"host-{rank}")] if "--resume" not in words else []
+    return Started([*words, *out], environment=environment)
+
+
+def test_hosts_with_folders_of_their_own_resume_from_their_newest_common_step(
+    texts: Path, tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    words = [*OPTIONS, "--steps", "20", "--data", str(texts), "--cache-dir", str(texts / ".cache")]
+    port = free_port()
+    hosts = [joined(texts, tmp_path, port, rank, *words) for rank in (0, 1)]
+    for rank, host in enumerate(hosts):
+        host.wait_for(checkpoint(tmp_path / f"host-{rank}", 12, replica=rank))
+    for host in hosts:
+        host.process.kill()
+        host.end()
+    # host 1 loses its newest checkpoints, so that host 0 has ones that it must not use
+    for step in (12, 16, 20):
+        path = checkpoint(tmp_path / "host-1", step)
+        if path.exists():
+            path.write_text("{}")
+    port = free_port()
+    hosts = [
+        joined(texts, tmp_path, port, rank, "--resume", str(tmp_path / f"host-{rank}"), "--quiet", "--json")
+        for rank in (0, 1)
+    ]
+    assert [host.end() for host in hosts] == [0, 0], hosts[0].stderr + hosts[1].stderr
+    assert "is corrupt" in hosts[0].stderr and "going on from step 8" in hosts[0].stderr
+    assert hosts[1].stdout == ""
+    assert result(hosts[0])["global_parameters_sha256"] == unbroken["global_parameters_sha256"]
+    assert (tmp_path / "host-0" / "summary.json").exists() and not (tmp_path / "host-1" / "summary.json").exists()
+
+
+def test_hosts_with_other_options_refuse_each_other_by_name(texts: Path, tmp_path: Path) -> None:
+    words = [*OPTIONS, "--steps", "20", "--data", str(texts), "--cache-dir", str(texts / ".cache")]
+    port = free_port()
+    hosts = [joined(texts, tmp_path, port, rank, *words, "--lr", f"0.00{rank + 1}") for rank in (0, 1)]
+    for host in hosts:
+        assert host.end() == 1
+        assert "replica 1 runs with lr 0.002, replica 0 with 0.001" in host.stderr
+        assert "Traceback" not in host.stderr
+    assert not (tmp_path / "host-0").exists() and not (tmp_path / "host-1").exists()
+
+
+def test_torchrun_joins_ranks_into_the_run_that_a_local_launch_makes(
+    texts: Path, tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    words = [*OPTIONS, "--steps", "20", "--data", str(texts), "--cache-dir", str(texts / ".cache")]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
+         "thinwire.cli.main", "train", *words, "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=DEADLINE_S, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["global_parameters_sha256"] == unbroken["global_parameters_sha256"]
