@@ -96,8 +96,9 @@ class AllGather:
         kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
     ) -> Steps:  # fmt: skip
         """See `Exchange.steps`."""
-        numel = tensor.numel()
+        numel, device = tensor.numel(), tensor.device
         own = self.codec.encode(tensor, seed=seed)
+        del tensor  # while the round is in flight, only its payload takes memory
         envelope = Envelope(
             kind=kind, round_id=round_id, fragment=fragment, codec_id=self.codec.wire_id, numel=numel,
             payload_bytes=own.numel(), reference_hash=reference_hash,
@@ -108,7 +109,7 @@ class AllGather:
         received = yield Wait(receives=receives, sends=sends)
         by_replica = dict(zip(peers.others, received, strict=True))
         payloads = {peer: message.payload for peer, message in by_replica.items()} | {peers.me: own}
-        mean = _mean(self.codec, payloads, peers=peers, numel=numel, device=tensor.device, what=envelope.describe())
+        mean = _mean(self.codec, payloads, peers=peers, numel=numel, device=device, what=envelope.describe())
         if must_be_finite:
             _check_finite(mean, self.codec, payloads, what=envelope.describe())
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
@@ -135,8 +136,8 @@ class TwoPhase:
         kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
     ) -> Steps:  # fmt: skip
         """See `Exchange.steps`."""
-        flat = tensor.reshape(-1)
-        shards = shard_bounds(flat.numel(), num_shards=len(peers.members), block=self.codec.block)
+        flat, numel, device = tensor.reshape(-1), tensor.numel(), tensor.device
+        shards = shard_bounds(numel, num_shards=len(peers.members), block=self.codec.block)
         bounds = dict(zip(peers.members, shards, strict=True))
         blank = Envelope(
             kind=kind, round_id=round_id, fragment=fragment, codec_id=self.codec.wire_id, reference_hash=reference_hash
@@ -153,12 +154,13 @@ class TwoPhase:
             part = self.codec.encode(flat[slice(*bounds[owner])], seed=derive_seed(seed, "shard", owner)).cpu()
             sends.append(transport.send(part, to=owner, envelope=envelope(owner, 0)))
         own = self.codec.encode(flat[slice(*bounds[peers.me])], seed=derive_seed(seed, "shard", peers.me))
+        del tensor, flat  # while the round is in flight, only its payload takes memory
         received = yield Wait(receives=receives, sends=tuple(sends))
         hashes = {peer: message.reference_hash for peer, message in zip(peers.others, received, strict=True)}
         payloads = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)}
         payloads[peers.me] = own
         what = mine.describe()
-        shard = _mean(self.codec, payloads, peers=peers, numel=mine.numel, device=flat.device, what=what)
+        shard = _mean(self.codec, payloads, peers=peers, numel=mine.numel, device=device, what=what)
         if must_be_finite:
             _check_finite(shard, self.codec, payloads, what=what)
 
@@ -171,12 +173,10 @@ class TwoPhase:
         parts = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {
             peers.me: coded
         }
-        mean = torch.empty(flat.numel(), dtype=torch.float32, device=flat.device)
+        mean = torch.empty(numel, dtype=torch.float32, device=device)
         for owner in peers.members:
             start, stop = bounds[owner]
-            mean[start:stop] = _decode(
-                self.codec, parts[owner].to(flat.device), numel=stop - start, peer=owner, what=what
-            )
+            mean[start:stop] = _decode(self.codec, parts[owner].to(device), numel=stop - start, peer=owner, what=what)
         return Average(mean=mean, reference_hashes=hashes | {peers.me: reference_hash})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
