@@ -173,10 +173,7 @@ class TwoPhase:
         parts = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {
             peers.me: coded
         }
-        mean = torch.empty(numel, dtype=torch.float32, device=device)
-        for owner in peers.members:
-            start, stop = bounds[owner]
-            mean[start:stop] = _decode(self.codec, parts[owner].to(device), numel=stop - start, peer=owner, what=what)
+        mean = _assemble(self.codec, parts, bounds, device=device, what=what)
         return Average(mean=mean, reference_hashes=hashes | {peers.me: reference_hash})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
@@ -223,6 +220,15 @@ def _mean(
     for peer in peers.members:  # one order everywhere: float addition is not associative
         total += _decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
     return total.div_(len(peers.members))
+
+
+def _assemble(
+    codec: Codec, parts: dict[int, torch.Tensor], bounds: dict[int, tuple[int, int]], *, device: torch.device, what: str
+) -> torch.Tensor:
+    whole = torch.empty(max(stop for _, stop in bounds.values()), dtype=torch.float32, device=device)
+    for owner, (start, stop) in bounds.items():
+        whole[start:stop] = _decode(codec, parts[owner].to(device), numel=stop - start, peer=owner, what=what)
+    return whole
 
 
 def _check_finite(mean: torch.Tensor, codec: Codec, payloads: dict[int, torch.Tensor], *, what: str) -> None:
