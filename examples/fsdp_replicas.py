@@ -24,21 +24,21 @@ mesh = init_device_mesh("cpu", (transport.num_replicas, RANKS_PER_REPLICA), mesh
 
 # --8<-- [start:sharding]
 torch.manual_seed(0)  # the same first weights everywhere
-blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)]
+blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)]
 model = nn.Sequential(*blocks, nn.Linear(16, 4))
 for block in blocks:
-    fully_shard(block, mesh=mesh["shard"])  # within the replica only: the replica axis is thinwire's
+    fully_shard(block, mesh=mesh["shard"])  # the axis "replica" is thinwire's
 fully_shard(model, mesh=mesh["shard"])
-parameters = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
-elements, own_elements = sum(p.numel() for p in parameters), sum(p.to_local().numel() for p in parameters)
 
 optimizer = thinwire.DistributedOptimizer(
     model,
-    torch.optim.AdamW(model.parameters(), lr=1e-2),  # built after sharding, as always with FSDP
+    torch.optim.AdamW(model.parameters(), lr=1e-2),  # built after sharding
     method=thinwire.methods.streaming_diloco(sync_interval=10, overlap_steps=2),
     transport=transport,
 )
 # --8<-- [end:sharding]
+parameters = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+elements, own_elements = sum(p.numel() for p in parameters), sum(p.to_local().numel() for p in parameters)
 
 directions = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
 # Every rank has data of its own: FSDP averages gradients over the ranks of a replica.
