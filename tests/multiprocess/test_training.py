@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -249,3 +250,33 @@ def test_torchrun_joins_ranks_into_the_run_that_a_local_launch_makes(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["global_parameters_sha256"] == unbroken["global_parameters_sha256"]
+
+
+def test_a_disk_without_room_stops_the_run_with_the_folders_name_and_keeps_what_was_there(
+    texts: Path, tmp_path: Path
+) -> None:
+    words = [
+        "train",
+        *OPTIONS,
+        "--replicas",
+        "2",
+        "--steps",
+        "20",
+        "--data",
+        str(texts),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    # a limit on the size of a file stands in for the disk: the write fails half way, as on a full one
+    limited = ["bash", "-c", 'ulimit -f 20000; exec "$@"', "bash", sys.executable, "-m", "thinwire.cli.main"]
+    done = subprocess.run(
+        [*limited, *words, "--cache-dir", str(texts / ".cache")], capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 1
+    assert re.search(
+        r"replica [01]: cannot write the checkpoint of step 4 to .*step-00000004: .*make room", done.stderr
+    )
+    assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
+    left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert not [name for name in left if name.endswith((".partial", ".safetensors"))]
+    assert "summary.json" not in left

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, MissingExtra
 from thinwire.training.assembly import check, lr_factor, make_method, wanted_vocabulary
 from thinwire.training.config import (
     FREE,
@@ -163,3 +163,12 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
 def test_the_vocabulary_is_the_users_then_the_models() -> None:
     assert wanted_vocabulary(resolved()) == 2048
     assert wanted_vocabulary(resolved(vocab_size=300)) == 300
+
+
+def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for options in ({"tensorboard": True}, {"wandb": True}):
+        with pytest.raises(MissingExtra, match=r"pip install 'thinwire\[report\]'"):
+            check(resolved(**options))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-import tyro
-
+from thinwire.cli.train_options import parse, settle, world_size
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
-from thinwire.training.config import FREE, TrainConfig, check_values, read_config, resolve
+from thinwire.training.config import TrainConfig, check_values
 
 USAGE, FAILED = 2, 1
 
@@ -40,60 +36,13 @@ def main(arguments: Sequence[str]) -> int:
     except ThinwireError as error:
         return _fail(FAILED, error, is_told=is_told)
     try:
-        return _train_under_torchrun(config) if _world_size() is not None else _train_here(config)
+        return _train_under_torchrun(config) if world_size() is not None else _train_here(config)
     except ValueError as error:
         return _fail(USAGE, error)
     except ThinwireError as error:
         return _fail(FAILED, error)
     except OSError as error:
         return _fail(FAILED, f"{error.strerror or error}: {error.filename}" if error.filename else error)
-
-
-def parse(arguments: Sequence[str]) -> TrainConfig:
-    """Turn words into options.
-
-    Raises:
-        ValueError: The words are no options of this command; in one line.
-        SystemExit: After `--help`.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                TrainConfig, prog="thinwire train", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,)
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ValueError(_one_line(said.getvalue())) from None
-
-
-def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
-    """Fill in defaults, from the run that is resumed where there is one.
-
-    Raises:
-        ValueError: Options contradict each other, torchrun, or the run that is resumed.
-        CheckpointError: There is no run to resume.
-    """
-    world_size = _world_size()
-    if given.resume is None:
-        return resolve(given, world_size=world_size, cores=os.cpu_count() or 1, home=Path.home())
-    saved = read_config(given.resume)
-    named = {name for field in dataclasses.fields(given) if _is_named(name := field.name, arguments)}
-    for name in sorted(named - set(FREE)):
-        if getattr(given, name) != getattr(saved, name):
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag} is {getattr(given, name)!r}, but {given.resume} was started with {getattr(saved, name)!r}; a "
-                f"run goes on with its own options: leave {flag} out, or start a new run"
-            )
-    if given.overwrite or (given.out is not None and given.out != given.resume):
-        raise ValueError("--resume goes on in its own folder; leave --out and --overwrite out")
-    if world_size not in (None, saved.replicas):
-        raise ValueError(f"{given.resume} has {saved.replicas} replicas, but torchrun starts {world_size} ranks")
-    own = {name: getattr(given, name) for name in named & set(FREE)}
-    fresh = {"quiet": given.quiet, "json": given.json, "overwrite": False, "out": given.resume, "resume": given.resume}
-    return dataclasses.replace(saved, **{**own, **fresh})
 
 
 def _train_here(config: TrainConfig) -> int:
@@ -198,31 +147,6 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _world_size() -> int | None:
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    text = os.environ["WORLD_SIZE"]
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"WORLD_SIZE must be a whole number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _is_named(name: str, arguments: Sequence[str]) -> bool:
-    flag = name.replace("_", "-")
-    heads = {word.split("=", 1)[0].replace("_", "-") for word in arguments if word.startswith("--")}
-    return f"--{flag}" in heads or f"--no-{flag}" in heads
-
-
-def _one_line(text: str) -> str:
-    """Press the parser's panel into one line: what is wrong, and what was meant perhaps."""
-    lines = [re.sub(r"^[│|]?\s*(.*?)\s*[│|]?$", r"\1", line) for line in text.splitlines()]
-    parts = "\n".join(line for line in lines if not line.startswith(("╭", "╰"))).split("───")
-    problem = " ".join(parts[0].split())
-    meant = re.search(r"Perhaps you meant:\s*(--[\w-]+)", text.replace("│", " "))
-    hint = f"; did you mean {meant.group(1)}?" if meant else ""
-    return f"{problem}{hint}; see thinwire train --help"
 
 
 def _say(text: str) -> None:

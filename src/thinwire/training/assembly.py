@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import math
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from thinwire import codecs, methods
+from thinwire.errors import MissingExtra
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
@@ -103,9 +105,13 @@ def check(config: TrainConfig) -> None:
 
     Raises:
         ValueError: One clear line: the option, its value, the limit, the remedy.
+        MissingExtra: A logger is wanted that is not installed.
     """
     check_values(config)
     _check_device(config.device)
+    for package, is_wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
+        if is_wanted and importlib.util.find_spec(package) is None:
+            raise MissingExtra.of(package, extra="report")
     method = make_method(config)
     vocab_size = 257 if config.tokenizer == "bytes" else config.vocab_size
     model = make_model(config, vocab_size=vocab_size, device="meta")

@@ -46,7 +46,7 @@ class TrainConfig:
     blend: float | None = None
     """alpha: weight of the local value at apply, in [0, 1). Default: 0.5, or 0 without overlap."""
     codec: str | None = None
-    """Code of what is sent: e3m0, int4, int8, bfloat16, float16, float32. Default: the method's own."""
+    """float32, bfloat16, float16, block-int8, block-int4, e3m0, e3m0-stochastic. Default: the method's own."""
     exchange: str | None = None
     """How payloads travel: auto, all-gather or two-phase. Default: auto, the cheaper one."""
     fragment_order: str | None = None
@@ -77,7 +77,7 @@ class TrainConfig:
     clip_norm: float = 1.0
     """Largest norm of a replica's gradient; 0 clips nothing."""
     inner_optimizer: str = "adamw"
-    """adamw, sgd, or muon (Muon for the blocks' matrices, AdamW for the rest)."""
+    """adamw, or sgd (with momentum 0.9)."""
     seed: int = 0
     """Of the first weights, the order of the data and stochastic codecs."""
 

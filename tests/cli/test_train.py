@@ -1,0 +1,222 @@
+"""Every wrong command line ends with one clear line on stderr, the right exit code, and nothing on the disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.training.checkpoint import Checkpoints, Identity
+from thinwire.training.config import TrainConfig, config_text, resolve
+from thinwire.version import __version__
+
+THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
+OPTIONS_FILE = Path(__file__).with_name("options.txt")
+# Runs several command lines in one real process, since each start of torch takes seconds.
+MANY = """
+import contextlib, io, json, sys
+from thinwire.cli.main import main
+for words in json.loads(sys.argv[1]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(words)
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
+"""
+
+
+def thinwire(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*THINWIRE, *words], capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ, **environment}
+    )
+
+
+def thinwire_many(lines: Sequence[Sequence[str]], *, cwd: Path) -> list[tuple[int, str, str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", MANY, json.dumps([list(words) for words in lines])],
+        capture_output=True, text=True, timeout=240, cwd=cwd,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def test_the_options_of_train_are_those_that_were_agreed_on() -> None:
+    told = thinwire("train", "--help", COLUMNS="100")
+    assert told.returncode == 0
+    options = sorted(set(re.findall(r"^│ (?:-h, )?(--[a-z][a-z-]*)", told.stdout, re.MULTILINE)))
+    frozen = OPTIONS_FILE.read_text().splitlines()
+    assert options == frozen, "an option is a promise: change tests/cli/options.txt and CHANGELOG.md with it"
+
+
+def test_every_option_has_a_help_text() -> None:
+    told = thinwire("train", "--help", COLUMNS="400").stdout
+    for field in dataclasses.fields(TrainConfig):
+        flag = ("no-" if field.default is True else "") + field.name.replace("_", "-")
+        assert re.search(rf"--{flag}( [A-Z]+)?[ │\n]+[\w:/][^│]{{10,}}", told), flag
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        ([], 2, ""),
+        (["trian"], 2, "unknown command 'trian'; did you mean train?"),
+        (["methods", "x"], 2, "takes no options, got 'x'"),
+        (["train", "--replcas", "2"], 2, "Unrecognized options: --replcas, 2; did you mean --replicas?"),
+        (["train", "--steps", "ten"], 2, "Error parsing --steps"),
+        (["train", "--replicas", "two"], 2, "no type matching INT could be instantiated from ['two']"),
+        (["train", "--lr"], 2, "Missing value for argument '--lr'"),
+        (["train", "stdlib"], 2, "Unrecognized options: stdlib"),
+        (["train", "--steps", "0"], 2, "--steps must be at least 1, got 0"),
+        (["train", "--resume", "nowhere"], 1, "nowhere holds no run of thinwire"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(tmp_path: Path, words: list[str], code: int, reason: str) -> None:
+    done = thinwire(*words, cwd=tmp_path)
+    assert done.returncode == code
+    assert reason in done.stderr
+    assert len(done.stderr.splitlines()) == (1 if reason else 0)
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_impossible_run_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "binary.txt").write_bytes(b"\x00\x01" * 50)
+    (tmp_path / "short.txt").write_text("too short")
+    cache = ["--cache-dir", str(tmp_path / "cache"), "--tokenizer", "bytes"]
+    cases = [
+        (["--method", "streming"], "did you mean streaming-diloco"),
+        (["--model", "nan"], "did you mean nano"),
+        (["--codec", "e3m1"], "did you mean e3m0"),
+        (["--overlap-steps", "30"], "below sync_interval"),
+        (["--overlap-steps", "1,2,3"], "names 3 replicas, but 2 take part"),
+        (["--num-fragments", "9"], "num_fragments must be at most 7"),
+        (["--blend", "1.5"], "blend must be in [0, 1), got 1.5"),
+        (["--method", "diloco", "--overlap-steps", "2"], "--overlap-steps does not go with --method diloco"),
+        (["--vocab-size", "5"], "vocab_size must be at least 257"),
+        (["--out", "run"], "run holds a run already; go on with it: thinwire train --resume run"),
+        (["--data", "nowhere"], "there is no file or folder nowhere"),
+        (["--data", "empty"], "holds no file of a corpus"),
+        (["--data", "binary.txt"], "is binary"),
+        (["--data", "short.txt"], "tokens are too few"),
+        (["--replicas", "0"], "--replicas must be at least 1"),
+        (["--device", "cuda:9"], "--device must be cpu or cuda"),
+    ]
+    outcomes = thinwire_many([["train", *cache, "--quiet", *words] for words, _ in cases], cwd=tmp_path)
+    for (words, reason), (code, stdout, stderr) in zip(cases, outcomes, strict=True):
+        assert (code, stdout) == (2, ""), words
+        assert reason in stderr, words
+        assert len(stderr.splitlines()) == 1, stderr
+        assert stderr.startswith("thinwire train: error: ")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left <= {"run", "empty", "binary.txt", "short.txt", "cache"}
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path) -> Path:
+    """Make a run of two replicas with checkpoints of the steps 10 and 20, as one that was stopped leaves it."""
+    (tmp_path / "text.txt").write_text("a thin wire carries little. " * 200)
+    run = tmp_path / "run"
+    given = TrainConfig(
+        replicas=2, steps=30, data=str(tmp_path / "text.txt"), tokenizer="bytes", batch_size=1, seq_len=16, out=run,
+        cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    config = resolve(given, world_size=None, cores=2, home=tmp_path)
+    run.mkdir()
+    (run / "config.json").write_text(config_text(config))
+    for replica in (0, 1):
+        identity = Identity(replica=replica, num_replicas=2, config_digest=config.digest())
+        for step in (10, 20):
+            Checkpoints(run, identity=identity).save({}, step=step, drift_steps=60)
+    return run
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_that_cannot_be_resumed_is_refused_and_left_as_it_is(stopped_run: Path) -> None:
+    foreign = stopped_run.with_name("foreign")
+    subprocess.run(["cp", "-r", stopped_run, foreign], check=True)
+    config = json.loads((foreign / "config.json").read_text())
+    (foreign / "config.json").write_text(json.dumps({**config, "seed": 7}))
+    damaged = stopped_run.with_name("damaged")
+    subprocess.run(["cp", "-r", stopped_run, damaged], check=True)
+    for path in damaged.glob("checkpoints/*/replica-1.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+    unreadable = stopped_run.with_name("unreadable")
+    unreadable.mkdir()
+    (unreadable / "config.json").write_text('{"steps": "many"}')
+    cases: list[tuple[list[str], int, str]] = [
+        (["--resume", str(foreign)], 1, "is of another run: its config_digest"),
+        (["--resume", str(damaged)], 1, "replica-1.json or replica-1.safetensors beside it is corrupt"),
+        (["--resume", str(unreadable)], 1, "steps must be int, got 'many'"),
+        (["--resume", str(stopped_run), "--steps", "40"], 2, "--steps is 40, but"),
+        (["--resume", str(stopped_run), "--lr=0.5"], 2, "a run goes on with its own options"),
+        (["--resume", str(stopped_run), "--no-final-exchange"], 2, "--final-exchange is False"),
+        (["--resume", str(stopped_run), "--overwrite"], 2, "--resume goes on in its own folder"),
+        (["--resume", str(stopped_run), "--out", "elsewhere"], 2, "--resume goes on in its own folder"),
+    ]
+    before = content_of(stopped_run.parent)
+    outcomes = thinwire_many([["train", "--quiet", *words] for words, _, _ in cases], cwd=stopped_run.parent)
+    for (words, code, reason), (ended, stdout, stderr) in zip(cases, outcomes, strict=True):
+        assert (ended, stdout) == (code, ""), (words, stderr)
+        assert reason in stderr, words
+        assert len(stderr.splitlines()) == 1, stderr
+    after = {name: data for name, data in content_of(stopped_run.parent).items() if not name.startswith("cache")}
+    assert after == before
+
+
+def test_a_finished_run_is_shown_again(tmp_path: Path) -> None:
+    config = resolve(TrainConfig(out=tmp_path), world_size=None, cores=2, home=tmp_path)
+    (tmp_path / "config.json").write_text(config_text(config))
+    summary: dict[str, Any] = {
+        "method": "diloco", "replicas": 2, "steps": 3, "tokens": 6, "val_loss": 1.5, "wall_s": 1.0, "tokens_per_s": 6.0,
+        "payload_bytes": 1, "wire_bytes_sent": 2, "wire_bytes_received": 2, "peak_bits_per_s": 8.0,
+        "compute_utilisation": 1.0, "global_parameters_sha256": "ab", "model": "nano", "parameters": 1,
+        "sync_interval": 30, "overlap_steps": 0, "codec": "float32", "num_fragments": 1, "allreduce_bytes": 3,
+        "times_fewer_bytes": 3.0, "all_reduce_dtype": "float32", "seed": 0, "machine": {},
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    done = thinwire("train", "--resume", str(tmp_path), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == summary
+    assert "has finished" in done.stderr
+
+
+def test_the_methods_are_listed_with_a_line_each() -> None:
+    done = thinwire("methods")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        "all-reduce",
+        "local-sgd",
+        "diloco",
+        "streaming-diloco",
+    ]
+    assert all(line.endswith(".") for line in done.stdout.splitlines())
+
+
+def test_version_and_help_need_no_torch() -> None:
+    script = "import sys; from thinwire.cli.main import main; main(['{}']); assert 'torch' not in sys.modules"
+    for words, said in (("--version", f"thinwire {__version__}"), ("--help", "usage: thinwire COMMAND")):
+        done = subprocess.run([sys.executable, "-c", script.format(words)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(said)
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    process = subprocess.Popen([*THINWIRE, "train", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 1
+    assert b"Traceback" not in said
