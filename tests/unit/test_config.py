@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,7 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
     config = resolved(steps=50, warmup_steps=5)
     factors = [lr_factor(step, config=config) for step in range(1, 51)]
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert all(earlier > later for earlier, later in zip(factors[4:], factors[5:], strict=False))
+    assert all(earlier > later for earlier, later in pairwise(factors[4:]))
     assert factors[-1] == pytest.approx(0.1)
     constant = dataclasses.replace(config, schedule="constant", warmup_steps=0)
     assert {lr_factor(step, config=constant) for step in range(1, 51)} == {1.0}
