@@ -123,6 +123,11 @@ def launched_fragments(name: str, *, num_fragments: int) -> list[int]:
     return launched + (list(range(num_fragments)) if has_final_exchange else [])
 
 
+def evaluate(model: torch.nn.Module) -> float:
+    with torch.no_grad():
+        return float(loss_of(model, step=999, replica=0))
+
+
 def train_with_fsdp(method: str, replicas: int, shards: int) -> list[dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -143,8 +148,15 @@ def train_with_fsdp(method: str, replicas: int, shards: int) -> list[dict[str, A
         loss_of(model, step=step, replica=transport.replica).backward()
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.close()
     assert all(isinstance(p, DTensor) for p in model.parameters())
+    losses = []
+    for _ in range(2):  # a forward without a backward must neither see nor leave behind the other values
+        losses.append(evaluate(model))
+        with optimizer.global_parameters():
+            losses.append(evaluate(model))
+    assert losses[:2] == losses[2:]
+    assert method == "all-reduce" or losses[0] != losses[1]
+    optimizer.close()
     with optimizer.global_parameters():
         full = {name: p.full_tensor().detach().flatten().tolist() for name, p in model.named_parameters()}
     transport.close()

@@ -257,6 +257,12 @@ def test_a_final_exchange_takes_the_last_steps_into_the_global_parameters():
     assert_same(results[0][0], results[0][1])
 
 
+def test_a_final_exchange_moves_nothing_where_nothing_has_happened_since_the_last_round():
+    method = diloco(sync_interval=5, outer_lr=0.7, outer_momentum=0.9)
+    flushed, merged = (train(method, steps=15, final=final) for final in (False, True))
+    assert_same(flushed[0][1], merged[0][1])
+
+
 def test_the_last_replica_alone_trains_as_the_plain_inner_optimizer_between_rounds():
     results = train(streaming_diloco(sync_interval=50), replicas=1, steps=10)
     model = build("transformer")

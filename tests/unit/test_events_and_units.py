@@ -107,5 +107,9 @@ def test_deadlines_grow_with_what_was_measured_and_never_fall_below_their_floor(
     assert deadlines.deadline_s(steps=100) == pytest.approx(5 + 10 * 30)
     deadlines.observe_round(2.0)
     assert deadlines.deadline_s(steps=100) == pytest.approx(5 + 10 * 32)
+    # bytes beyond what any round has shown are allowed the time of the slowest wire, 100 kbit/s
+    deadlines.observe_round(2.0, num_bytes=1_000_000)
+    assert deadlines.deadline_s(steps=100, num_bytes=1_000_000) == pytest.approx(5 + 10 * 32)
+    assert deadlines.deadline_s(steps=100, num_bytes=2_000_000) == pytest.approx(5 + 80 + 10 * 32)
     with pytest.raises(ValueError, match="slack"):
         Deadlines(slack=0.5)

@@ -215,6 +215,47 @@ def test_an_inner_optimizer_that_calls_its_closure_several_times_gets_mean_gradi
     assert same(one, other)
 
 
+@pytest.mark.parametrize("has_scaler", [False, True])
+def test_gradients_averaged_before_clipping_are_clipped_as_one_processs_would_be(has_scaler):
+    def replica_main(transport):
+        model = build("linear")
+        optimizer = wrap(model, transport, all_reduce())
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=has_scaler)
+        for step in range(1, 5):
+            scaler.scale(loss_of(model, step=step, replica=transport.replica)).backward()
+            scaler.unscale_(optimizer)
+            optimizer.average_gradients()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert optimizer.statistics.rounds_applied == 4, "step() does not average a second time"
+        return values(model)
+
+    model = build("linear")
+    reference = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(1, 5):
+        (sum(loss_of(model, step=step, replica=r) for r in range(2)) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        reference.step()
+        reference.zero_grad()
+    for result in thinwire.run_replicas(2, replica_main):
+        for one, other in zip(result, values(model), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_averaging_gradients_twice_a_step_is_refused_and_does_nothing_for_other_methods():
+    model = build("linear")
+    optimizer = wrap(model, None, all_reduce())
+    loss_of(model, step=1, replica=0).backward()
+    optimizer.average_gradients()
+    with pytest.raises(RuntimeError, match="twice"):
+        optimizer.average_gradients()
+    other = wrap(model, None, diloco())
+    other.average_gradients()
+    other.average_gradients()
+
+
 def test_adding_a_group_while_replicas_train_is_refused_with_the_remedy():
     optimizer = wrap(build("linear"), None, diloco())
     with pytest.raises(ValueError, match="before it is wrapped"):

@@ -152,6 +152,19 @@ def test_buffers_stay_local_until_they_are_averaged_on_request():
     torch.testing.assert_close(mean, (one + other) / 2)
 
 
+def test_caches_among_the_buffers_are_left_alone():
+    def replica_main(transport):
+        model = build("linear")
+        model.register_buffer("cache", torch.tensor([float(transport.replica)]), persistent=False)
+        model.register_buffer("statistic", torch.tensor([float(transport.replica)]))
+        optimizer = wrap(model, None, diloco())  # alone: else the start would make them equal
+        optimizer.transport = transport
+        optimizer.average_buffers()
+        return float(model.cache), float(model.statistic)
+
+    assert thinwire.run_replicas(2, replica_main) == [(0.0, 0.5), (1.0, 0.5)]
+
+
 def test_a_parameter_without_gradient_on_any_replica_keeps_none():
     def replica_main(transport):
         model = build("unused")

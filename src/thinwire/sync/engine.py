@@ -94,8 +94,8 @@ class Engine:
         for number in list(self._in_flight):
             self._apply(number)
 
-    def exchange_everything(self, step: int) -> None:
-        """Flush, then exchange and apply every fragment once, now: the last word of a run.
+    def merge_everything(self, step: int) -> None:
+        """Flush, then set every fragment's global value to the mean of the local ones: the last word of a run.
 
         Args:
             step: The last inner step done; all replicas must call this after the same one.
@@ -105,7 +105,8 @@ class Engine:
         first = (1 << 40) + step * self.num_fragments
         for fragment in range(self.num_fragments):
             self._launch(Round(id=first + fragment, fragment=fragment, launch_step=step, apply_step=step))
-        self.flush()
+        for number in list(self._in_flight):
+            self._apply(number, is_last=True)
 
     def _launch(self, round: Round) -> None:
         began_s = time.perf_counter()
@@ -122,18 +123,19 @@ class Engine:
             seed=derive_seed(self._seed, "round", round.id, self.transport.replica),
         )
         # while this round is on its way, at most an interval of inner steps passes, here and at the peers
-        deadline_s = self.deadlines.deadline_s(steps=self.method.schedule.sync_interval)
+        num_bytes = self.exchange.sent_bytes(self.view.numel(round.fragment), num_replicas=len(peers.members))
+        deadline_s = self.deadlines.deadline_s(steps=self.method.schedule.sync_interval, num_bytes=num_bytes)
         in_background = self.transport.runs_in_background
         self._in_flight[round.id] = launch(steps, round=round, deadline_s=deadline_s, in_background=in_background)
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
 
-    def _apply(self, number: int) -> None:
+    def _apply(self, number: int, *, is_last: bool = False) -> None:
         flight = self._in_flight[number]
         average = self._arrival(flight)
         del self._in_flight[number]
         began_s = time.perf_counter()
-        self.update.apply(flight.round.fragment, average.mean)
+        (self.update.merge if is_last else self.update.apply)(flight.round.fragment, average.mean)
         self.statistics.rounds_applied += 1
         self.statistics.applying_s += time.perf_counter() - began_s
 
@@ -141,7 +143,8 @@ class Engine:
         began_s = time.perf_counter()
         average = flight.result()
         self.statistics.stalled_s += time.perf_counter() - began_s
-        self.deadlines.observe_round(flight.duration_s)
+        num_bytes = self.exchange.sent_bytes(self.view.numel(flight.round.fragment), num_replicas=len(self._alive))
+        self.deadlines.observe_round(flight.duration_s, num_bytes=num_bytes)
         check_agreement(average.reference_hashes, round=flight.round)
         return average
 

@@ -22,7 +22,7 @@ from thinwire.sync.schedule import Round
 from thinwire.sync.setup import agree
 from thinwire.transport.base import Kind, Transport
 from thinwire.transport.loopback import single
-from thinwire.transport.shards import flatten, unflatten_into
+from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
 
 _STATE_VERSION = 1
 _STATE_KEYS = {"version", "inner", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
@@ -78,14 +78,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.transport = single() if transport is None else transport
         self._deadlines = Deadlines(minimum_s=minimum_deadline_s)
         description = method.describe(num_replicas=self.transport.num_replicas)
-        agree(
-            model, description=description, transport=self.transport,
-            deadline_s=self._deadlines.deadline_s(steps=1),
-        )  # fmt: skip
+        num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+        deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
+        agree(model, description=description, transport=self.transport, deadline_s=deadline_s)
         self._engine = Engine(model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed)
         self._steps_done = 0
         self._buffer_rounds = 0
         self._gradient_rounds = 0
+        self._has_averaged = False
         self._last_step_s: float | None = None
         self._holds_global = False
         self._is_closed = False
@@ -148,8 +148,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             return self._inner_step(self._averaging(closure))
         self._unscale()
-        self._average_gradients()
+        if not self._has_averaged:
+            self._average_gradients()
+        self._has_averaged = False
         return self._inner_step(None)
+
+    def average_gradients(self) -> None:
+        """Average the gradients now instead of in the next `step`: to clip the mean, as one process would.
+
+        Call it between `backward` and clipping, with a `GradScaler` after `unscale_`. Where gradients are not what the
+        method exchanges it does nothing, so that one loop serves all methods.
+
+        Raises:
+            TransportError: A peer was lost, was late or sent something wrong.
+            RuntimeError: It was called twice before a step.
+        """
+        if self.method.view.moment != "before_inner_step":
+            return
+        if self._has_averaged:
+            raise RuntimeError("average_gradients() was called twice; call step() in between")
+        self._average_gradients()
+        self._has_averaged = True
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -158,22 +177,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Buffers stay this replica's own (see `average_buffers`). Rounds in flight stay in flight.
         """
         self._holds_global = True
+        drop_gathered(self._model)
         try:
             with self._engine.view.parameters.in_model():
                 yield
         finally:
+            drop_gathered(self._model)
             self._holds_global = False
 
     def average_buffers(self) -> None:
         """Replace the model's floating buffers (BatchNorm's statistics) by their mean over the replicas.
 
-        All replicas must call it after the same step. Thinwire never does this by itself: statistics belong to the
-        parameters they were gathered with.
+        Buffers that are not part of the model's state (`persistent=False`) are caches and left alone. All replicas
+        must call it after the same step. Thinwire never does this by itself: statistics belong to the parameters they
+        were gathered with.
 
         Raises:
             TransportError: A replica did not take part.
         """
-        buffers = [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
+        saved = self._model.state_dict(keep_vars=True)
+        buffers = [b for name, b in self._model.named_buffers() if name in saved and b.is_floating_point()]
         if not buffers or self.transport.num_replicas == 1:
             return
         me = self.transport.replica
@@ -191,13 +214,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Flush the rounds in flight. Closing twice is fine.
 
         Args:
-            final_exchange: Also exchange every fragment once more, so that the global parameters hold the work since
-                their last rounds. All replicas must say the same.
+            final_exchange: Also exchange every fragment once more, and set the global parameters to the mean of the
+                replicas' local ones, so that they hold the work since their last rounds. All replicas must say
+                the same.
         """
         if self._is_closed:
             return
         if final_exchange and self.method.view.moment == "after_inner_step":
-            self._engine.exchange_everything(self._steps_done)
+            self._engine.merge_everything(self._steps_done)
         else:
             self._engine.flush()
         self._is_closed = True

@@ -25,6 +25,10 @@ class BoundUpdate(Protocol):
         """
         ...
 
+    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+        """Take a mean in as it is, without the memory of earlier rounds: the last word of a run; see `apply`."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything the update remembers."""
         ...
@@ -72,6 +76,10 @@ class BoundInnerStep:
 
     def apply(self, fragment: int, mean: torch.Tensor) -> None:
         """See `BoundUpdate.apply`."""
+        self._view.write(mean)
+
+    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+        """See `BoundUpdate.merge`; gradients have no memory."""
         self._view.write(mean)
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,6 +147,15 @@ class BoundOuterStep:
             if momentum is not None and momentum_there is not None:
                 momentum.copy_(momentum_there)
         self._parameters.blend_into_locals(fragment, blend=self._spec.blend)
+
+    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+        """Set the global value to the mean of the local ones; see `BoundUpdate.merge`.
+
+        An outer step would let the momentum move the value once more, also where nothing has happened since its last
+        round.
+        """
+        self._parameters.values[fragment].sub_(mean.cpu())
+        self._parameters.blend_into_locals(fragment, blend=0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the momenta by fragment."""

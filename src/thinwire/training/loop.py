@@ -167,6 +167,7 @@ class Training:
         with self._autocast():
             loss, nll = self._loss(tokens.to(self._device), targets.to(self._device))
         loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.average_gradients()
         if self._config.clip_norm > 0:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
         self._optimizer.step()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
@@ -18,6 +20,17 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
         The tensor itself, or the DTensor's local tensor, without a gradient graph.
     """
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Make FSDP2 forget the whole parameters that it gathered, so that the next forward sees the shards as they are.
+
+    After a forward without a backward, FSDP2 keeps its root's parameters gathered; a change of the shards would go
+    unnoticed. A model without FSDP2 is left alone.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def flatten(tensors: Sequence[torch.Tensor], *, device: torch.device | None = None) -> torch.Tensor:
