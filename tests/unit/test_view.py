@@ -44,12 +44,10 @@ def test_a_pipe_gets_one_line_for_each_log_interval_of_replica_0(tmp_path: Path)
         append(_metrics(tmp_path, 1), step_line(10))
         append(_metrics(tmp_path, 0), step_line(10, loss=5.125))
         _wait(lambda: "step 10/300" in stream.getvalue())
-        append(_metrics(tmp_path, 1), step_line(20))
-        append(
-            _metrics(tmp_path, 0),
-            step_line(20),
-            {"kind": "eval", "step": 20, "time_s": 8, "tokens": 9, "val_loss": 4.5},
-        )
+        # each replica evaluates its part: the loss is shown once both are there, as the mean over all targets
+        part = {"kind": "eval", "step": 20, "time_s": 8, "tokens": 9}
+        append(_metrics(tmp_path, 1), step_line(20), {**part, "val_loss": 4.0, "targets": 1})
+        append(_metrics(tmp_path, 0), step_line(20), {**part, "val_loss": 4.75, "targets": 2})
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert "loss 5.125" in lines[0] and "5.12 k tokens/s" in lines[0] and "peak 1.25 Mbit/s" in lines[0]

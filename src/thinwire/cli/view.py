@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from thinwire.cli.tables import plain
-from thinwire.training.reporting.run_folder import EvaluationLine, StepLine, parse
+from thinwire.training.reporting.run_folder import EvaluationLine, StepLine, join_evaluations, parse
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 _MOST_BYTES = 1 << 22  # read at once from one file; what is left comes with the next look
@@ -55,7 +55,18 @@ class RunState:
     total_steps: int
     steps: dict[int, StepLine] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    evaluation: EvaluationLine | None = None
+    parts: dict[int, EvaluationLine] = field(default_factory=dict)
+
+    @property
+    def evaluation(self) -> EvaluationLine | None:
+        """The last evaluation, as far as replicas have written their parts of it."""
+        return next(reversed(join_evaluations(self.parts.values())), None)
+
+    def is_evaluated(self, *, replicas: int) -> bool:
+        """Tell whether all parts of the last evaluation are there; the one at the end is replica 0's alone."""
+        last = max((part.step for part in self.parts.values()), default=0)
+        count = sum(part.step == last for part in self.parts.values())
+        return count == replicas or (last == self.total_steps and count > 0)
 
     def take(self, replica: int, line: bytes) -> str:
         """Take one line in and return its kind."""
@@ -64,7 +75,7 @@ class RunState:
         if kind == "step":
             self.steps[replica] = parse(StepLine, values, source="a line of metrics")
         elif kind == "eval":
-            self.evaluation = parse(EvaluationLine, values, source="a line of metrics")
+            self.parts[replica] = parse(EvaluationLine, values, source="a line of metrics")
         elif kind == "error":
             self.errors[replica] = str(values.get("message", "unknown error"))
         return str(kind)
@@ -160,7 +171,7 @@ class LiveView:
                 kind = self.state.take(replica, line)
                 if kind == "error":
                     said.append(f"replica {replica} failed: {self.state.errors[replica]}")
-                elif replica == 0 and kind == "eval" and self.state.evaluation:
+                elif kind == "eval" and self.state.evaluation and self.state.is_evaluated(replicas=len(self._tails)):
                     said.append(evaluation_words(self.state.evaluation))
                 elif replica == 0 and kind == "step":
                     said.append(progress_words(self.state))

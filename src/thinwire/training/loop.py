@@ -80,11 +80,6 @@ class Training:
         """How long a replica may keep the others waiting outside of a round, from measured times."""
         return self._deadlines.deadline_s(steps=2 * self._optimizer.method.schedule.sync_interval)
 
-    @property
-    def is_replica_0(self) -> bool:
-        """Whether this replica evaluates."""
-        return self._optimizer.transport.replica == 0
-
     def reading(self) -> Reading:
         """Return this replica's counts now."""
         return self._meter.read(stalled_s=self._optimizer.statistics.stalled_s)
@@ -105,24 +100,34 @@ class Training:
         self._optimizer.close(final_exchange=self._config.final_exchange)
         self._optimizer.average_buffers()
 
-    def evaluate(self, num_batches: int) -> float:
-        """Return the mean loss (nll in nats a token) of the global parameters on held-out batches."""
+    def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
+        """Evaluate the global parameters on held-out batches.
+
+        Args:
+            num_batches: How many batches at most, over all parts.
+            part: Every `num_parts`-th batch from this one on is taken, at least one.
+            num_parts: How many replicas share the batches.
+
+        Returns:
+            Mean loss (nll in nats a token), and over how many tokens.
+        """
         total, count = 0.0, 0
+        batches = list(self._held_out(num_batches))
         self._model.eval()
         with self._optimizer.global_parameters(), torch.no_grad():
-            for tokens, targets in self._held_out(num_batches):
+            for tokens, targets in batches[part % len(batches) :: num_parts]:
                 with self._autocast():
                     nll = self._loss(tokens.to(self._device), targets.to(self._device))[1]
                 # the last batch may be smaller
                 total += float(nll) * targets.numel()
                 count += targets.numel()
         self._model.train()
-        return total / count
+        return total / count, count
 
     def evaluate_at_end(self) -> float:
         """Evaluate on all the batches that the end deserves, write it down, and return the loss."""
-        val_loss = self.evaluate(self._config.final_eval_batches)
-        self._meter.write_eval(self.step, val_loss=val_loss)
+        val_loss, targets = self.evaluate(self._config.final_eval_batches)
+        self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
         return val_loss
 
     def save(self) -> None:
@@ -186,8 +191,13 @@ class Training:
                 rounds_in_flight=len(self._optimizer.rounds_in_flight),
             )
         is_last = self.step == self._config.steps
-        if self.is_replica_0 and not is_last and self._is_due(self._config.eval_every):
-            self._meter.write_eval(self.step, val_loss=self.evaluate(self._config.eval_batches))
+        if not is_last and self._is_due(self._config.eval_every):
+            # shared out, so that no replica waits for the one that evaluates
+            transport = self._optimizer.transport
+            val_loss, targets = self.evaluate(
+                self._config.eval_batches, part=transport.replica, num_parts=transport.num_replicas
+            )
+            self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
 
     def _is_due(self, every: int | None) -> bool:
         is_last = self.step == self._config.steps

@@ -157,8 +157,8 @@ class Meter:
         }
         self._write(line, step=step)
 
-    def write_eval(self, step: int, *, val_loss: float) -> None:
-        """Write the validation loss of the global parameters."""
+    def write_eval(self, step: int, *, val_loss: float, targets: int) -> None:
+        """Write the validation loss of the global parameters over so many tokens."""
         now = self.read(stalled_s=0.0)
         line = {
             "kind": "eval",
@@ -166,6 +166,7 @@ class Meter:
             "time_s": round(now.time_s, 4),
             "tokens": now.tokens,
             "val_loss": val_loss,
+            "targets": targets,
         }
         self._write(line, step=step)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,12 +58,16 @@ class StepLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationLine:
-    """Loss of the global parameters on the held-out split, nats per token, after `step` inner steps."""
+    """Loss of the global parameters on the held-out split, nats per token, after `step` inner steps.
+
+    Replicas share an evaluation: `targets` tells over how many tokens this one's part is the mean.
+    """
 
     step: int
     time_s: float
     tokens: int
     val_loss: float
+    targets: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,19 +164,41 @@ def read_run(path: Path) -> RunRecord:
             f"{path} is no run: it holds no {CONFIG}; give the folder that `thinwire train --out` has written"
         )
     numbers = sorted(int(match[1]) for entry in path.iterdir() if (match := _METRICS.fullmatch(entry.name)))
-    replicas, evaluations = {}, []
+    replicas, parts = {}, []
     for number in numbers:
         replicas[number], found = _read_replica(path, number)
-        evaluations += found
+        parts += _latest(found)
     raw = _read_object(path / SUMMARY) if (path / SUMMARY).is_file() else None
     return RunRecord(
         path=path,
         config=_read_object(path / CONFIG),
         replicas=replicas,
-        evaluations=tuple(_latest(evaluations)),
+        evaluations=tuple(join_evaluations(parts)),
         summary=None if raw is None else Summary.from_json(raw, source=str(path / SUMMARY)),
         raw_summary=raw or {},
     )
+
+
+def join_evaluations(parts: Iterable[EvaluationLine]) -> list[EvaluationLine]:
+    """Join the replicas' parts of each evaluation to one, in order of steps.
+
+    Example:
+        >>> parts = [
+        ...     EvaluationLine(step=7, time_s=1.0, tokens=10, val_loss=2.0, targets=30),
+        ...     EvaluationLine(step=7, time_s=1.1, tokens=10, val_loss=4.0, targets=10),
+        ... ]
+        >>> join_evaluations(parts)[0].val_loss
+        2.5
+    """
+    by_step: dict[int, list[EvaluationLine]] = {}
+    for part in parts:
+        by_step.setdefault(part.step, []).append(part)
+    joined = []
+    for _, own in sorted(by_step.items()):
+        targets = sum(part.targets for part in own)
+        val_loss = sum(part.val_loss * part.targets for part in own) / targets
+        joined.append(replace(own[0], val_loss=val_loss, targets=targets))
+    return joined
 
 
 def parse(kind: type[Value], values: Mapping[str, Any], *, source: str) -> Value:
