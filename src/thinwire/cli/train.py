@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from thinwire.cli.train_options import parse, settle, world_size
+from thinwire.cli.watch import end_with
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.config import TrainConfig, check_values
 
@@ -96,6 +97,8 @@ def _prepare(config: TrainConfig) -> int:
 def _train_under_torchrun(config: TrainConfig) -> int:
     from thinwire.training.worker import Place, run_replica
 
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; other launchers may come and go
+        end_with(os.getppid())
     is_resumed = config.resume is not None
     place = Place(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
     plain = dataclasses.replace(config, resume=None)

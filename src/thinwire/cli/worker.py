@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-WATCH_S = 0.25
+from thinwire.cli.watch import end_with
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     # the launcher decides when to stop, and how to say so
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # before torch, whose import takes seconds
-    threading.Thread(target=_end_with, args=(launcher,), name="launcher-watch", daemon=True).start()
+    end_with(launcher)
     from thinwire.training.config import read_config
     from thinwire.training.launch import leave_last_words
     from thinwire.training.worker import Place, run_replica
@@ -40,13 +38,6 @@ def main(arguments: Sequence[str]) -> int:
         leave_last_words(run_dir, int(os.environ["RANK"]), error)
         return 1
     return 0
-
-
-def _end_with(launcher: int) -> None:
-    """End this process when its launcher is gone: one that was killed cannot stop anybody."""
-    while os.getppid() == launcher:
-        time.sleep(WATCH_S)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def summarise(
 
     wall_s = max(note["time_s"] for note in notes)
     tokens = sum(note["tokens"] for note in notes)
-    payload_bytes = mean("payload_bytes")
+    payload_bytes, sent_bytes = mean("payload_bytes"), mean("wire_bytes_sent")
     allreduce_bytes = 2 * (count - 1) / count * 4 * parameters * config.steps
     return {
         "method": config.method.replace("_", "-"),
@@ -86,7 +86,7 @@ def summarise(
         "wall_s": round(wall_s, 3),
         "tokens_per_s": round(tokens / wall_s, 2),
         "payload_bytes": round(payload_bytes),
-        "wire_bytes_sent": round(mean("wire_bytes_sent")),
+        "wire_bytes_sent": round(sent_bytes),
         "wire_bytes_received": round(mean("wire_bytes_received")),
         "peak_bits_per_s": round(max(note["peak_bits_per_s"] for note in notes), 1),
         "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 5),
@@ -100,7 +100,7 @@ def summarise(
         "num_fragments": num_fragments,
         "allreduce_bytes": round(allreduce_bytes),
         "all_reduce_dtype": all_reduce_dtype,
-        "times_fewer_bytes": round(allreduce_bytes / payload_bytes, 2) if payload_bytes else None,
+        "times_fewer_bytes": round(allreduce_bytes / sent_bytes, 2) if sent_bytes else None,
         "seed": config.seed,
         "machine": describe_machine(config.device),
         "thinwire_version": __version__,

@@ -189,13 +189,15 @@ def first_unreachable(own: Station, stations: Sequence[Station], *, deadline_s: 
         if ipaddress.IPv4Address(station.address).is_loopback:
             return (
                 f"{station.describe()} advertises {station.address}, which host {own.hostname} cannot reach: it is a "
-                f"loopback address; pass interface=... or address=... there, with an address that the others reach"
+                f"loopback address; pass interface=... or address=... there (--interface, --address), "
+                f"with an address that the others reach"
             )
         reason = _why_not(station, deadline_s=deadline_s)
         if reason:
             return (
                 f"{own.describe()} cannot reach {station.describe()} at {station.address}, port {station.port}: "
-                f"{reason}; {firewall_hint()}; or pass interface=... or address=... with an address it can reach"
+                f"{reason}; {firewall_hint()}; or pass interface=... or address=... "
+                f"(--interface, --address) with an address it can reach"
             )
     return ""
 
