@@ -11,37 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thinwire.training.corpora import BpeTokenizer, ByteTokenizer, Corpus, open_corpus
+from tests.sample_texts import TEXTS, decoded
+from thinwire.training.corpora import BpeTokenizer, ByteTokenizer, open_corpus
 from thinwire.training.corpora.readers import Document
 from thinwire.training.corpora.split import divide, limit
 from thinwire.training.corpora.tokenizers import load_tokenizer
-
-TEXTS = [f"document {number}: to be or not to be, that is question {number * number}\n" for number in range(60)]
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number, text in enumerate(TEXTS):
-        (folder / f"{number:03}.txt").write_text(text)
-    return folder
-
-
-def decoded(corpus: Corpus) -> tuple[list[str], list[str]]:
-    """Return the documents of both parts, as the tokens say."""
-    sides = []
-    for tokens in (corpus.train, corpus.held_out):
-        ends = np.flatnonzero(tokens == corpus.tokenizer.end_of_text)
-        assert len(tokens) == 0 or ends[-1] == len(tokens) - 1
-        sides.append([corpus.tokenizer.decode(part.tolist()) for part in np.split(tokens, ends + 1)[:-1]])
-    return sides[0], sides[1]
-
 
 AWKWARD = ["", "a", "Grüße, 世界 🎉\n\t  x", "<|endoftext|>", "\x00\x7f\u0085", "a" * 1000]
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import thinwire
+from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.errors import CheckpointError
 from thinwire.methods import all_reduce, diloco, streaming_diloco
@@ -27,28 +28,6 @@ INNER = {
     "adamw capturable": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
 }
-
-
-def wrap(model, transport, method, inner=None):
-    inner = inner or torch.optim.SGD(model.parameters(), lr=0.05)
-    return thinwire.DistributedOptimizer(model, inner, method=method, transport=transport)
-
-
-def values(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def steps(model, optimizer, count, *, replica=0, start=0, scheduler=None):
-    for step in range(start + 1, start + count + 1):
-        loss_of(model, step=step, replica=replica).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
 
 
 @pytest.mark.parametrize("method", METHODS)

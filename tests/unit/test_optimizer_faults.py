@@ -6,32 +6,11 @@ import pytest
 import torch
 
 import thinwire
+from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.codecs import e3m0, float32
 from thinwire.errors import DeadlineExceeded, DesyncError, NonFiniteError, PayloadError
 from thinwire.methods import all_reduce, diloco, streaming_diloco
-
-
-def wrap(model, transport, method, inner=None):
-    inner = inner or torch.optim.SGD(model.parameters(), lr=0.05)
-    return thinwire.DistributedOptimizer(model, inner, method=method, transport=transport)
-
-
-def values(model):
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def steps(model, optimizer, count, *, replica=0, start=0, scheduler=None):
-    for step in range(start + 1, start + count + 1):
-        loss_of(model, step=step, replica=replica).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
 
 
 def test_replicas_that_start_apart_get_the_first_ones_parameters_and_buffers():
