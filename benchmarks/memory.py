@@ -94,9 +94,7 @@ def main() -> None:
     table = summarise(found)
     print(f"{options.model}, two replicas, {options.repeats} repeats; a copy is the parameters in float32\n")
     print(
-        print(
-            "| method | peak, median (MB) | spread (MB) | copies over all-reduce | copies over the inner optimizer alone |"
-        )
+        print("| method | peak, median (MB) | spread (MB) | copies over all-reduce | over the inner optimizer alone |")
     )
     print("| --- | --- | --- | --- | --- |")
     for row in table:
