@@ -93,9 +93,7 @@ def main() -> None:
             found[name] += measure(name, model_name=options.model, steps=options.steps)
     table = summarise(found)
     print(f"{options.model}, two replicas, {options.repeats} repeats; a copy is the parameters in float32\n")
-    print(
-        print("| method | peak, median (MB) | spread (MB) | copies over all-reduce | over the inner optimizer alone |")
-    )
+    print("| method | peak, median (MB) | spread (MB) | copies over all-reduce | over the inner optimizer alone |")
     print("| --- | --- | --- | --- | --- |")
     for row in table:
         print(
