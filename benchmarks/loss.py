@@ -66,7 +66,7 @@ def train(settings: dict[str, Any], *, cache: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     corpus = open_corpus("stdlib", cache=cache, vocab_size=2048)
-    options = {k: v for k, v in settings.items() if k in ("sync_interval", "overlap_steps", "outer_lr")}
+    options = {k: v for k, v in settings.items() if k in ("sync_interval", "overlap_steps", "outer_lr", "blend")}
     if "codec" in settings:
         options["codec"] = by_name(settings["codec"])
     method = recipe(settings["method"])(**options)
