@@ -38,10 +38,10 @@ def thinwire(*words: str, cwd: Path | None = None, **environment: str) -> subpro
     )
 
 
-def thinwire_many(lines: Sequence[Sequence[str]], *, cwd: Path) -> list[tuple[int, str, str]]:
+def thinwire_many(lines: Sequence[Sequence[str]], *, cwd: Path, **environment: str) -> list[tuple[int, str, str]]:
     done = subprocess.run(
         [sys.executable, "-c", MANY, json.dumps([list(words) for words in lines])],
-        capture_output=True, text=True, timeout=240, cwd=cwd,
+        capture_output=True, text=True, timeout=240, cwd=cwd, env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
@@ -110,8 +110,10 @@ def test_an_impossible_run_is_refused_before_any_process_starts(tmp_path: Path) 
         (["--data", "short.txt"], "tokens are too few"),
         (["--replicas", "0"], "--replicas must be at least 1"),
         (["--device", "cuda:9"], "--device must be cpu or cuda"),
+        (["--compile"], "--compile needs a C++ compiler, and there is no no-such-compiler; install it"),
     ]
-    outcomes = thinwire_many([["train", *cache, "--quiet", *words] for words, _ in cases], cwd=tmp_path)
+    lines = [["train", *cache, "--quiet", *words] for words, _ in cases]
+    outcomes = thinwire_many(lines, cwd=tmp_path, CXX="no-such-compiler")
     for (words, reason), (code, stdout, stderr) in zip(cases, outcomes, strict=True):
         assert (code, stdout) == (2, ""), words
         assert reason in stderr, words

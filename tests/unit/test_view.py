@@ -85,6 +85,30 @@ def test_a_file_that_a_resume_cut_short_is_read_anew(tmp_path: Path) -> None:
     assert tail.new_lines() == [b"one"]
 
 
+@pytest.mark.parametrize("after_step", [0, 20])
+def test_a_resumed_run_says_only_what_is_new(tmp_path: Path, after_step: int) -> None:
+    console, stream = _pipe()
+    path = _metrics(tmp_path, 0)
+    evaluation = {"kind": "eval", "step": 20, "time_s": 8, "tokens": 9, "val_loss": 4.0, "targets": 1}
+    known = [step_line(10), step_line(20), evaluation]
+    append(path, *known, step_line(30), {"kind": "error", "step": 33, "message": "peer lost"})
+    with LiveView(tmp_path, replicas=1, total_steps=40, console=console, period_s=STEP, after_step=after_step) as view:
+        _wait(lambda: after_step == 0 or 0 in view.state.steps)
+        time.sleep(5 * STEP)
+        # the replica cuts off what it wrote after its checkpoint, and goes on
+        path.unlink()
+        path.touch()
+        append(path, *(line for line in known if line["step"] <= after_step))
+        time.sleep(5 * STEP)
+        append(path, step_line(30), {"kind": "error", "step": 31, "message": "no room"})
+        _wait(lambda: "no room" in stream.getvalue())
+    assert [words.split("  ")[0] for words in stream.getvalue().splitlines()] == [
+        "step 30/40",
+        "replica 0 failed: no room",
+    ]
+    assert (view.state.evaluation is not None) == (after_step == 20)
+
+
 def test_quiet_shows_nothing(tmp_path: Path) -> None:
     console, stream = _pipe()
     append(_metrics(tmp_path, 0), step_line(10))

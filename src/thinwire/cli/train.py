@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,9 +30,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = settle(parse(arguments), arguments)
         check_values(config)
+        if config.quiet:
+            _hide_progress_bars()
         from thinwire.training.assembly import check
 
         check(config)
+        _check_compiler(config)
     except ValueError as error:
         return _fail(USAGE, error, is_told=is_told)
     except ThinwireError as error:
@@ -46,6 +50,22 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(FAILED, f"{error.strerror or error}: {error.filename}" if error.filename else error)
 
 
+def _check_compiler(config: TrainConfig) -> None:
+    # named as torch's own compiler for CPUs finds it
+    name = os.environ.get("CXX") or "g++"
+    if config.compile and config.device == "cpu" and shutil.which(name) is None:
+        raise ValueError(
+            f"--compile needs a C++ compiler, and there is no {name}; install it, name another in CXX, or leave "
+            f"--compile out"
+        )
+
+
+def _hide_progress_bars() -> None:
+    # of the libraries behind hf: data and models; they ask when they are imported, which is later
+    for name in ("HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+
+
 def _train_here(config: TrainConfig) -> int:
     from thinwire.training.launch import launch
 
@@ -55,10 +75,10 @@ def _train_here(config: TrainConfig) -> int:
         return _show(config, json.loads((config.run_dir / "summary.json").read_text()))
     with _ended_by_sigterm():
         try:
-            code = _prepare(config)
+            code, step = _prepare(config)
             if code:
                 return code
-            with _view(config, replicas=config.num_replicas):
+            with _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None):
                 summary = launch(config, module="thinwire.cli.worker", is_resumed=is_resumed)
         except KeyboardInterrupt:
             # between the words and the first replica; from there on the launcher takes the signal
@@ -71,27 +91,27 @@ def _train_here(config: TrainConfig) -> int:
     return _show(config, _report(config, summary))
 
 
-def _prepare(config: TrainConfig) -> int:
-    """Read the data and make the run's folder; return an exit code, 0 to go on."""
+def _prepare(config: TrainConfig) -> tuple[int, int]:
+    """Read the data and make the run's folder; return an exit code, 0 to go on, and the step to go on from."""
     from thinwire.training.launch import step_to_resume
     from thinwire.training.worker import check_data, make_run_folder, occupied, open_data
 
     is_resumed = config.resume is not None
     if not is_resumed and not config.overwrite and (config.run_dir / "config.json").exists():
-        return _fail(USAGE, occupied(config.run_dir))
+        return _fail(USAGE, occupied(config.run_dir)), 0
     if not config.quiet:
         _say(f"reading {config.data}")
     try:
         check_data(config, open_data(config))
     except DataError as error:
-        return _fail(USAGE, error)
+        return _fail(USAGE, error), 0
     step, warnings = step_to_resume(config) if is_resumed else (0, [])
     for warning in warnings:
         _say(f"warning: {warning}")
     if is_resumed and not config.quiet:
         _say(f"going on from step {step}")
     make_run_folder(dataclasses.replace(config, resume=None, overwrite=False), is_resumed=is_resumed)
-    return 0
+    return 0, step
 
 
 def _train_under_torchrun(config: TrainConfig) -> int:
@@ -102,8 +122,15 @@ def _train_under_torchrun(config: TrainConfig) -> int:
     is_resumed = config.resume is not None
     place = Place(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
     plain = dataclasses.replace(config, resume=None)
-    with _view(config, replicas=1 if os.environ["RANK"] == "0" else 0):
-        summary = run_replica(plain, place=place, warn=lambda text: _say(f"warning: {text}"))
+    replicas = 1 if os.environ["RANK"] == "0" else 0
+    # until the hosts agree on a step, all that is there is of an earlier part of the run
+    with _view(config, replicas=replicas, after_step=config.steps if is_resumed else None) as view:
+
+        def go_on(step: int) -> None:
+            if view is not None and is_resumed:
+                view.after_step = step
+
+        summary = run_replica(plain, place=place, warn=lambda text: _say(f"warning: {text}"), on_start=go_on)
     return 0 if summary is None else _show(config, _report(config, summary))
 
 
@@ -129,12 +156,12 @@ def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
     return 0
 
 
-def _view(config: TrainConfig, *, replicas: int) -> contextlib.AbstractContextManager[Any]:
+def _view(config: TrainConfig, *, replicas: int, after_step: int | None) -> contextlib.AbstractContextManager[Any]:
     from thinwire.cli.view import LiveView
 
     if config.quiet or not replicas:
         return contextlib.nullcontext()
-    return LiveView(config.run_dir, replicas=replicas, total_steps=config.steps)
+    return LiveView(config.run_dir, replicas=replicas, total_steps=config.steps, after_step=after_step)
 
 
 @contextlib.contextmanager

@@ -92,6 +92,12 @@ class LiveView:
             each of replica 0's log intervals.
         quiet: Show nothing.
         period_s: Time between two looks at the files.
+        after_step: The step that a resumed run goes on from, None for a new run. What was written up to it has been
+            said before, and what stands in the files beyond it is about to be cut off.
+
+    Attributes:
+        state: The latest that each replica wrote.
+        after_step: May be lowered until training goes on, where replicas have yet to agree on it.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class LiveView:
         console: Console | None = None,
         quiet: bool = False,
         period_s: float = 0.25,
+        after_step: int | None = None,
     ) -> None:
         self.state = RunState(total_steps=total_steps)
         self._tails = {n: Tail(run_dir / f"metrics-replica-{n}.jsonl") for n in range(replicas)}
@@ -111,7 +118,7 @@ class LiveView:
         self._period_s = period_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="thinwire-view", daemon=True)
-        self._shown_step = -1
+        self.after_step = after_step
 
     def __enter__(self) -> LiveView:
         if not self._quiet:
@@ -127,6 +134,8 @@ class LiveView:
 
     def _watch(self) -> None:
         try:
+            if self.after_step is not None:
+                self._take_earlier()
             if self._console.is_terminal:
                 self._show_table()
             else:
@@ -162,6 +171,18 @@ class LiveView:
                 return
             self._stop.wait(self._period_s)
 
+    def _take_earlier(self) -> None:
+        """Take in silently what is there before training goes on; its errors are over."""
+        for replica, tail in self._tails.items():
+            while lines := tail.new_lines():
+                for line in filter(self._is_earlier, lines):
+                    self.state.take(replica, line)
+
+    def _is_earlier(self, line: bytes) -> bool:
+        values = json.loads(line)
+        is_of_step = isinstance(values, dict) and values.get("kind") in ("step", "eval")
+        return is_of_step and self.after_step is not None and values["step"] <= self.after_step
+
     def _look(self) -> list[str]:
         """Read what is new, and return what plain lines say of it."""
         said = []
@@ -171,6 +192,8 @@ class LiveView:
                 kind = self.state.take(replica, line)
                 if kind == "error":
                     said.append(f"replica {replica} failed: {self.state.errors[replica]}")
+                elif self._is_earlier(line):  # a file that was cut is read anew
+                    continue
                 elif kind == "eval" and self.state.evaluation and self.state.is_evaluated(replicas=len(self._tails)):
                     said.append(evaluation_words(self.state.evaluation))
                 elif replica == 0 and kind == "step":

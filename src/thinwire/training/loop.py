@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.assembly import lr_factor
@@ -70,7 +70,7 @@ class Training:
         self._checkpoints = checkpoints
         self._device = device
         loss: Callable[[Tensor, Tensor], Batch] = model.loss  # type: ignore[assignment]
-        self._loss = torch.compile(loss) if config.compile else loss
+        self._loss = _compiled(loss) if config.compile else loss
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._deadlines = Deadlines()
         self._last_step_s: float | None = None
@@ -206,6 +206,24 @@ class Training:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         enabled = self._config.autocast == "bf16"
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+def _compiled(loss: Callable[[Tensor, Tensor], Batch]) -> Callable[[Tensor, Tensor], Batch]:
+    """Compile at the first call; what the compiler cannot do ends the run in words, not in its own traceback."""
+    compiled = torch.compile(loss)
+
+    def run(tokens: Tensor, targets: Tensor) -> Batch:
+        try:
+            return compiled(tokens, targets)
+        except Exception as error:
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ThinwireError(
+                f"--compile failed: {reason}; mend the compiler, or start anew without --compile"
+            ) from error
+
+    return run
 
 
 def _copy_all(saved: dict[str, Tensor], own: dict[str, Tensor]) -> None:

@@ -245,27 +245,36 @@ class Meter:
         self._transfers.write(own.to_json() + "\n")
 
 
-def open_loggers(run_dir: Path, *, tensorboard: bool, wandb: bool, replica: int) -> tuple[Logger, ...]:
+def open_loggers(
+    run_dir: Path, *, tensorboard: bool, wandb: bool, replica: int, after_step: int = 0
+) -> tuple[Logger, ...]:
     """Open the optional loggers.
+
+    Args:
+        run_dir: The run's folder.
+        tensorboard: Write event files into it.
+        wandb: Send to Weights & Biases.
+        replica: This replica.
+        after_step: The step that a resumed run goes on from; TensorBoard hides what came after it.
 
     Raises:
         MissingExtra: Their package is not installed.
     """
     loggers: list[Logger] = []
     if tensorboard:
-        loggers.append(_TensorBoard(run_dir / "tensorboard" / f"replica-{replica}"))
+        loggers.append(_TensorBoard(run_dir / "tensorboard" / f"replica-{replica}", after_step=after_step))
     if wandb:
         loggers.append(_WeightsAndBiases(run_dir, replica=replica))
     return tuple(loggers)
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, after_step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingExtra.of("tensorboard", extra="report") from None
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder), purge_step=after_step + 1)
 
     def log(self, values: dict[str, float], *, step: int) -> None:
         for name, value in values.items():

@@ -90,7 +90,12 @@ def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -
 
 
 def run_replica(
-    config: TrainConfig, *, place: Place, loggers: Sequence[Logger] = (), warn: Callable[[str], None] | None = None
+    config: TrainConfig,
+    *,
+    place: Place,
+    loggers: Sequence[Logger] = (),
+    warn: Callable[[str], None] | None = None,
+    on_start: Callable[[int], None] | None = None,
 ) -> dict[str, Any] | None:
     """Train one replica in this process, from joining the others to the end.
 
@@ -99,6 +104,7 @@ def run_replica(
         place: How this process takes part.
         loggers: Take metrics besides the files.
         warn: Told what went wrong without stopping the run.
+        on_start: Told the step to begin after, once all replicas agree on it and before metrics are written.
 
     Returns:
         The run's summary on replica 0, None on the others.
@@ -112,7 +118,7 @@ def run_replica(
     transport = connect(interface=config.interface, address=config.address, deadline_s=config.join_deadline_s)
     try:
         return _Replica(config, place=place, corpus=corpus, transport=transport).run(
-            loggers, warn or (lambda text: None)
+            loggers, warn or (lambda text: None), on_start or (lambda step: None)
         )
     finally:
         transport.close()
@@ -129,12 +135,16 @@ class _Replica:
         )
         self._checkpoints = Checkpoints(config.run_dir, identity=identity)
 
-    def run(self, loggers: Sequence[Logger], warn: Callable[[str], None]) -> dict[str, Any] | None:
+    def run(
+        self, loggers: Sequence[Logger], warn: Callable[[str], None], on_start: Callable[[int], None]
+    ) -> dict[str, Any] | None:
         config = self._config
         step = self._open(warn)
+        on_start(step)
         own = open_loggers(
-            config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=self._transport.replica
-        )
+            config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=self._transport.replica,
+            after_step=step,
+        )  # fmt: skip
         meter = Meter(
             config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers)
         )

@@ -1,0 +1,85 @@
+"""Runs of `thinwire train` as real commands, as small as they can be; several may run at once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+COMMAND = [sys.executable, "-m", "thinwire.cli.main", "train"]
+OPTIONS = (  # noqa: SIM905 - the words as a user types them
+    "--tokenizer bytes --batch-size 1 --seq-len 16 --sync-interval 6 --overlap-steps 2 --eval-every 0 "
+    "--final-eval-batches 2 --checkpoint-every 4 --log-every 4 --threads 1 --quiet --json"
+).split()
+DEADLINE_S = 240
+DOCUMENTS = [f"{number}: " + "a thin wire carries little, so say little. " * 40 for number in range(20)]
+
+
+class Started:
+    """A running command; its children are looked at by their own ids."""
+
+    def __init__(self, arguments: list[str], *, environment: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **(environment or {})}, start_new_session=True,
+        )  # fmt: skip
+        self.stdout = self.stderr = ""
+
+    def workers(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait_for(self, path: Path) -> None:
+        until = time.monotonic() + DEADLINE_S
+        while not path.exists():
+            assert self.process.poll() is None, f"ended before {path.name}: {self.process.communicate()}"
+            assert time.monotonic() < until, f"{path} never came"
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        self.stdout, self.stderr = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+
+def as_rank(lines: Sequence[Sequence[str]], ports: Sequence[int]) -> list[tuple[int, str, str]]:
+    """Run several command lines one after the other as one of torchrun's ranks; each start of torch takes seconds.
+
+    Args:
+        lines: The words after `train`.
+        ports: MASTER_PORT for each, so that no rank comes to the store of the run before.
+
+    Returns:
+        Exit code, stdout and stderr of each.
+    """
+    from thinwire.cli.main import main
+
+    done = []
+    for words, port in zip(lines, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(["train", *words])
+        done.append((code, out.getvalue(), err.getvalue()))
+    return done
+
+
+def finish(started: Started) -> Started:
+    assert started.end() == 0, started.stderr
+    return started
+
+
+def result(started: Started) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(started.stdout.splitlines()[-1])
+    return found
+
+
+def metrics(run: Path, replica: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / f"metrics-replica-{replica}.jsonl").read_text().splitlines()]
