@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,70 +16,35 @@ from typing import Any
 import psutil
 import pytest
 from processes import free_port
+from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result
 
 from thinwire.training.notes import NOTE_BYTES
 from thinwire.transport.message import HEADER_BYTES
-
-COMMAND = [sys.executable, "-m", "thinwire.cli.main", "train"]
-OPTIONS = (  # noqa: SIM905 - the words as a user types them
-    "--tokenizer bytes --batch-size 1 --seq-len 16 --sync-interval 6 --overlap-steps 2 --eval-every 0 "
-    "--final-eval-batches 2 --checkpoint-every 4 --log-every 4 --threads 1 --quiet --json"
-).split()
-DEADLINE_S = 240
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    for number in range(20):
-        (folder / f"{number}.txt").write_text(f"{number}: " + "a thin wire carries little, so say little. " * 40)
+    for number, text in enumerate(DOCUMENTS):
+        (folder / f"{number}.txt").write_text(text)
     return folder
 
 
 @pytest.fixture(scope="module")
-def unbroken(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Started, Path]:
+    """Return a run that nothing disturbed, with its folder: what all others must come to."""
     folder = tmp_path_factory.mktemp("unbroken")
-    return result(finish(start(texts, folder, steps=20)))
+    return finish(start(texts, folder, steps=20)), folder / "run"
 
 
-class Started:
-    """A running command; its children are looked at by their own ids."""
-
-    def __init__(self, arguments: list[str], *, environment: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **(environment or {})}, start_new_session=True,
-        )  # fmt: skip
-        self.stdout = self.stderr = ""
-
-    def workers(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def wait_for(self, path: Path) -> None:
-        until = time.monotonic() + DEADLINE_S
-        while not path.exists():
-            assert self.process.poll() is None, f"ended before {path.name}: {self.process.communicate()}"
-            assert time.monotonic() < until, f"{path} never came"
-            time.sleep(0.01)
-
-    def end(self) -> int:
-        self.stdout, self.stderr = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode
+@pytest.fixture(scope="module")
+def unbroken(whole: tuple[Started, Path]) -> dict[str, Any]:
+    return result(whole[0])
 
 
 def start(texts: Path, folder: Path, *, steps: int, replicas: int = 2, more: tuple[str, ...] = ()) -> Started:
     words = ["--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(folder / "run")]
     return Started([*words, "--cache-dir", str(texts / ".cache"), *OPTIONS, *more])
-
-
-def finish(started: Started) -> Started:
-    assert started.end() == 0, started.stderr
-    return started
-
-
-def result(started: Started) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(started.stdout.splitlines()[-1])
-    return found
 
 
 def checkpoint(run: Path, step: int, replica: int = 1) -> Path:
@@ -109,23 +73,16 @@ def nothing_left() -> Iterator[Callable[[Started], None]]:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
 
 
-def test_a_run_ends_with_one_object_on_stdout_and_a_whole_folder(
-    texts: Path, tmp_path: Path, unbroken: dict[str, Any]
-) -> None:
-    started = finish(start(texts, tmp_path, steps=20))
+def test_a_run_ends_with_one_object_on_stdout_and_a_whole_folder(whole: tuple[Started, Path]) -> None:
+    started, run = whole
     assert len(started.stdout.splitlines()) == 1
     found = result(started)
-    assert found["global_parameters_sha256"] == unbroken["global_parameters_sha256"]
     assert found["tokens"] == 2 * 20 * 16
-    assert found["val_loss"] == unbroken["val_loss"]
-    run = tmp_path / "run"
     assert json.loads((run / "summary.json").read_text()) == found
     for name in ("config.json", "report.html", "model/model.safetensors", "model/config.json", "model/tokenizer.json"):
         assert (run / name).stat().st_size > 0, name
     for replica in (0, 1):
-        lines = [json.loads(line) for line in (run / f"metrics-replica-{replica}.jsonl").read_text().splitlines()]
-        steps = [line["step"] for line in lines if line["kind"] == "step"]
-        assert steps == [4, 8, 12, 16, 20]
+        assert [line["step"] for line in metrics(run, replica) if line["kind"] == "step"] == [4, 8, 12, 16, 20]
         transfers = [json.loads(line) for line in (run / f"transfers-replica-{replica}.jsonl").read_text().splitlines()]
         sent = sum(line["wire_bytes"] for line in transfers if line["direction"] == "sent")
         # all that was counted, and the note at the end that carries the count itself
@@ -170,24 +127,11 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
     assert found["val_loss"] == unbroken["val_loss"]
     assert found["tokens"] == unbroken["tokens"]
     for replica in (0, 1):
-        lines = [json.loads(line) for line in (run / f"metrics-replica-{replica}.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines if line["kind"] == "step"] == [4, 8, 12, 16, 20]
+        assert [line["step"] for line in metrics(run, replica) if line["kind"] == "step"] == [4, 8, 12, 16, 20]
 
 
 def _replica(started: Started, number: int) -> psutil.Process:
     return next(worker for worker in started.workers() if worker.environ().get("RANK") == str(number))
-
-
-def test_three_replicas_with_their_own_overlaps_agree(texts: Path, tmp_path: Path) -> None:
-    words = list(OPTIONS)
-    words[words.index("--overlap-steps") + 1] = "0,1,5"
-    started = Started(
-        [*words, "--replicas", "3", "--steps", "14", "--data", str(texts), "--out",
-         str(tmp_path / "run"), "--cache-dir", str(texts / ".cache")]
-    )  # fmt: skip
-    found = result(finish(started))
-    assert found["replicas"] == 3
-    assert found["overlap_steps"] == [0, 1, 5]
 
 
 def joined(texts: Path, folder: Path, port: int, rank: int, *words: str) -> Started:

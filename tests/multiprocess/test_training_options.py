@@ -17,7 +17,7 @@ from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, as_rank, metrics
 
 from thinwire.training.metrics import open_loggers
 
-STEPS = 8
+STEPS = 14
 # Name of a run: its options beside `OPTIONS`, with {inputs} for the folder of models and data.
 ROWS = "--data {inputs}/rows.jsonl"
 ALONE = {
@@ -32,6 +32,7 @@ ALONE = {
 THREE = {
     "all-gather": f"{ROWS} --codec block-int8 --exchange all-gather",
     "two-phase": f"{ROWS} --codec block-int8 --exchange two-phase",
+    "own-overlaps": f"{ROWS} --overlap-steps 0,1,5",
 }
 
 
@@ -112,6 +113,12 @@ def test_two_phases_send_less_than_an_all_gather_among_three_and_come_to_nearly_
     assert two["global_parameters_sha256"] != one["global_parameters_sha256"]
 
 
+def test_three_replicas_with_their_own_overlaps_agree(found: dict[str, Any]) -> None:
+    # replicas whose global parameters differ at the end fail the run
+    assert found["own-overlaps"]["replicas"] == 3
+    assert found["own-overlaps"]["overlap_steps"] == [0, 1, 5]
+
+
 def scalars(folder: Path, name: str) -> Iterator[tuple[int, float]]:
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -122,7 +129,7 @@ def test_tensorboard_gets_what_the_metrics_say(found: dict[str, Any]) -> None:
     folder = found["parquet"]["folder"]
     written = [(line["step"], line["loss"]) for line in metrics(folder, 0) if line["kind"] == "step"]
     shown = list(scalars(folder / "tensorboard" / "replica-0", "loss"))
-    assert [step for step, _ in shown] == [step for step, _ in written] == [4, 8]
+    assert [step for step, _ in shown] == [step for step, _ in written] == [4, 8, 12, 14]
     assert [loss for _, loss in shown] == pytest.approx([loss for _, loss in written])
 
 
