@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results" / "loss.jsonl"
-WINDOWS_PER_STEP = 8
 SEQ_LEN = 128
-LR = 3e-3
 EVAL_BATCHES = 40
+# what a run uses where its settings say nothing
+DEFAULTS = {"lr": 3e-3, "windows_per_step": 8, "tokenizer": "bpe"}
 
 
 def plans() -> dict[str, list[dict[str, Any]]]:
@@ -53,7 +53,29 @@ def plans() -> dict[str, list[dict[str, Any]]]:
         for outer_lr in (0.4, 0.8, 1.0):
             run = {"replicas": replicas, "sync_interval": 30, "codec": "e3m0", "seed": 0, "steps": 400}
             outer.append({**streaming, **run, "outer_lr": outer_lr})
-    return {"matrix": matrix, "long": long, "outer-lr": outer}
+    return {"matrix": matrix, "long": long, "outer-lr": outer, "cause": causes(baseline, streaming)}
+
+
+def causes(baseline: dict[str, Any], streaming: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the gap depends on, one thing at a time."""
+    length = {"seed": 0, "steps": 1000, "eval_every": 250}
+    usual = {**streaming, "replicas": 2, "sync_interval": 30, "codec": "e3m0", **length}
+    at_once = {"replicas": 2, "sync_interval": 30, **length}
+    low, text = {"lr": 1e-3}, {"tokenizer": "bytes"}
+    large = {"windows_per_step": 32, "steps": 600, "eval_every": 150}
+    return [
+        {**baseline, **length},
+        usual,
+        {"method": "local-sgd", **at_once},
+        {**baseline, **length, **low},
+        {**usual, **low},
+        {"method": "diloco", **at_once},
+        {**usual, "outer_lr": 0.7, "outer_momentum": 0.5},
+        {**baseline, **length, **text},
+        {**usual, **text, "overlap_steps": 2, "outer_lr": 0.7},
+        {**baseline, **length, **large},
+        {**usual, **large},
+    ]
 
 
 def train(settings: dict[str, Any], *, cache: Path) -> dict[str, Any]:
@@ -65,8 +87,9 @@ def train(settings: dict[str, Any], *, cache: Path) -> dict[str, Any]:
     from thinwire.training.corpora import open_corpus
 
     torch.set_num_threads(1)
-    corpus = open_corpus("stdlib", cache=cache, vocab_size=2048)
-    options = {k: v for k, v in settings.items() if k in ("sync_interval", "overlap_steps", "outer_lr", "blend")}
+    corpus = open_corpus("stdlib", cache=cache, vocab_size=2048, tokenizer=value(settings, "tokenizer"))
+    method_options = ("sync_interval", "overlap_steps", "outer_lr", "outer_momentum", "blend")
+    options = {k: v for k, v in settings.items() if k in method_options}
     if "codec" in settings:
         options["codec"] = by_name(settings["codec"])
     method = recipe(settings["method"])(**options)
@@ -74,7 +97,7 @@ def train(settings: dict[str, Any], *, cache: Path) -> dict[str, Any]:
     result = thinwire.run_replicas(
         settings["replicas"], lambda transport: train_replica(transport, settings, method=method, corpus=corpus)
     )[0]
-    tokens = settings["steps"] * WINDOWS_PER_STEP * SEQ_LEN
+    tokens = settings["steps"] * value(settings, "windows_per_step") * SEQ_LEN
     return {**settings, **result, "tokens": tokens, "wall_s": time.monotonic() - began}
 
 
@@ -86,11 +109,12 @@ def train_replica(transport: Any, settings: dict[str, Any], *, method: Any, corp
     from thinwire.training.models import build_model
 
     steps, seed = settings["steps"], settings["seed"]
-    model = build_model("nano", seed=seed)
-    inner = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    vocab_size = 257 if value(settings, "tokenizer") == "bytes" else None
+    model = build_model("nano", vocab_size=vocab_size, seed=seed)
+    inner = torch.optim.AdamW(model.parameters(), lr=value(settings, "lr"), betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport, seed=seed)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=steps))
-    batch_size = WINDOWS_PER_STEP // transport.num_replicas
+    batch_size = value(settings, "windows_per_step") // transport.num_replicas
     batches = Sampler(
         corpus.train, replica=transport.replica, num_replicas=transport.num_replicas, batch_size=batch_size,
         seq_len=SEQ_LEN, seed=seed,
@@ -141,9 +165,13 @@ def run_plan(name: str, *, jobs: int, cache: Path, results: Path) -> None:
         list(pool.map(one, waiting))
 
 
+def value(line: dict[str, Any], field: str) -> Any:
+    return line.get(field, DEFAULTS.get(field))
+
+
 def key(line: dict[str, Any]) -> str:
-    fields = ("method", "replicas", "sync_interval", "overlap_steps", "codec", "seed", "steps", "outer_lr")
-    return json.dumps([line.get(field) for field in fields])
+    method = ("method", "replicas", "sync_interval", "overlap_steps", "codec", "outer_lr", "outer_momentum", "blend")
+    return json.dumps([value(line, field) for field in (*method, "seed", "steps", *DEFAULTS)])
 
 
 def read(results: Path) -> list[dict[str, Any]]:

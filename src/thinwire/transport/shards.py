@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,7 +19,8 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         The tensor itself, or the DTensor's local tensor, without a gradient graph.
     """
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    sharded: Any = tensor
+    return sharded.to_local().detach() if _is_a("torch.distributed.tensor", "DTensor", tensor) else tensor.detach()
 
 
 def drop_gathered(model: nn.Module) -> None:
@@ -29,8 +30,9 @@ def drop_gathered(model: nn.Module) -> None:
     unnoticed. A model without FSDP2 is left alone.
     """
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+        if _is_a("torch.distributed.fsdp", "FSDPModule", module):
+            sharded: Any = module
+            sharded.reshard()
 
 
 def flatten(tensors: Sequence[torch.Tensor], *, device: torch.device | None = None) -> torch.Tensor:
@@ -75,3 +77,12 @@ def ends_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         total += tensor.numel()
         ends.append(total)
     return ends
+
+
+def _is_a(module: str, name: str, value: object) -> bool:
+    """Tell whether a value is of a class whose module takes a second to import, without importing it.
+
+    Nothing can be of a class whose module was never imported.
+    """
+    found = getattr(sys.modules.get(module), name, None)
+    return found is not None and isinstance(value, found)
