@@ -1,0 +1,119 @@
+"""The contenders of `bench wire`: our methods, what each of their parts contributes, and what others offer.
+
+| contender | fragments | overlap | payload | program |
+| --- | --- | --- | --- | --- |
+| `all-reduce` | no | no | float32 gradients, every step | thinwire |
+| `diloco` | no | no | float32 | thinwire |
+| `diloco-e3m0` | no | no | E3M0 | thinwire |
+| `overlap-only` | no | yes | float32 | thinwire |
+| `fragments-only` | yes | no | float32 | thinwire |
+| `fragments+overlap`, `streaming-dense` | yes | yes | float32 | thinwire |
+| `streaming-e3m0` | yes | yes | E3M0 | thinwire |
+| `ddp` | - | within a step | float32 gradients, every step | PyTorch |
+| `ddp-powersgd` | - | within a step | gradients of low rank, every step | PyTorch |
+| `torchft-diloco` | yes | yes | float32 | torchft |
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from thinwire import codecs, methods
+from thinwire.sync.method import Method
+
+Kind = Literal["every-step", "diloco", "streaming", "ddp", "torchft"]
+# The top of what PyTorch's documentation calls typical (1 to 4; it tells to go up from 1 until the loss is right, and a
+# benchmark has no time to try). On `nano` it sends a fortieth of a block's gradients.
+POWERSGD_RANK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One row of the table: a way to train, without the numbers that all rows share.
+
+    Attributes:
+        name: What the command line and the results call it.
+        kind: `"every-step"`, `"diloco"` and `"streaming"` are methods of thinwire; `"ddp"` is PyTorch's own
+            DistributedDataParallel and `"torchft"` torchft's DiLoCo.
+        codec: Name of the payloads' codec; for references the dtype they send.
+        has_fragments: Whether the model is exchanged in fragments.
+        has_overlap: Whether a round may last `overlap_steps` inner steps.
+        powersgd_rank: Rank of DDP's PowerSGD hook, 0 for no hook.
+    """
+
+    name: str
+    kind: Kind
+    codec: str = "float32"
+    has_fragments: bool = False
+    has_overlap: bool = False
+    powersgd_rank: int = 0
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether another program than thinwire trains."""
+        return self.kind in ("ddp", "torchft")
+
+    def method(self, *, sync_interval: int, overlap_steps: int) -> Method:
+        """Return the method of a contender of ours.
+
+        Args:
+            sync_interval: H; does not count for `all-reduce`.
+            overlap_steps: tau; counts for contenders that overlap.
+
+        Raises:
+            ValueError: It is a reference, which has no method of ours, or a number is out of its range.
+
+        Example:
+            >>> contender("streaming-e3m0").method(sync_interval=30, overlap_steps=3).schedule.overlap_of(0)
+            3
+        """
+        if self.is_reference:
+            raise ValueError(f"{self.name} is a reference and no method of thinwire; take its trainer")
+        codec = codecs.by_name(self.codec)
+        if self.kind == "every-step":
+            return methods.all_reduce(codec=codec)
+        if self.kind == "diloco":
+            return methods.diloco(sync_interval=sync_interval, codec=codec)
+        overlaps: dict[str, Any] = {"overlap_steps": overlap_steps if self.has_overlap else 0}
+        pieces: dict[str, Any] = {} if self.has_fragments else {"num_fragments": 1}
+        return methods.streaming_diloco(sync_interval=sync_interval, codec=codec, **overlaps, **pieces)
+
+
+_ALL = (
+    Contender(name="all-reduce", kind="every-step"),
+    Contender(name="diloco", kind="diloco"),
+    Contender(name="diloco-e3m0", kind="diloco", codec="e3m0"),
+    Contender(name="overlap-only", kind="streaming", has_overlap=True),
+    Contender(name="fragments-only", kind="streaming", has_fragments=True),
+    Contender(name="fragments+overlap", kind="streaming", has_fragments=True, has_overlap=True),
+    Contender(name="streaming-dense", kind="streaming", has_fragments=True, has_overlap=True),
+    Contender(name="streaming-e3m0", kind="streaming", codec="e3m0", has_fragments=True, has_overlap=True),
+    Contender(name="ddp", kind="ddp"),
+    Contender(name="ddp-powersgd", kind="ddp", powersgd_rank=POWERSGD_RANK),
+    Contender(name="torchft-diloco", kind="torchft", has_fragments=True, has_overlap=True),
+)
+CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.name: contender for contender in _ALL})
+# From DiLoCo to Streaming DiLoCo, one part at a time; then overlap and E3M0 alone.
+ABLATION = ("diloco", "fragments-only", "fragments+overlap", "streaming-e3m0", "overlap-only", "diloco-e3m0")
+REFERENCES = tuple(contender.name for contender in _ALL if contender.is_reference)
+
+
+def contender(name: str) -> Contender:
+    """Return the contender of a name.
+
+    Raises:
+        ValueError: There is none; names the nearest.
+
+    Example:
+        >>> contender("diloco").codec
+        'float32'
+    """
+    if name in CONTENDERS:
+        return CONTENDERS[name]
+    near = difflib.get_close_matches(name, CONTENDERS, n=2, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"unknown contender {name!r}{hint} There are: {', '.join(CONTENDERS)}")

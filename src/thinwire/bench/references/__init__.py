@@ -1,0 +1,1 @@
+"""What others offer for the same task, as they tell to use it: each file one program, for comparison only."""
