@@ -14,6 +14,7 @@ Exception
     ├── DataError           a corpus cannot be read or is too small
     ├── CheckpointError     a checkpoint is missing, corrupt or foreign
     ├── MissingExtra        an optional dependency is not installed
+    ├── LabError            a lab of hosts on this machine cannot be made, or broke
     ├── WorkerFailed        a worker process of a local run died
     └── Stopped             a signal asked a local run to stop, and it has
 ```
@@ -76,6 +77,10 @@ class MissingExtra(ThinwireError):
             datasets is not installed; install it with: pip install 'thinwire[hf]'
         """
         return cls(f"{package} is not installed; install it with: pip install 'thinwire[{extra}]'")
+
+
+class LabError(ThinwireError):
+    """A lab cannot be made on this machine, or broke while it ran."""
 
 
 class WorkerFailed(ThinwireError):

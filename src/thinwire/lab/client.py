@@ -1,0 +1,150 @@
+"""The lab's side of the talk with its keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from thinwire.errors import LabError
+from thinwire.lab.channel import Channel
+
+START_S = 60.0
+ANSWER_S = 60.0
+
+
+class KeeperClient:
+    """Starts a keeper, asks it, and hears from it.
+
+    Args:
+        order: What the keeper shall make.
+        on_exit: Called with a command's number and exit code, or None where the keeper ended first.
+
+    Attributes:
+        ready: What the keeper said when all was made.
+
+    Raises:
+        LabError: It could not make it; names the remedy.
+    """
+
+    def __init__(self, order: Mapping[str, Any], *, on_exit: Callable[[int, int | None], None]) -> None:
+        self.ready: dict[str, Any] = {}
+        self._on_exit = on_exit
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, dict[str, Any]] = {}
+        self._running: set[int] = set()
+        self._changed = threading.Condition()
+        self._fault = ""
+        self._is_closed = False
+        self._keeper, self._channel = _start()
+        self._channel.send(dict(order))
+        self._listener = threading.Thread(target=self._listen, name="thinwire-lab", daemon=True)
+        self._listener.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self.ready or self._fault, timeout=START_S)
+        if not self.ready:
+            fault = self._fault or f"the lab was not ready within {START_S:g} s"
+            self.close()
+            raise LabError(fault)
+
+    def next_number(self) -> int:
+        """Return a number that no command and no question has yet."""
+        return next(self._numbers)
+
+    def check(self) -> None:
+        """Raise where the keeper broke.
+
+        Raises:
+            LabError: Says how.
+        """
+        if self._fault:
+            raise LabError(f"{self._fault}; make the lab anew")
+
+    def ask(self, what: str, request: Mapping[str, Any], *, files: Sequence[int] = ()) -> dict[str, Any]:
+        """Ask and wait for the answer.
+
+        Raises:
+            ValueError: A command cannot be started.
+            LabError: The keeper refused, broke, or is closed.
+        """
+        number = self.next_number()
+        with self._changed:
+            self.check()
+            if self._is_closed:
+                raise LabError("this lab is closed; make another")
+            if what == "start":
+                self._running.add(request["number"])
+            try:
+                self._channel.send({"ask": what, "id": number, **request}, files)
+            except OSError as error:
+                raise LabError(f"the lab's keeper has ended: {error.strerror}; make the lab anew") from None
+            self._changed.wait_for(lambda: number in self._replies or self._fault, timeout=ANSWER_S)
+            reply = self._replies.pop(number, None)
+        if reply is None:
+            raise LabError(self._fault or f"the lab's keeper did not answer within {ANSWER_S:g} s; make the lab anew")
+        if "error" in reply:
+            if what == "start":
+                self._running.discard(request["number"])
+                raise ValueError(reply["error"])
+            raise LabError(reply["error"])
+        return reply
+
+    def close(self) -> None:
+        """End the keeper and, with it, everything in the lab; may be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._channel.send({"ask": "close", "id": 0})
+        try:
+            self._keeper.wait(timeout=ANSWER_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()  # its inner process dies with it, and all others with that one
+            self._keeper.wait()
+        self._listener.join(timeout=ANSWER_S)
+        self._channel.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                received = self._channel.receive()
+            except (OSError, ValueError):
+                received = None
+            with self._changed:
+                if received is None:
+                    self._end("" if self._is_closed else "the lab's keeper has ended")
+                    return
+                self._note(received[0])
+                self._changed.notify_all()
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if "reply" in message:
+            self._replies[message["reply"]] = message
+        elif message["event"] == "exit":
+            self._running.discard(message["number"])
+            self._on_exit(message["number"], message["code"])
+        elif message["event"] == "ready":
+            self.ready = message
+        else:
+            self._end(message["text"])
+
+    def _end(self, fault: str) -> None:
+        self._fault = self._fault or fault
+        for number in self._running:
+            self._on_exit(number, None)
+        self._running.clear()
+        self._changed.notify_all()
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Channel]:
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "thinwire.lab.keeper", str(theirs.fileno())]
+    with theirs:
+        # a session of its own: the terminal's Ctrl-C is for the lab, which tells the hosts
+        keeper = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    return keeper, Channel(ours)

@@ -1,0 +1,141 @@
+"""What the kernel counted on each host's interface, and what follows from it. Pure, but for reading a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PEAK_WINDOW_S = 0.1
+_FIELDS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """One host's counts since the lab began, link-layer headers included.
+
+    Attributes:
+        sent_bytes: Bytes that left the host's interface.
+        received_bytes: Bytes that came in.
+        sent_packets: Packets that left; one that the kernel cuts later counts once.
+        received_packets: Packets that came in.
+    """
+
+    sent_bytes: int
+    received_bytes: int
+    sent_packets: int
+    received_packets: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """All hosts' counts at one time.
+
+    Attributes:
+        time_s: Seconds since the epoch.
+        sent_bytes: One number a host.
+        received_bytes: One number a host.
+    """
+
+    time_s: float
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
+
+
+def parse_devices(text: str, *, interface: str) -> Counters:
+    """Read one interface's counts from the text of `/proc/net/dev`.
+
+    Raises:
+        ValueError: The interface is not there.
+    """
+    match = re.search(rf"^\s*{re.escape(interface)}:(.*)$", text, flags=re.MULTILINE)
+    numbers = match.group(1).split() if match else []
+    if len(numbers) < _FIELDS:
+        raise ValueError(f"/proc/net/dev has no interface {interface!r}")
+    received_bytes, received_packets, sent_bytes, sent_packets = (int(numbers[at]) for at in (0, 1, 8, 9))
+    return Counters(
+        sent_bytes=sent_bytes, received_bytes=received_bytes, sent_packets=sent_packets,
+        received_packets=received_packets,
+    )  # fmt: skip
+
+
+def sample_line(time_s: float, counters: Sequence[Counters]) -> str:
+    """Write a sample as a line of JSON."""
+    sent = [count.sent_bytes for count in counters]
+    received = [count.received_bytes for count in counters]
+    return json.dumps({"time_s": round(time_s, 4), "sent_bytes": sent, "received_bytes": received})
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read a lab's `counters.jsonl`; a last line that is not whole is left out."""
+    samples = []
+    for line in path.read_text().splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            break
+        sent, received = tuple(values["sent_bytes"]), tuple(values["received_bytes"])
+        samples.append(Sample(time_s=values["time_s"], sent_bytes=sent, received_bytes=received))
+    return samples
+
+
+def between(samples: Sequence[Sample], *, start_s: float, end_s: float) -> list[Sample]:
+    """Return the samples of a span, with the counts that held at its two ends."""
+    inside = [sample for sample in samples if start_s < sample.time_s < end_s]
+    return [at(samples, time_s=start_s), *inside, at(samples, time_s=end_s)]
+
+
+def at(samples: Sequence[Sample], *, time_s: float) -> Sample:
+    """Return the counts at a time: those of the last sample before it."""
+    last = samples[0]
+    for sample in samples:
+        if sample.time_s > time_s:
+            break
+        last = sample
+    return Sample(time_s=time_s, sent_bytes=last.sent_bytes, received_bytes=last.received_bytes)
+
+
+def sent_by(samples: Iterable[Sample], *, host: int) -> list[tuple[float, int]]:
+    """Return one host's sent bytes as points (seconds, bytes)."""
+    return [(sample.time_s, sample.sent_bytes[host]) for sample in samples]
+
+
+def peak_rate(points: Sequence[tuple[float, int]], *, window_s: float = PEAK_WINDOW_S) -> float:
+    """Return the highest rate in any window, in bits per second.
+
+    Counts are known at the samples only; between two of them the rate is taken as constant. A window starts or ends at
+    a sample, which is where the highest one lies.
+
+    Args:
+        points: (seconds, bytes so far), in order; samples without a change may be missing.
+        window_s: The window's length.
+
+    Example:
+        >>> peak_rate([(0.0, 0), (0.1, 1000), (0.2, 1000)])
+        80000.0
+    """
+    times = [time_s for time_s, _ in points]
+    starts = [*times, *(time_s - window_s for time_s in times)]
+    best, low, high = 0.0, 0, 0
+    for start_s in sorted(start for start in starts if start >= times[0]) if times else []:
+        low = _advance(points, low, start_s)
+        high = _advance(points, max(high, low), start_s + window_s)
+        count = _bytes_at(points, high, start_s + window_s) - _bytes_at(points, low, start_s)
+        best = max(best, count * 8 / window_s)
+    return best
+
+
+def _advance(points: Sequence[tuple[float, int]], index: int, time_s: float) -> int:
+    while index + 1 < len(points) and points[index + 1][0] <= time_s:
+        index += 1
+    return index
+
+
+def _bytes_at(points: Sequence[tuple[float, int]], index: int, time_s: float) -> float:
+    before_s, before = points[index]
+    if index + 1 == len(points):
+        return before
+    after_s, after = points[index + 1]
+    return before + (after - before) * (time_s - before_s) / (after_s - before_s)

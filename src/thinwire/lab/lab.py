@@ -1,0 +1,348 @@
+"""A lab: hosts with links of their own on one machine, for commands, tests and notebooks."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import IO, Any
+
+from thinwire.errors import LabError
+from thinwire.lab import network
+from thinwire.lab.client import KeeperClient
+from thinwire.lab.counters import Counters, Sample, read_samples
+from thinwire.lab.process import HostProcess, HostResult
+from thinwire.lab.rendezvous import FIRST_PORT, NUM_PORTS, check_machine, rendezvous
+from thinwire.lab.settings import Access, LabSettings, Link, Pair, parse_access
+from thinwire.units import parse_rate
+
+File = int | IO[Any]
+
+
+class Lab:
+    """Hosts on one machine, joined by links as thin as you like, made from the kernel's namespaces.
+
+    Every host has an address (10.77.0.1 and on), a name (`host-0` and on), and an interface `eth0`. All ends with the
+    `with` block, or with this process, however it ends: no interface, namespace or process is left. Hosts reach each
+    other and nothing else. Needs Linux, and root or user namespaces; `thinwire lab doctor` tells.
+
+    Args:
+        hosts: How many.
+        rate: Each host's access, both ways (`"5mbit"`) or down and up (`"50mbit/10mbit"`); None is no limit.
+        rates: Other accesses by host.
+        link: What lies between any two hosts, one way: latency, jitter, loss, a rate of each pair's own.
+        links: Other links by (source, destination).
+        seed: Of jitter and losses.
+        folder: Takes `counters.jsonl`, and is made; by default a folder that goes with the lab.
+        can_delay: Whether a latency, jitter or loss may be set later, where none is asked for at first.
+
+    Raises:
+        ValueError: A bad argument.
+        LabError: This machine cannot make a lab; names the remedy.
+
+    Example:
+        ```python
+        with thinwire.lab.Lab(hosts=2, rate="5mbit") as lab:
+            results = lab.run(["python", "train.py"], deadline_s=600)
+            lab.counters()[0].sent_bytes
+        ```
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: int,
+        rate: str | None = None,
+        rates: Mapping[int, str] | None = None,
+        link: Link | None = None,
+        links: Mapping[Pair, Link] | None = None,
+        seed: int = 0,
+        folder: Path | str | None = None,
+        can_delay: bool = False,
+    ) -> None:
+        usual = Access() if rate is None else parse_access(rate)
+        settings = LabSettings(
+            accesses=(usual,) * hosts, link=link or Link(), links=MappingProxyType(dict(links or {})), seed=seed
+        )
+        for host, text in (rates or {}).items():
+            settings = settings.with_access(host, parse_access(text))
+        self.settings = settings
+        self._start(settings, folder=folder, can_delay=can_delay)
+
+    @classmethod
+    def of(cls, settings: LabSettings, *, folder: Path | str | None = None, can_delay: bool = False) -> Lab:
+        """Make a lab of settings that are there already; see `Lab`."""
+        lab = cls.__new__(cls)
+        lab.settings = settings
+        lab._start(settings, folder=folder, can_delay=can_delay)
+        return lab
+
+    def _start(self, settings: LabSettings, *, folder: Path | str | None, can_delay: bool) -> None:
+        check_machine()
+        self._is_temporary = folder is None
+        self.folder = Path(tempfile.mkdtemp(prefix="thinwire-lab-") if folder is None else folder).resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.began_s = time.time()
+        self._runs = itertools.count()
+        self._processes: dict[int, HostProcess] = {}
+        order = {"settings": settings.to_json(), "folder": str(self.folder), "is_temporary": self._is_temporary}
+        try:
+            self._keeper = KeeperClient({**order, "force_relay": can_delay}, on_exit=self._note_exit)
+        except LabError:
+            self._forget_folder()
+            raise
+
+    def __enter__(self) -> Lab:
+        """Return the lab, which runs already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return self.settings.num_hosts
+
+    @property
+    def delays_by(self) -> str:
+        """What makes delays here: `netem`, `relay`, or an empty text where nothing can."""
+        ready = self._keeper.ready
+        return "netem" if ready.get("has_netem") else "relay" if ready.get("is_relayed") else ""
+
+    def address(self, host: int) -> str:
+        """Return a host's IPv4 address."""
+        self.settings.check_host(host)
+        return network.address_of(host)
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        host: int,
+        environment: Mapping[str, str] | None = None,
+        stdin: File = subprocess.DEVNULL,
+        stdout: File = subprocess.DEVNULL,
+        stderr: File = subprocess.DEVNULL,
+        folder: Path | str | None = None,
+    ) -> HostProcess:
+        """Start a command on one host; it inherits this process's environment.
+
+        Args:
+            command: Its words.
+            host: Where.
+            environment: Further variables.
+            stdin: An open file, or `subprocess.DEVNULL`.
+            stdout: Likewise.
+            stderr: Likewise.
+            folder: Where it starts; this process's folder by default.
+
+        Raises:
+            ValueError: There is no such host, or no such command.
+            LabError: The lab broke.
+        """
+        self.settings.check_host(host)
+        if not command:
+            raise ValueError("a command needs at least one word, got none")
+        number = self._keeper.next_number()
+        process = HostProcess(self, host=host, command=list(command), number=number)
+        self._processes[number] = process
+        request = {
+            "host": host,
+            "command": list(command),
+            "number": number,
+            "folder": str(Path(folder or Path.cwd()).resolve()),
+            "environment": dict(environment or {}),
+        }
+        try:
+            with _files(stdin, stdout, stderr) as files:
+                reply = self._keeper.ask("start", request, files=files)
+        except (ValueError, LabError):
+            self._processes.pop(number, None)
+            raise
+        process.pid = reply["pid"]
+        return process
+
+    def start_all(self, command: Sequence[str], **options: Any) -> list[HostProcess]:
+        """Start the same command on every host, each with its rank and the rendezvous in its environment."""
+        port = FIRST_PORT + next(self._runs) % NUM_PORTS
+        more = options.pop("environment", None) or {}
+        return [
+            self.start(
+                command, host=host, environment={**rendezvous(host, self.num_hosts, port=port), **more}, **options
+            )
+            for host in range(self.num_hosts)
+        ]
+
+    def run(
+        self, command: Sequence[str], *, deadline_s: float, environment: Mapping[str, str] | None = None
+    ) -> list[HostResult]:
+        """Run a command on every host and wait for all.
+
+        Args:
+            command: Its words; `torchrun` and `thinwire train` find their rank and rendezvous in the environment.
+            deadline_s: Seconds at most.
+            environment: Further variables.
+
+        Returns:
+            One result a host, with what it wrote.
+
+        Raises:
+            TimeoutError: A command still ran; all have been ended.
+            LabError: The lab broke.
+        """
+        port = FIRST_PORT + next(self._runs) % NUM_PORTS
+        with contextlib.ExitStack() as stack:
+            outputs = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(self.num_hosts)]
+            processes = []
+            for host, (stdout, stderr) in enumerate(outputs):
+                variables = {**rendezvous(host, self.num_hosts, port=port), **(environment or {})}
+                processes.append(self.start(command, host=host, environment=variables, stdout=stdout, stderr=stderr))
+            self._wait_for(processes, deadline_s=deadline_s)
+            return [
+                HostResult(host=process.host, exit_code=process.exit_code or 0, stdout=_text(out), stderr=_text(err))
+                for process, (out, err) in zip(processes, outputs, strict=True)
+            ]
+
+    def _wait_for(self, processes: Sequence[HostProcess], *, deadline_s: float) -> None:
+        end_s = time.monotonic() + deadline_s
+        try:
+            for process in processes:
+                process.wait(deadline_s=max(0.0, end_s - time.monotonic()))
+        except BaseException:
+            for process in processes:
+                with contextlib.suppress(LabError):
+                    process.kill()
+            raise
+
+    def set_rate(self, host: int, rate: str | None) -> None:
+        """Change a host's access while commands run: `"5mbit"`, `"50mbit/10mbit"` or None."""
+        access = Access() if rate is None else parse_access(rate)
+        self.settings.check_host(host)
+        self._shape(self.settings.with_access(host, replace(access, is_cut=self.settings.accesses[host].is_cut)))
+
+    def set_link(self, source: int, destination: int, **changes: Any) -> None:
+        """Change what lies between two hosts, both ways, while commands run.
+
+        Args:
+            source: One host.
+            destination: The other.
+            changes: Fields of `Link`, or `rate="1mbit"`.
+
+        Raises:
+            ValueError: A bad value, or a delay in a lab that cannot delay.
+        """
+        if "rate" in changes:
+            rate = changes.pop("rate")
+            changes["rate_bits_per_s"] = None if rate is None else parse_rate(rate)
+        settings = self.settings
+        for pair in ((source, destination), (destination, source)):
+            settings = settings.with_link(*pair, replace(settings.between(*pair), **changes))
+        if settings.is_delayed and not self.delays_by:
+            raise ValueError("this lab was made without delays; make it with Lab(..., can_delay=True)")
+        self._shape(settings)
+
+    def cut(self, host: int, other: int | None = None) -> None:
+        """Pull a host's cable, or cut the link between two hosts: packets vanish, and nobody is told."""
+        self._set_cut(host, other, is_cut=True)
+
+    def mend(self, host: int, other: int | None = None) -> None:
+        """Undo `cut`."""
+        self._set_cut(host, other, is_cut=False)
+
+    def stop_host(self, host: int) -> int:
+        """Stop every process of a host (SIGSTOP); return how many there are."""
+        return self._signal_host(host, signal.SIGSTOP)
+
+    def continue_host(self, host: int) -> int:
+        """Let a stopped host's processes go on (SIGCONT)."""
+        return self._signal_host(host, signal.SIGCONT)
+
+    def kill_host(self, host: int) -> int:
+        """End every process of a host (SIGKILL); the host stays, and can start others."""
+        return self._signal_host(host, signal.SIGKILL)
+
+    def counters(self) -> list[Counters]:
+        """Return what the kernel counted on each host's interface since the lab began."""
+        names = ("sent_bytes", "received_bytes", "sent_packets", "received_packets")
+        return [
+            Counters(**dict(zip(names, counts, strict=True))) for counts in self._keeper.ask("count", {})["counters"]
+        ]
+
+    def samples(self) -> list[Sample]:
+        """Return the counts over time, sampled 50 times a second where they changed."""
+        return read_samples(self.folder / "counters.jsonl")
+
+    def check(self) -> None:
+        """Raise where the lab itself broke.
+
+        Raises:
+            LabError: Says how.
+        """
+        self._keeper.check()
+
+    def close(self) -> None:
+        """End every command and take the lab away; may be called again."""
+        self._keeper.close()
+        self._forget_folder()
+
+    def _forget_folder(self) -> None:
+        if self._is_temporary:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def signal_process(self, number: int, signal_number: int) -> None:
+        """Send a signal to a command by its number in the lab."""
+        self._keeper.ask("signal", {"number": number, "signal": int(signal_number)})
+
+    def _signal_host(self, host: int, number: int) -> int:
+        self.settings.check_host(host)
+        return int(self._keeper.ask("signal_host", {"host": host, "signal": int(number)})["num_processes"])
+
+    def _set_cut(self, host: int, other: int | None, *, is_cut: bool) -> None:
+        self.settings.check_host(host)
+        if other is None:
+            self._shape(self.settings.with_access(host, replace(self.settings.accesses[host], is_cut=is_cut)))
+        else:
+            self.set_link(host, other, is_cut=is_cut)
+
+    def _shape(self, settings: LabSettings) -> None:
+        self._keeper.ask("shape", {"settings": settings.to_json()})
+        self.settings = settings
+
+    def _note_exit(self, number: int, exit_code: int | None) -> None:
+        process = self._processes.pop(number, None)
+        if process is not None:
+            process.end(exit_code)
+
+
+@contextlib.contextmanager
+def _files(*wanted: File) -> Any:
+    opened, numbers = [], []
+    for file in wanted:
+        if file == subprocess.DEVNULL:
+            opened.append(os.open(os.devnull, os.O_RDWR))
+            numbers.append(opened[-1])
+        else:
+            numbers.append(file if isinstance(file, int) else file.fileno())
+    try:
+        yield numbers
+    finally:
+        for number in opened:
+            os.close(number)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

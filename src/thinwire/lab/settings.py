@@ -1,0 +1,245 @@
+"""What a lab looks like: how many hosts, how fast each one's access is, and what lies between each two."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from thinwire.units import parse_rate, parse_seconds
+
+MAX_HOSTS = 200
+SLOWEST_BITS_PER_S = 8_000.0
+FASTEST_BITS_PER_S = 32e9
+LONGEST_S = 60.0
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How one host hangs on the network.
+
+    Attributes:
+        up_bits_per_s: What it can send, headers of the link layer included; None is no limit.
+        down_bits_per_s: What it can receive; None is no limit.
+        is_cut: Whether its cable is pulled: nothing comes or goes, and nobody is told.
+    """
+
+    up_bits_per_s: float | None = None
+    down_bits_per_s: float | None = None
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for rate in (self.up_bits_per_s, self.down_bits_per_s):
+            _check_rate(rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What lies between two hosts, one way.
+
+    Attributes:
+        rate_bits_per_s: Its own limit, beside those of the hosts' accesses; None is no limit.
+        latency_s: Time that a packet needs one way; ping shows the sum of both ways.
+        jitter_s: The latency varies evenly within plus or minus this; packets keep their order.
+        loss: Probability that a packet is lost, in [0, 1).
+        is_cut: Whether every packet is lost.
+    """
+
+    rate_bits_per_s: float | None = None
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _check_rate(self.rate_bits_per_s)
+        for name, value in (("latency", self.latency_s), ("jitter", self.jitter_s)):
+            if not 0 <= value <= LONGEST_S:
+                raise ValueError(f"the {name} must be between 0 and {LONGEST_S:g} s, got {value:g} s")
+        if self.jitter_s > self.latency_s:
+            raise ValueError(
+                f"the jitter must not exceed the latency {self.latency_s:g} s, got {self.jitter_s:g} s: a packet "
+                f"cannot arrive before it was sent"
+            )
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"the loss must be in [0, 1), got {self.loss:g}; cut a link to lose everything")
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether packets need time, or get lost by chance."""
+        return self.latency_s > 0 or self.loss > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabSettings:
+    """A whole lab.
+
+    Attributes:
+        accesses: One a host.
+        link: Between any two hosts that `links` does not name.
+        links: By (source, destination), each one way.
+        seed: Of losses and jitter.
+    """
+
+    accesses: tuple[Access, ...]
+    link: Link = field(default_factory=Link)
+    links: Mapping[Pair, Link] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers of hosts."""
+        if not 1 <= self.num_hosts <= MAX_HOSTS:
+            raise ValueError(f"a lab has 1 to {MAX_HOSTS} hosts, got {self.num_hosts}")
+        for source, destination in self.links:
+            self.check_host(source)
+            self.check_host(destination)
+            if source == destination:
+                raise ValueError(f"a link joins two different hosts, got {source}-{destination}")
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return len(self.accesses)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether any packet needs time, or gets lost by chance."""
+        return self.link.is_delayed or any(link.is_delayed for link in self.links.values())
+
+    def between(self, source: int, destination: int) -> Link:
+        """Return what lies between two hosts, one way."""
+        return self.links.get((source, destination), self.link)
+
+    def check_host(self, host: int) -> None:
+        """Refuse a number that no host has.
+
+        Raises:
+            ValueError: Names the number and those that exist.
+        """
+        if not 0 <= host < self.num_hosts:
+            raise ValueError(f"there is no host {host}; this lab has the hosts 0 to {self.num_hosts - 1}")
+
+    def with_access(self, host: int, access: Access) -> LabSettings:
+        """Return the lab with another access for one host."""
+        self.check_host(host)
+        accesses = (*self.accesses[:host], access, *self.accesses[host + 1 :])
+        return replace(self, accesses=accesses)
+
+    def with_link(self, source: int, destination: int, link: Link) -> LabSettings:
+        """Return the lab with something else between two hosts, one way."""
+        return replace(self, links=MappingProxyType({**self.links, (source, destination): link}))
+
+    def to_json(self) -> dict[str, Any]:
+        """Write the settings as plain values; `from_json` reads them."""
+        return {
+            "accesses": [_fields(access) for access in self.accesses],
+            "link": _fields(self.link),
+            "links": [[*pair, _fields(link)] for pair, link in sorted(self.links.items())],
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LabSettings:
+        """Read what `to_json` wrote."""
+        return cls(
+            accesses=tuple(Access(**access) for access in values["accesses"]),
+            link=Link(**values["link"]),
+            links=MappingProxyType({(source, to): Link(**link) for source, to, link in values["links"]}),
+            seed=values["seed"],
+        )
+
+
+def parse_access(text: str) -> Access:
+    """Read `5mbit` (both ways) or `50mbit/10mbit` (down and up, the order in which providers write it).
+
+    Raises:
+        ValueError: It is neither, or out of range.
+
+    Example:
+        >>> parse_access("50mbit/10mbit").up_bits_per_s
+        10000000.0
+    """
+    down, slash, up = text.partition("/")
+    down_bits_per_s = parse_rate(down)
+    return Access(down_bits_per_s=down_bits_per_s, up_bits_per_s=parse_rate(up) if slash else down_bits_per_s)
+
+
+def parse_host(text: str) -> tuple[int, Access]:
+    """Read `1=50mbit/10mbit`: a host's number and its access.
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*=(.+)", text)
+    if match is None:
+        raise ValueError(f"a host's access must look like '1=50mbit/10mbit' (host=down/up), got {text!r}")
+    return int(match.group(1)), parse_access(match.group(2))
+
+
+def parse_link(text: str, *, base: Link) -> dict[Pair, Link]:
+    """Read `0-1=1mbit`, `0-1=20mbit,40ms,5ms,0.1%` or, one way only, `0>1=1mbit`.
+
+    Args:
+        text: Hosts, then a rate, a latency, a jitter and a loss; each may be left out, a second time is the jitter.
+        base: What holds for what is left out.
+
+    Raises:
+        ValueError: It is not of that form.
+
+    Example:
+        >>> sorted(parse_link("0-1=1mbit", base=Link()))
+        [(0, 1), (1, 0)]
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*([->])\s*(\d+)\s*=(.+)", text)
+    if match is None:
+        raise ValueError(f"a link must look like '0-1=1mbit', '0-1=20mbit,40ms,5ms,0.1%' or '0>1=1mbit', got {text!r}")
+    source, destination = int(match.group(1)), int(match.group(3))
+    values: dict[str, Any] = {}
+    for part in match.group(4).split(","):
+        values.update(_link_part(part.strip(), has_latency="latency_s" in values))
+    link = replace(base, **values)
+    pairs = [(source, destination)] if match.group(2) == ">" else [(source, destination), (destination, source)]
+    return dict.fromkeys(pairs, link)
+
+
+def parse_loss(text: str) -> float:
+    """Read `0.1%` or `0.001` as a probability.
+
+    Raises:
+        ValueError: It is neither.
+
+    Example:
+        >>> parse_loss("0.1%")
+        0.001
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*(%?)\s*", text)
+    if match is None:
+        raise ValueError(f"a loss must look like '0.1%' or '0.001', got {text!r}")
+    return float(match.group(1)) / (100 if match.group(2) else 1)
+
+
+def _link_part(part: str, *, has_latency: bool) -> dict[str, Any]:
+    if part == "cut":
+        return {"is_cut": True}
+    if part.endswith("%"):
+        return {"loss": parse_loss(part)}
+    if re.search(r"[0-9](us|ms|s|min)$", part):
+        return {"jitter_s" if has_latency else "latency_s": parse_seconds(part)}
+    return {"rate_bits_per_s": parse_rate(part)}
+
+
+def _fields(value: Access | Link) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def _check_rate(rate: float | None) -> None:
+    if rate is not None and not (math.isfinite(rate) and SLOWEST_BITS_PER_S <= rate <= FASTEST_BITS_PER_S):
+        raise ValueError(
+            f"a rate must be between 8kbit and 32gbit a second, got {rate:g} bit/s; leave it out for no limit"
+        )

@@ -1,0 +1,151 @@
+"""Makes a lab's network by `ip` and `tc`, and changes it while commands run. Lives in the keeper."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from thinwire.errors import LabError
+from thinwire.lab import network
+from thinwire.lab.namespaces import HostWorld, make_host
+from thinwire.lab.settings import LabSettings
+
+_SET_INTERFACE, _TAP, _NO_PACKET_INFO = 0x4004_54CA, 0x0002, 0x1000
+_TOOL_S = 30.0
+Lines = Callable[[LabSettings, int], list[str]]
+
+
+class Wiring:
+    """The hosts and all cables between them.
+
+    Args:
+        settings: How it begins.
+        folder: Takes the hosts' `/etc/hosts`.
+        force_relay: Whether delays shall be possible later, though none is asked for now.
+
+    Attributes:
+        worlds: One a host.
+        has_netem: Whether the kernel makes delays itself.
+        relay_id: Process id of our relay, if there is one.
+
+    Raises:
+        LabError: `ip` or `tc` refused.
+    """
+
+    def __init__(self, settings: LabSettings, *, folder: Path, force_relay: bool) -> None:
+        names = folder / "hosts"
+        names.write_text(network.hosts_file(settings.num_hosts))
+        self._settings = settings
+        self.has_netem = can_netem()
+        is_relayed = not self.has_netem and (settings.is_delayed or force_relay)
+        self.worlds = [make_host(network.name_of(host), hosts_file=names) for host in range(settings.num_hosts)]
+        run("ip", network.switch_lines())
+        taps = [(open_tap(network.tap_of(h)), open_tap(network.port_of(h))) for h in self._hosts] if is_relayed else []
+        for host, world in enumerate(self.worlds):
+            lines = network.cable_lines(host, network_path=world.network_path, is_relayed=is_relayed)
+            run("ip", lines, files=[world.network])
+            run("ip", network.host_lines(settings, host), world=world)
+            for tool, make, on_host in self._shapes():
+                run(tool, make(settings, host), world=world if on_host else None)
+        self._control: int | None = None
+        self.relay_id = self._start_relay(taps) if is_relayed else None
+
+    def change(self, settings: LabSettings) -> None:
+        """Take other settings; hosts for which nothing changes are not touched.
+
+        Raises:
+            LabError: `ip` or `tc` refused.
+        """
+        before, self._settings = self._settings, settings
+        for host, world in enumerate(self.worlds):
+            for tool, make, on_host in self._shapes():
+                lines = make(settings, host)
+                if lines == make(before, host):
+                    continue
+                if tool == "tc":
+                    interface = network.INTERFACE if on_host else network.port_of(host)
+                    # without --force the first error would end it, and there may be nothing to remove
+                    lines = [f"qdisc replace dev {interface} root pfifo", f"qdisc del dev {interface} root", *lines]
+                run(tool, lines, world=world if on_host else None)
+        if self._control is not None:
+            os.write(self._control, json.dumps(settings.to_json()).encode() + b"\n")
+
+    @property
+    def _hosts(self) -> range:
+        return range(self._settings.num_hosts)
+
+    def _shapes(self) -> list[tuple[str, Lines, bool]]:
+        """Return what depends on settings that may change: tool, lines, and whether it is done on the host."""
+
+        def upload(settings: LabSettings, host: int) -> list[str]:
+            return network.upload_lines(settings, host, has_netem=self.has_netem)
+
+        return [
+            ("ip", network.attachment_lines, False),
+            ("ip", network.segment_lines, True),
+            ("tc", upload, True),
+            ("tc", network.download_lines, False),
+        ]
+
+    def _start_relay(self, taps: Sequence[tuple[int, int]]) -> int:
+        control, self._control = os.pipe()
+        ports = [f"{host_file}:{switch_file}" for host_file, switch_file in taps]
+        settings = json.dumps(self._settings.to_json())
+        command = [sys.executable, "-m", "thinwire.lab.relay", settings, str(control), *ports]
+        files = [control, *(file for pair in taps for file in pair)]
+        process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
+        process.returncode = 0  # the keeper waits for all its children
+        for file in files:
+            os.close(file)
+        return process.pid
+
+
+def can_netem() -> bool:
+    """Tell whether this kernel makes delays itself; leaves nothing behind."""
+    tried = subprocess.run(
+        ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"],
+        check=False, capture_output=True, timeout=_TOOL_S,
+    )  # fmt: skip
+    if tried.returncode == 0:
+        run("tc", ["qdisc del dev lo root"])
+    return tried.returncode == 0
+
+
+def open_tap(name: str) -> int:
+    """Make a TAP device in the present network namespace; it exists as long as the file is open.
+
+    Raises:
+        LabError: The kernel has none.
+    """
+    try:
+        file = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+        request = struct.pack("16sH22x", name.encode(), _TAP | _NO_PACKET_INFO)
+        fcntl.ioctl(file, _SET_INTERFACE, request)
+    except OSError as error:
+        raise LabError(
+            f"delays, jitter and losses need netem or TAP devices, and this kernel refuses both "
+            f"(/dev/net/tun: {error.strerror}); load the module: modprobe tun, or modprobe sch_netem"
+        ) from None
+    return file
+
+
+def run(tool: str, lines: Sequence[str], *, world: HostWorld | None = None, files: Sequence[int] = ()) -> None:
+    """Run a batch of `ip` or `tc` here or on a host.
+
+    Raises:
+        LabError: It refused; names the line.
+    """
+    if not lines:
+        return
+    done = subprocess.run(
+        [tool, "-batch", "-"], check=False, input="\n".join(lines) + "\n", capture_output=True, text=True,
+        timeout=_TOOL_S, pass_fds=files, preexec_fn=None if world is None else world.enter,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise LabError(f"{tool} refused a part of the lab: {' '.join(done.stderr.split())}; lines: {'; '.join(lines)}")
