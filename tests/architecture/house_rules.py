@@ -10,8 +10,11 @@ from source_tree import calls, dotted, imported, is_within
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
 # Where a part of torch.distributed may be named, other than in transport/: torch's launcher starts the workers of
-# `thinwire train`, and DTensor says which shard of the model a rank holds.
+# `thinwire train`, DTensor says which shard of the model a rank holds, and the references of the benchmark are built on
+# it.
 LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
+# What thinwire is measured against: torch's own data parallelism, and the group that torchft's users give it.
+REFERENCES = "bench/references/"
 SHARDS = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.fsdp")
 OBJECT_MODULES = ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 OBJECT_COLLECTIVES = (
@@ -25,7 +28,7 @@ OBJECT_COLLECTIVES = (
 
 
 def torch_distributed_outside_the_transport(name: str, tree: ast.Module) -> Iterator[str]:
-    if name.startswith("transport/"):
+    if name.startswith(("transport/", REFERENCES)):
         return
     allowed = LAUNCHER if name.startswith(("cli/", "training/")) else SHARDS if name == "compat.py" else ()
     used = [*imported(tree)]
@@ -49,7 +52,8 @@ def printing_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[s
 
 
 def environment_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[str]:
-    if name.startswith("cli/") or name == "transport/connect.py":
+    # the keeper hands the environment of the one who made the lab on to the commands that it starts
+    if name.startswith("cli/") or name in ("transport/connect.py", "lab/keeper.py"):
         return
     reads = ("os.environ", "os.getenv", "os.putenv")
     used = [*imported(tree), *((dotted(node), getattr(node, "lineno", 0)) for node in ast.walk(tree))]

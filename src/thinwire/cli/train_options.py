@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import os
-import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from thinwire.cli.words import read_words
 from thinwire.training.config import FREE, TrainConfig, read_config, resolve
 
 
@@ -24,16 +22,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         ValueError: The words are no options of this command; in one line.
         SystemExit: After `--help`.
     """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            shown = tyro.cli(
-                _as_shown(), prog="thinwire train", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,)
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ValueError(_one_line(said.getvalue())) from None
+    shown = read_words(_as_shown(), arguments, prog="thinwire train")
     return TrainConfig(**{field.name: getattr(shown, field.name) for field in dataclasses.fields(TrainConfig)})
 
 
@@ -93,13 +82,3 @@ def _is_named(name: str, arguments: Sequence[str]) -> bool:
     flag = name.replace("_", "-")
     heads = {word.split("=", 1)[0].replace("_", "-") for word in arguments if word.startswith("--")}
     return f"--{flag}" in heads or f"--no-{flag}" in heads
-
-
-def _one_line(text: str) -> str:
-    """Press the parser's panel into one line: what is wrong, and what was meant perhaps."""
-    lines = [re.sub(r"^[│|]?\s*(.*?)\s*[│|]?$", r"\1", line) for line in text.splitlines()]
-    parts = "\n".join(line for line in lines if not line.startswith(("╭", "╰"))).split("───")
-    problem = " ".join(parts[0].split()).partition(" Got errors")[0].replace("{None}|", "")
-    meant = re.search(r"Perhaps you meant:\s*(--[\w-]+)", text.replace("│", " "))
-    hint = f"; did you mean {meant.group(1)}?" if meant else ""
-    return f"{problem}{hint}; see thinwire train --help"

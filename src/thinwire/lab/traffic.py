@@ -14,8 +14,9 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from thinwire.lab.lab import Lab
 from thinwire.lab.process import HostProcess
@@ -67,9 +68,9 @@ def measure_rate(lab: Lab, source: int, destination: int, *, seconds: float = 2.
 
 def measure_delays(lab: Lab, source: int, destination: int, *, packets: int = 200, interval_s: float = 0.005) -> Delays:
     """Send small packets, one after the other, and return what became of them."""
-    with tempfile.TemporaryFile() as heard:
-        command = _command("hear", str(_PORT), str(packets), str(packets * interval_s + _SLACK_S / 4))
-        hearing = lab.start(command, host=destination, stdout=heard.fileno())
+    with tempfile.NamedTemporaryFile() as heard:
+        command = _command("hear", str(_PORT), str(packets), str(packets * interval_s + _SLACK_S / 4), heard.name)
+        hearing = lab.start(command, host=destination)
         _wait_for_port(lab, destination)
         words = _command("tick", lab.address(destination), str(_PORT), str(packets), str(interval_s))
         lab.start(words, host=source).wait(deadline_s=packets * interval_s + _SLACK_S)
@@ -85,10 +86,10 @@ def measure_delays(lab: Lab, source: int, destination: int, *, packets: int = 20
 
 
 @contextlib.contextmanager
-def _running(lab: Lab, words: Sequence[str], *, host: int) -> object:
+def _running(lab: Lab, words: Sequence[str], *, host: int) -> Iterator[None]:
     process: HostProcess = lab.start(_command(*words), host=host)
     try:
-        yield process
+        yield
     finally:
         process.kill()
 
@@ -134,8 +135,9 @@ def _connected(address: str, port: int) -> socket.socket:
             time.sleep(0.02)
 
 
-def _hear(port: str, packets: str, seconds: str) -> None:
-    arrived, end_s = [], time.monotonic() + float(seconds)
+def _hear(port: str, packets: str, seconds: str, path: str) -> None:
+    arrived: list[tuple[int, float]] = []
+    end_s = time.monotonic() + float(seconds)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         end.bind(("", int(port)))
@@ -146,7 +148,7 @@ def _hear(port: str, packets: str, seconds: str) -> None:
                 arrived.append((number, time.monotonic() - sent_s))
                 # the last packets may be the lost ones: do not wait long for those
                 end_s = min(end_s, time.monotonic() + 2) if number >= int(packets) - 20 else end_s
-    sys.stdout.write(json.dumps(arrived))
+    Path(path).write_text(json.dumps(arrived))
 
 
 def _tick(address: str, port: str, packets: str, interval_s: str) -> None:
@@ -158,5 +160,7 @@ def _tick(address: str, port: str, packets: str, interval_s: str) -> None:
             end.sendto(_STAMP.pack(number, time.monotonic()), (address, int(port)))
 
 
+_PARTS: dict[str, Callable[..., None]] = {"sink": _sink, "flood": _flood, "hear": _hear, "tick": _tick}
+
 if __name__ == "__main__":
-    {"sink": _sink, "flood": _flood, "hear": _hear, "tick": _tick}[sys.argv[1]](*sys.argv[2:])
+    _PARTS[sys.argv[1]](*sys.argv[2:])
