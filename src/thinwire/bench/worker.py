@@ -43,6 +43,7 @@ from thinwire.errors import DesyncError
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.files import write_whole
 from thinwire.training.models import PRESETS, build_model
+from thinwire.training.models.presets import preset
 from thinwire.training.notes import tell_all
 from thinwire.training.summary import describe_machine, parameters_sha256
 from thinwire.transport.connect import connect
@@ -103,6 +104,7 @@ class WorkerOptions:
     def __post_init__(self) -> None:
         """Check the ranges; what concerns the method alone is checked by the method."""
         contender(self.contender)
+        preset(self.model)
         for name in ("steps", "batch_size", "seq_len", "eval_batches", "threads", "timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -51,6 +51,8 @@ def load_torchft() -> SimpleNamespace:
             for name in ("coordination", "local_sgd", "manager", "process_group")
         }
     except ModuleNotFoundError as error:
+        if error.name is not None and not error.name.startswith("torchft"):
+            raise  # it is there, and lacks something of its own
         raise MissingExtra.of("torchft", extra="bench") from error
     return SimpleNamespace(**found)
 
