@@ -60,7 +60,10 @@ def port_of(host: int) -> str:
 
 def hosts_file(num_hosts: int) -> str:
     """Return the text of every host's `/etc/hosts`."""
-    lines = ["127.0.0.1 localhost", *(f"{address_of(host)} {name_of(host)}" for host in range(num_hosts))]
+    lines = ["127.0.0.1 localhost"]
+    for host in range(num_hosts):
+        # the second form is what a socket for both versions of IP asks for
+        lines += [f"{address_of(host)} {name_of(host)}", f"::ffff:{address_of(host)} {name_of(host)}"]
     return "\n".join(lines) + "\n"
 
 
