@@ -231,7 +231,7 @@ class Lab:
         """Change a host's access while commands run: `"5mbit"`, `"50mbit/10mbit"` or None."""
         access = Access() if rate is None else parse_access(rate)
         self.settings.check_host(host)
-        self._shape(self.settings.with_access(host, replace(access, is_cut=self.settings.accesses[host].is_cut)))
+        self.shape(self.settings.with_access(host, replace(access, is_cut=self.settings.accesses[host].is_cut)))
 
     def set_link(self, source: int, destination: int, **changes: Any) -> None:
         """Change what lies between two hosts, both ways, while commands run.
@@ -250,9 +250,7 @@ class Lab:
         settings = self.settings
         for pair in ((source, destination), (destination, source)):
             settings = settings.with_link(*pair, replace(settings.between(*pair), **changes))
-        if settings.is_delayed and not self.delays_by:
-            raise ValueError("this lab was made without delays; make it with Lab(..., can_delay=True)")
-        self._shape(settings)
+        self.shape(settings)
 
     def cut(self, host: int, other: int | None = None) -> None:
         """Pull a host's cable, or cut the link between two hosts: packets vanish, and nobody is told."""
@@ -313,11 +311,20 @@ class Lab:
     def _set_cut(self, host: int, other: int | None, *, is_cut: bool) -> None:
         self.settings.check_host(host)
         if other is None:
-            self._shape(self.settings.with_access(host, replace(self.settings.accesses[host], is_cut=is_cut)))
+            self.shape(self.settings.with_access(host, replace(self.settings.accesses[host], is_cut=is_cut)))
         else:
             self.set_link(host, other, is_cut=is_cut)
 
-    def _shape(self, settings: LabSettings) -> None:
+    def shape(self, settings: LabSettings) -> None:
+        """Change everything at once, to a whole lab's settings, while commands run.
+
+        Raises:
+            ValueError: Another number of hosts, or a delay in a lab that cannot delay.
+        """
+        if settings.num_hosts != self.num_hosts:
+            raise ValueError(f"this lab has {self.num_hosts} hosts, got settings for {settings.num_hosts}")
+        if settings.is_delayed and not self.delays_by:
+            raise ValueError("this lab was made without delays; make it with Lab(..., can_delay=True)")
         self._keeper.ask("shape", {"settings": settings.to_json()})
         self.settings = settings
 

@@ -1,0 +1,148 @@
+"""Which runs the wire benchmark is made of, and how many steps each may take. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire.bench.contenders import Contender, contender
+from thinwire.lab.settings import Access, LabSettings, Link
+
+# What a step of `nano` with the default batch takes on one core, to the nearest power of two: only for budgets.
+_STEP_S = 0.25
+_FLOAT32_BYTES = 4
+_FEWEST_STEPS = 3
+E3M0_BITS = 4.125
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """What all hosts of a run are joined by.
+
+    Attributes:
+        rate_bits_per_s: Each host's access, both ways; None is no limit.
+        latency_s: One-way time between hosts.
+        jitter_s: How far it varies.
+        loss: Probability that a packet is lost.
+    """
+
+    rate_bits_per_s: float | None = None
+    latency_s: float = 0.0
+    jitter_s: float = 0.0
+    loss: float = 0.0
+
+    def settings(self, num_hosts: int) -> LabSettings:
+        """Return the lab with this wire."""
+        access = Access(up_bits_per_s=self.rate_bits_per_s, down_bits_per_s=self.rate_bits_per_s)
+        link = Link(latency_s=self.latency_s, jitter_s=self.jitter_s, loss=self.loss)
+        return LabSettings(accesses=(access,) * num_hosts, link=link)
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether packets need time or get lost."""
+        return self.latency_s > 0 or self.loss > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One run: a contender on a wire.
+
+    Attributes:
+        contender: Its name.
+        num_hosts: One replica each.
+        wire: What joins them.
+        repeat: Counts the repeats from 0.
+        sync_interval: H.
+        overlap_steps: tau.
+        warmup_steps: Steps on a wire without limits, not measured.
+        measured_steps: Steps that are measured.
+        pace: Whether the sender spreads each transfer over its overlap.
+    """
+
+    contender: str
+    num_hosts: int
+    wire: Wire
+    repeat: int
+    sync_interval: int
+    overlap_steps: int
+    warmup_steps: int
+    measured_steps: int
+    pace: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Write it as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Cell:
+        """Read what `to_json` wrote."""
+        return cls(**{**values, "wire": Wire(**values["wire"])})
+
+
+def cells(
+    *,
+    contenders: Sequence[str],
+    num_hosts: Sequence[int],
+    wires: Sequence[Wire],
+    repeats: Iterable[int],
+    sync_interval: int = 30,
+    overlap_steps: int = 3,
+    intervals: int = 2,
+    budget_s: float = 120.0,
+    num_parameters: int = 3_050_000,
+) -> Iterator[Cell]:
+    """Yield the runs, a contender's wires one after the other, so that ratios compare what ran at the same time.
+
+    A contender that exchanges every step runs so many of them as fit the budget, because a step of it can take minutes;
+    the others run whole intervals.
+
+    Args:
+        contenders: Names.
+        num_hosts: Numbers of hosts.
+        wires: Each contender's wires; the one without a limit is what ratios refer to.
+        repeats: Numbers of the repeats.
+        sync_interval: H.
+        overlap_steps: tau.
+        intervals: Intervals that are measured.
+        budget_s: About how long a contender that exchanges every step may take, in seconds.
+        num_parameters: Of the model; for the budget.
+    """
+    for repeat in repeats:
+        for hosts in num_hosts:
+            for name in contenders:
+                for wire in wires:
+                    chosen = contender(name)
+                    warmup, measured = sync_interval, intervals * sync_interval
+                    if exchanges_every_step(chosen):
+                        warmup = _FEWEST_STEPS
+                        step_s = _STEP_S + _transfer_s(chosen, wire, num_hosts=hosts, num_parameters=num_parameters)
+                        measured = max(_FEWEST_STEPS, min(measured, int(budget_s / step_s)))
+                    yield Cell(
+                        contender=name, num_hosts=hosts, wire=wire, repeat=repeat, sync_interval=sync_interval,
+                        overlap_steps=overlap_steps, warmup_steps=warmup, measured_steps=measured,
+                    )  # fmt: skip
+
+
+def exchanges_every_step(chosen: Contender) -> bool:
+    """Tell whether a contender exchanges at every step."""
+    return chosen.kind in ("every-step", "ddp")
+
+
+def deadline_s(cell: Cell, *, num_parameters: int = 3_050_000) -> float:
+    """Return how long a run may take before something must have gone wrong: ten times what it should."""
+    chosen = contender(cell.contender)
+    transfer_s = _transfer_s(chosen, cell.wire, num_hosts=cell.num_hosts, num_parameters=num_parameters)
+    steps = cell.warmup_steps + cell.measured_steps
+    rounds = cell.measured_steps if exchanges_every_step(chosen) else steps / cell.sync_interval + 1
+    return 120 + 10 * (steps * _STEP_S * cell.num_hosts + (rounds + 1) * transfer_s)
+
+
+def _transfer_s(chosen: Contender, wire: Wire, *, num_hosts: int, num_parameters: int) -> float:
+    if wire.rate_bits_per_s is None:
+        return 0.0
+    copies = 2 * (num_hosts - 1) / num_hosts if exchanges_every_step(chosen) else num_hosts - 1
+    payload_bytes = num_parameters * (E3M0_BITS / 8 if chosen.codec == "e3m0" else _FLOAT32_BYTES)
+    if chosen.powersgd_rank:
+        payload_bytes /= 20
+    return copies * payload_bytes * 8 / wire.rate_bits_per_s
