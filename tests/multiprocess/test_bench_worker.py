@@ -33,7 +33,7 @@ def as_rank(lines: Sequence[Sequence[str]], ports: Sequence[int]) -> list[tuple[
     for words, port in zip(lines, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         err = io.StringIO()
-        own = [word.format(rank=os.environ["RANK"]) for word in words]
+        own = [word.replace("{own seed}", os.environ["RANK"]) for word in words]
         with contextlib.redirect_stderr(err):
             code = main(own)
         done.append((code, err.getvalue()))
@@ -169,8 +169,7 @@ def test_settings_are_written_as_they_were_in_effect(found: dict[str, list[dict[
 
 def test_hosts_with_different_options_are_refused_on_both(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
-    # each rank's own seed, by its number
-    lines = [command("diloco", folder, "--seed", "{rank}")]
+    lines = [command("diloco", folder, "--seed", "{own seed}")]
     for code, stderr in (
         done[0] for done in values(run(as_rank, num_ranks=2, arguments={"lines": lines, "ports": [free_port()]}))
     ):

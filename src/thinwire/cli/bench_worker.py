@@ -27,6 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.transport.connect import GLOO_INTERFACE
 
     try:
+        # one command line serves all hosts
+        given["result"] = Path(str(given["result"]).replace("{rank}", os.environ.get("RANK", "0")))
         if given["address"] is None:
             given["address"] = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         # torchft makes a gloo group of its own, which asks this variable where to listen
@@ -49,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contender", required=True)
     for name in ("--steps", "--sync-interval", "--overlap-steps", "--warmup-steps"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--result", type=Path, required=True, help="file of numbers; {rank} in it stands for the rank")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "thinwire")
     parser.add_argument("--address", help="this host's IPv4 address; by default the one MASTER_ADDR is reached from")
     optional = {"batch-size": 4, "seq-len": 128, "seed": 0, "eval-batches": 20, "threads": 1}
