@@ -58,6 +58,7 @@ class Exchange(Protocol):
     def steps(
         self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
         kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
+        spread_s: float = 0.0,
     ) -> Steps:  # fmt: skip
         """Return the generator that averages `tensor` over `peers`.
 
@@ -71,6 +72,7 @@ class Exchange(Protocol):
             reference_hash: Hash of the value that the tensor refers to, told to the peers.
             seed: Selects the random stream of a stochastic codec; must differ between replicas and rounds.
             must_be_finite: Whether NaN or infinity in a payload is an error that names its sender.
+            spread_s: Seconds over which this replica may spread what it sends.
 
         Raises:
             NonFiniteError: A replica sent NaN or infinity, and it must not or the codec cannot carry it.
@@ -94,6 +96,7 @@ class AllGather:
     def steps(
         self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
         kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
+        spread_s: float = 0.0,
     ) -> Steps:  # fmt: skip
         """See `Exchange.steps`."""
         numel, device = tensor.numel(), tensor.device
@@ -101,7 +104,7 @@ class AllGather:
         del tensor  # while the round is in flight, only its payload takes memory
         envelope = Envelope(
             kind=kind, round_id=round_id, fragment=fragment, codec_id=self.codec.wire_id, numel=numel,
-            payload_bytes=own.numel(), reference_hash=reference_hash,
+            payload_bytes=own.numel(), reference_hash=reference_hash, spread_s=spread_s,
         )  # fmt: skip
         receives = tuple(transport.receive(source=peer, envelope=envelope) for peer in peers.others)
         on_host = own.cpu()
@@ -134,14 +137,16 @@ class TwoPhase:
     def steps(
         self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
         kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
+        spread_s: float = 0.0,
     ) -> Steps:  # fmt: skip
         """See `Exchange.steps`."""
         flat, numel, device = tensor.reshape(-1), tensor.numel(), tensor.device
         shards = shard_bounds(numel, num_shards=len(peers.members), block=self.codec.block)
         bounds = dict(zip(peers.members, shards, strict=True))
         blank = Envelope(
-            kind=kind, round_id=round_id, fragment=fragment, codec_id=self.codec.wire_id, reference_hash=reference_hash
-        )
+            kind=kind, round_id=round_id, fragment=fragment, codec_id=self.codec.wire_id,
+            reference_hash=reference_hash, spread_s=spread_s / 2,  # the second phase takes as long again
+        )  # fmt: skip
 
         def envelope(owner: int, phase: int) -> Envelope:
             size = bounds[owner][1] - bounds[owner][0]

@@ -28,6 +28,7 @@ class Numbers:
         timeout_s: Seconds that any one wait for a peer may last.
         address: This host's IPv4 address.
         seed: Base of stochastic codecs.
+        pace: Whether our methods spread what they send over their overlap.
     """
 
     sync_interval: int
@@ -35,6 +36,7 @@ class Numbers:
     timeout_s: float
     address: str
     seed: int = 0
+    pace: bool = False
 
 
 def _nothing() -> None:
@@ -124,8 +126,9 @@ def _own_trainer(
 ) -> Trainer:  # fmt: skip
     method = contender.method(sync_interval=numbers.sync_interval, overlap_steps=numbers.overlap_steps)
     optimizer = DistributedOptimizer(
-        model, inner, method=method, transport=transport, minimum_deadline_s=numbers.timeout_s, seed=numbers.seed
-    )
+        model, inner, method=method, transport=transport, minimum_deadline_s=numbers.timeout_s, seed=numbers.seed,
+        pace=numbers.pace,
+    )  # fmt: skip
     return Trainer(
         optimizer=optimizer,
         loss=loss_of(model),

@@ -59,7 +59,10 @@ def run_cell(cell: Cell, *, cache_dir: Path, timeout_s: float | None = None) -> 
 
 
 def kernel_numbers(samples: Sequence[Sample], hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the kernel counted for each host: in the measured steps, and to the end of the final exchange.
+    """Return what the kernel counted for each host: in the measured steps, and to the end of its process.
+
+    A message counts as sent when the kernel has taken it; its last bytes may leave later. So bytes are held against
+    payloads only at the very end, when all have left.
 
     Args:
         samples: The lab's.
@@ -67,13 +70,12 @@ def kernel_numbers(samples: Sequence[Sample], hosts: Sequence[dict[str, Any]]) -
     """
     found = []
     for rank, host in enumerate(hosts):
-        began_s, ended_s, closed_s = host["started_unix_s"], host["ended_unix_s"], host["close_ended_unix_s"]
+        began_s, ended_s = host["started_unix_s"], host["ended_unix_s"]
         steps = between(samples, start_s=began_s, end_s=ended_s)
-        whole = between(samples, start_s=began_s, end_s=closed_s)
         found.append(
             {
                 "sent_bytes": steps[-1].sent_bytes[rank] - steps[0].sent_bytes[rank],
-                "sent_bytes_with_close": whole[-1].sent_bytes[rank] - whole[0].sent_bytes[rank],
+                "sent_bytes_to_the_end": samples[-1].sent_bytes[rank] - steps[0].sent_bytes[rank],
                 "peak_sent_bits_per_s": peak_rate(sent_by(steps, host=rank), window_s=PEAK_WINDOW_S),
             }
         )
@@ -90,10 +92,8 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     tokens = sum(host["tokens"] for host in hosts)
     payload = [_sum(host["payload_bytes_sent"], host["close_payload_bytes_sent"]) for host in hosts]
     stalls = [host["stalled_s"] for host in hosts]
-    overhead = None
-    if all(payload):
-        sent = [numbers["sent_bytes_with_close"] for numbers in kernel]
-        overhead = max(out / own for out, own in zip(sent, payload, strict=True) if own)
+    own = [number for number in payload if number]
+    to_the_end = sum(numbers["sent_bytes_to_the_end"] for numbers in kernel)
     return {
         "contender": hosts[0]["contender"],
         "num_hosts": len(hosts),
@@ -106,7 +106,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
         "sent_bytes_per_step": statistics.fmean(n["sent_bytes"] for n in kernel) / result["cell"]["measured_steps"],
         "peak_bits_per_s": max(numbers["peak_sent_bits_per_s"] for numbers in kernel),
         "stalled_s": None if None in stalls else statistics.fmean(stalls),
-        "bytes_over_payload": overhead,
+        "bytes_over_payload": to_the_end / sum(own) if len(own) == len(hosts) else None,
         "val_loss": hosts[0]["val_loss"],
     }
 

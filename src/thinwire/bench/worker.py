@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from thinwire.bench.contenders import contender
 from thinwire.bench.readings import Meter, Reading, closing, span
 from thinwire.bench.trainers import Numbers, Trainer, check_installed, make_trainer
-from thinwire.errors import DesyncError
+from thinwire.errors import DeadlineExceeded, DesyncError
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.files import write_whole
 from thinwire.training.models import PRESETS, build_model
@@ -53,7 +53,8 @@ from thinwire.version import __version__
 _PEAK_LR = 3e-3
 _CLIP_NORM = 1.0
 # Where each host keeps its own.
-_LOCAL_NAMES = ("result", "cache_dir", "address", "data")
+_LOCAL_NAMES = ("result", "cache_dir", "address", "data", "gate")
+_GATE_BEAT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,9 @@ class WorkerOptions:
         model: A preset's name.
         data: As for `open_corpus`.
         tokenizer: `"bpe"` or `"bytes"`.
+        pace: Whether our methods spread what they send over their overlap.
+        gate: Where the wire is changed before the measured steps: after its warm-up a replica makes the file
+            `GATE.RANK`, and waits until `GATE` is there.
 
     Raises:
         ValueError: A number is out of its range, or there is no such contender.
@@ -100,6 +104,8 @@ class WorkerOptions:
     model: str = "nano"
     data: str = "stdlib"
     tokenizer: str = "bpe"
+    pace: bool = False
+    gate: Path | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges; what concerns the method alone is checked by the method."""
@@ -183,6 +189,8 @@ class _Run:
         for _ in range(options.warmup_steps):
             self._step(model, trainer, scheduler, next(batches))
         self._meet()
+        self._pass_gate()
+        self._meet()
         began = self._read(trainer)
         step_s = [
             self._step(model, trainer, scheduler, next(batches)) for _ in range(options.steps - options.warmup_steps)
@@ -227,7 +235,7 @@ class _Run:
         inner = torch.optim.AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
         numbers = Numbers(
             sync_interval=options.sync_interval, overlap_steps=options.overlap_steps, timeout_s=options.timeout_s,
-            address=options.address, seed=options.seed,
+            address=options.address, seed=options.seed, pace=options.pace,
         )  # fmt: skip
         return make_trainer(self._contender, model, inner, numbers=numbers, transport=self._transport, tell=self._tell)
 
@@ -307,6 +315,17 @@ class _Run:
 
     def _meet(self) -> None:
         self._tell({})
+
+    def _pass_gate(self) -> None:
+        gate = self._options.gate
+        if gate is None:
+            return
+        gate.with_name(f"{gate.name}.{self._transport.replica}").write_text("")
+        end_s = time.monotonic() + self._options.timeout_s
+        while not gate.exists():
+            if time.monotonic() > end_s:
+                raise DeadlineExceeded(f"nobody made the file {gate} within {self._options.timeout_s:g} s")
+            time.sleep(_GATE_BEAT_S)
 
 
 def _mean_nll(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--tokenizer", default="bpe")
+    parser.add_argument("--pace", action="store_true")
+    parser.add_argument("--gate", type=Path, help="file to wait for before the measured steps")
     return parser
 
 

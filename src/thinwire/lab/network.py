@@ -69,7 +69,9 @@ def hosts_file(num_hosts: int) -> str:
 
 def switch_lines() -> list[str]:
     """Return what `ip -batch` makes the bridge from."""
-    return ["link set lo up", f"link add {BRIDGE} type bridge forward_delay 0", f"link set {BRIDGE} up"]
+    # a switch that listened to multicast would report so to every host, and be counted
+    bridge = f"link add {BRIDGE} type bridge forward_delay 0 mcast_snooping 0"
+    return ["link set lo up", bridge, f"link set {BRIDGE} up"]
 
 
 def cable_lines(host: int, *, network_path: str, is_relayed: bool) -> list[str]:
@@ -129,10 +131,12 @@ def upload_lines(settings: LabSettings, host: int, *, has_netem: bool) -> list[s
     if not links and not usual:
         return [] if rate is None else [_bucket(INTERFACE, rate)]
     whole = rate or _UNLIMITED_BITS_PER_S
+    # a class may always send at the rate it is promised, so the promises must not add up to more than the access
+    share = whole / (len(links) + 1)
     lines = [
         f"qdisc add dev {INTERFACE} root handle 1: htb default 2",
         _class(whole, at="1:", name="1:1"),
-        _class(whole, at="1:1", name="1:2"),
+        _class(whole, at="1:1", name="1:2", promised=share),
         _leaf(whole, at="1:2", handle=2, netem=usual),
     ]
     for other, link in links.items():
@@ -140,7 +144,7 @@ def upload_lines(settings: LabSettings, host: int, *, has_netem: bool) -> list[s
         own = min(whole, link.rate_bits_per_s or whole)
         netem = _netem(link) if has_netem else ""
         lines += [
-            _class(own, at="1:1", name=f"1:{handle:x}"),
+            _class(own, at="1:1", name=f"1:{handle:x}", promised=min(own, share)),
             _blackhole(handle) if link.is_cut else _leaf(own, at=f"1:{handle:x}", handle=handle, netem=netem),
             f"filter add dev {INTERFACE} parent 1: protocol ip prio 1 u32 "
             f"match ip dst {address_of(other)}/32 flowid 1:{handle:x}",
@@ -161,7 +165,7 @@ def _own_links(settings: LabSettings, host: int, *, has_netem: bool = False) -> 
         is_apart = link.is_cut or link.rate_bits_per_s is not None or (has_netem and link != settings.link)
         if source == host and is_apart:
             found[other] = link
-    if settings.link.rate_bits_per_s is not None:
+    if settings.link.is_cut or settings.link.rate_bits_per_s is not None:
         others = (other for other in range(settings.num_hosts) if other != host)
         found = {other: settings.between(host, other) for other in others}
     return found
@@ -174,11 +178,11 @@ def _bucket(interface: str, rate: float) -> str:
     )
 
 
-def _class(rate: float, *, at: str, name: str) -> str:
-    depth = _bucket_bytes(rate)
+def _class(rate: float, *, at: str, name: str, promised: float | None = None) -> str:
+    least = rate if promised is None else promised
     return (
-        f"class add dev {INTERFACE} parent {at} classid {name} htb rate {rate:.0f}bit ceil {rate:.0f}bit "
-        f"burst {depth} cburst {depth} quantum {FRAME_BYTES}"
+        f"class add dev {INTERFACE} parent {at} classid {name} htb rate {least:.0f}bit ceil {rate:.0f}bit "
+        f"burst {_bucket_bytes(least)} cburst {_bucket_bytes(rate)} quantum {FRAME_BYTES}"
     )
 
 

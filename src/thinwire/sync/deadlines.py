@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 
 
@@ -43,6 +44,10 @@ class Deadlines:
     def observe_step(self, seconds: float) -> None:
         """Take in the time between two steps."""
         self._steps.append(seconds)
+
+    def median_step_s(self) -> float:
+        """Return the median of the latest steps' times, 0 where none has been seen."""
+        return statistics.median(self._steps) if self._steps else 0.0
 
     def observe_round(self, seconds: float, *, num_bytes: int = 0) -> None:
         """Take in the time from a round's launch to its arrival, and the bytes that this replica sent for it."""

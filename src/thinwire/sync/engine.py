@@ -18,6 +18,9 @@ from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Transport
 
+# The rest is for what the receiver does afterwards, and for steps that are quicker than the median.
+_PACED_SHARE = 0.75
+
 
 @dataclass(slots=True)
 class SyncStatistics:
@@ -47,14 +50,16 @@ class Engine:
         transport: Joins the replicas.
         deadlines: Turns measured times into deadlines.
         seed: Base of the streams of stochastic codecs.
+        pace: Whether to spread what is sent over the inner steps until it is applied.
 
     Raises:
         ValueError: The method does not fit the model or the number of replicas.
     """
 
     def __init__(
-        self, model: nn.Module, *, method: Method, transport: Transport, deadlines: Deadlines, seed: int = 0
-    ) -> None:
+        self, model: nn.Module, *, method: Method, transport: Transport, deadlines: Deadlines, seed: int = 0,
+        pace: bool = False,
+    ) -> None:  # fmt: skip
         self.method = method
         self.transport = transport
         self.view = method.view.bind(model)
@@ -66,6 +71,7 @@ class Engine:
         self._alive = tuple(range(transport.num_replicas))
         self._in_flight: dict[int, InFlight] = {}
         self._seed = seed
+        self._pace = pace
         method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
 
     @property
@@ -121,6 +127,7 @@ class Engine:
             # gradients may be infinite: a GradScaler looks for that; a pseudo-gradient may not
             must_be_finite=self.method.view.moment == "after_inner_step",
             seed=derive_seed(self._seed, "round", round.id, self.transport.replica),
+            spread_s=self._spread_s(round),
         )
         # while this round is on its way, at most an interval of inner steps passes, here and at the peers
         num_bytes = self.exchange.sent_bytes(self.view.numel(round.fragment), num_replicas=len(peers.members))
@@ -129,6 +136,11 @@ class Engine:
         self._in_flight[round.id] = launch(steps, round=round, deadline_s=deadline_s, in_background=in_background)
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
+
+    def _spread_s(self, round: Round) -> float:
+        """Return over how long a round may be sent: most of the steps until it is needed, as long as steps take now."""
+        steps = round.apply_step - round.launch_step if self._pace else 0
+        return _PACED_SHARE * steps * self.deadlines.median_step_s()
 
     def _apply(self, number: int, *, is_last: bool = False) -> None:
         flight = self._in_flight[number]

@@ -42,6 +42,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         transport: Joins the replicas: `thinwire.connect()`; None trains alone.
         minimum_deadline_s: Floor of every wait for a peer; above it, deadlines follow measured step times.
         seed: Base of the streams of stochastic codecs.
+        pace: Whether to spread what is sent over most of the inner steps until it is applied, as long as steps take
+            now, rather than to send it as fast as the wire takes it: the same bytes at a lower peak rate.
 
     Raises:
         ValueError: The method does not fit the model, the inner optimizer or the number of replicas.
@@ -66,7 +68,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method, transport: Transport | None = None,
-        minimum_deadline_s: float = 60.0, seed: int = 0,
+        minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False,
     ) -> None:  # fmt: skip
         _check_inner(model, inner)
         self.inner = inner
@@ -81,7 +83,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
         agree(model, description=description, transport=self.transport, deadline_s=deadline_s)
-        self._engine = Engine(model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed)
+        self._engine = Engine(
+            model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed, pace=pace
+        )
         self._steps_done = 0
         self._buffer_rounds = 0
         self._gradient_rounds = 0

@@ -49,6 +49,10 @@ def make_method(config: TrainConfig) -> Method:
         if name not in takes:
             raise ValueError(f"{flag(name)} does not go with --method {config.method}: {reason}; leave it out")
         arguments[name] = value
+    if config.pace and "overlap_steps" not in takes:
+        raise ValueError(
+            f"--pace does not go with --method {config.method}: {_METHOD_OPTIONS['overlap_steps']}; leave it out"
+        )
     if config.codec is not None:
         arguments["codec"] = codecs.by_name(config.codec)
     return recipe(**arguments)

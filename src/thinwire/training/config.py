@@ -17,7 +17,7 @@ from thinwire.version import __version__
 # Options that do not change what is computed: a resumed run may be given others, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "join_deadline_s",
-    "log_every", "tensorboard", "wandb", "checkpoint_every", "device",
+    "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace",
 )  # fmt: skip
 
 
@@ -43,6 +43,8 @@ class TrainConfig:
     """H: inner steps between two exchanges of the same fragment. Default: 30 for nano, else 100."""
     overlap_steps: str | None = None
     """tau: inner steps from launch to apply; one number, or one a replica joined by commas. Default: 1."""
+    pace: bool = False
+    """Spread what is sent over most of the overlap, for a lower peak rate."""
     blend: float | None = None
     """alpha: weight of the local value at apply, in [0, 1). Default: 0.5, or 0 without overlap."""
     codec: str | None = None

@@ -203,6 +203,7 @@ class _Replica:
             method=make_method(config),
             transport=transport,
             seed=config.seed,
+            pace=config.pace,
         )
         self._model, self._optimizer = model, optimizer
         return Training(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol, runtime_checkable
 
@@ -37,6 +37,8 @@ class Envelope:
         payload_bytes: Size of the payload.
         reference_hash: Hash of the global value that the payload refers to, 0 for none. It is not compared on
             arrival: the engine compares it over all replicas, so that it can name the odd one.
+        spread_s: A word to the sender's own transport, which does not travel: hand the message to the wire over so many
+            seconds, not at once. A transport may ignore it.
     """
 
     kind: Kind
@@ -47,6 +49,7 @@ class Envelope:
     numel: int = 0
     payload_bytes: int = 0
     reference_hash: int = 0
+    spread_s: float = field(default=0.0, compare=False)
 
     def describe(self) -> str:
         """Name the message in an error's text."""

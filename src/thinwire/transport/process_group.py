@@ -9,8 +9,9 @@ What gloo does (observed with torch 2.13), and what follows from it:
 - A message that is larger than the posted buffer ends the process (an exception in gloo's own thread); a smaller one
   arrives silently short. So every message starts with an opening of at most `OPENING_BYTES`, for which the receiver
   always has room; the rest is asked for only when the opening's header states the expected size. Messages above
-  that size pay one more round trip, small against the time that their bytes take. Gloo authenticates nobody: a
-  stranger who speaks gloo's own protocol is beyond this; hosts of a process group must trust each other.
+  that size pay one more round trip, small against the time that their bytes take. The rest comes in parts whose number
+  both ends know, so that a sender may spread them over time without a word to the receiver. Gloo authenticates
+  nobody: a stranger who speaks gloo's own protocol is beyond this; hosts of a process group must trust each other.
 - A tag is an int of 31 bits. Messages of one pair under the same tag are matched in the order of their posting.
 - A wait with a tiny time limit is the one public way to end another thread's wait; `close` uses it.
 """
@@ -31,7 +32,8 @@ from thinwire.errors import DeadlineExceeded, PeerLost, TransportError
 from thinwire.transport.base import Envelope, Pending, Received
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
 
-OPENING_BYTES = 1 << 20
+OPENING_BYTES = 1 << 16
+MOST_PARTS = 64
 CLOSE_S = 10.0
 Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
 _FOREVER = timedelta(days=30)
@@ -65,6 +67,17 @@ def tag_of(envelope: Envelope, *, rest: bool = False) -> int:
     tag = tag << _KIND_BITS | int(envelope.kind)
     tag = tag << _PHASE_BITS | envelope.phase
     return tag << 1 | rest
+
+
+def part_ends(message_bytes: int) -> list[int]:
+    """Return where each part of a message ends: the opening, then up to `MOST_PARTS` even ones, not below its size.
+
+    Example:
+        >>> part_ends(100), part_ends(3 * OPENING_BYTES)
+        ([100], [65536, 131072, 196608])
+    """
+    size = max(OPENING_BYTES, -(-(message_bytes - OPENING_BYTES) // MOST_PARTS))
+    return [*range(OPENING_BYTES, message_bytes, size), message_bytes]
 
 
 class ProcessGroupTransport:
@@ -205,6 +218,7 @@ class _Transfer:
         self.works: list[dist.Work] = []
         self._thread: threading.Thread | None = None
         self._finished = threading.Event()
+        self._aborted = threading.Event()
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._received: Received | None = None
@@ -239,11 +253,12 @@ class _Transfer:
         if message is None:
             self._finish(error=None)
             return
-        opening, rest = message[:OPENING_BYTES], message[OPENING_BYTES:]
+        parts = _parts(message)
         try:
-            self._post(partial(dist.isend, opening), group_dst=self._rank, tag=self._tags[0])
-            if rest.numel():
-                self._post(partial(dist.isend, rest), group_dst=self._rank, tag=self._tags[1])
+            self._post_send(parts[0], is_opening=True)
+            if not self._envelope.spread_s:
+                for part in parts[1:]:
+                    self._post_send(part)
         except RuntimeError as error:
             self._finish(error=self._name(error))
             return
@@ -265,6 +280,7 @@ class _Transfer:
 
     def abort(self) -> None:
         """Make the waiting thread return; this breaks the connection to the peer."""
+        self._aborted.set()
         for work in list(self.works):
             try:
                 work.wait(_AT_ONCE)
@@ -294,7 +310,17 @@ class _Transfer:
         else:
             self._finish(error=None)
 
+    def _post_send(self, part: torch.Tensor, *, is_opening: bool = False) -> None:
+        self._post(partial(dist.isend, part), group_dst=self._rank, tag=self._tags[0 if is_opening else 1])
+
     def _drive_send(self, message: torch.Tensor) -> None:
+        if self._envelope.spread_s:
+            parts, began_s = _parts(message), time.monotonic()
+            for number, part in enumerate(parts[1:], start=1):
+                due_s = began_s + self._envelope.spread_s * number / len(parts)
+                if self._aborted.wait(max(0.0, due_s - time.monotonic())):
+                    break
+                self._post_send(part)
         for work in self.works:
             work.wait(_FOREVER)
 
@@ -305,8 +331,10 @@ class _Transfer:
             # Copied, so that a small payload does not keep the whole room.
             arrived = room[:expected].clone()
         elif _stated_payload_bytes(room) == self._envelope.payload_bytes:
-            self._post(partial(dist.irecv, room[OPENING_BYTES:]), group_src=self._rank, tag=self._tags[1])
-            self.works[1].wait(_FOREVER)
+            for part in _parts(room)[1:]:
+                self._post(partial(dist.irecv, part), group_src=self._rank, tag=self._tags[1])
+            for work in self.works[1:]:
+                work.wait(_FOREVER)
             arrived = room
         else:
             # The peer means another message: nothing more is asked for, and the check finds what differs.
@@ -335,6 +363,11 @@ class _Transfer:
             )
         named.__cause__ = error
         return named
+
+
+def _parts(message: torch.Tensor) -> list[torch.Tensor]:
+    ends = part_ends(message.numel())
+    return [message[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _stated_payload_bytes(opening: torch.Tensor) -> int:
