@@ -1,4 +1,4 @@
-"""Whether this machine can hold a lab: asked of the kernel itself, so that a fault of ours is never taken for its lack."""
+"""Whether this machine can hold a lab: asked of the kernel, so that a fault of ours is never taken for its lack."""
 
 from __future__ import annotations
 

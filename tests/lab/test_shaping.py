@@ -138,12 +138,12 @@ def test_as_many_packets_are_lost_as_chance_allows() -> None:
 
 
 def test_a_link_may_have_another_latency_and_loss_than_the_others_and_than_its_way_back() -> None:
-    links = {(0, 1): Link(latency_s=0.03), (2, 0): Link(latency_s=0.01, loss=0.3)}
+    links = {(0, 1): Link(latency_s=0.03), (1, 0): Link(latency_s=0.02, loss=0.3)}
     with Lab(hosts=3, link=Link(latency_s=0.01), links=links) as lab:
-        for (source, destination), latency_s in {(0, 1): 0.03, (1, 0): 0.01, (0, 2): 0.01, (2, 0): 0.01}.items():
-            found = measure_delays(lab, source, destination, packets=100)
+        for (source, destination), latency_s in {(0, 1): 0.03, (1, 0): 0.02, (0, 2): 0.01}.items():
+            found = measure_delays(lab, source, destination, packets=60)
             assert_delay(found, latency_s)
-            assert (found.loss > 0.1) is ((source, destination) == (2, 0))
+            assert (found.loss > 0.05) is ((source, destination) == (1, 0))
 
 
 def test_a_latency_changes_while_the_lab_runs_where_it_was_asked_for() -> None:
@@ -189,9 +189,9 @@ def test_packets_of_a_cut_link_vanish_and_the_connection_goes_on_after_mending(
 def test_a_cut_link_leaves_the_other_links_alone() -> None:
     with Lab(hosts=3, rate="20mbit") as lab:
         lab.cut(0, 1)
-        assert_rate(lab, 0, 2, "20mbit", seconds=0.5)
-        assert_rate(lab, 2, 1, "20mbit", seconds=0.5)
         assert not is_heard(lab, 0, 1) and not is_heard(lab, 1, 0)
+        assert is_heard(lab, 0, 2) and is_heard(lab, 1, 2)
+        assert_rate(lab, 0, 2, "20mbit", seconds=0.5)
 
 
 def test_links_that_are_cut_from_the_start_carry_nothing_until_one_is_mended() -> None:

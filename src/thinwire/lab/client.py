@@ -27,6 +27,7 @@ class KeeperClient:
 
     Attributes:
         ready: What the keeper said when all was made.
+        is_closed: Whether it was ended from here.
 
     Raises:
         LabError: It could not make it; names the remedy.
@@ -40,7 +41,7 @@ class KeeperClient:
         self._running: set[int] = set()
         self._changed = threading.Condition()
         self._fault = ""
-        self._is_closed = False
+        self.is_closed = False
         self._keeper, self._channel = _start()
         self._channel.send(dict(order))
         self._listener = threading.Thread(target=self._listen, name="thinwire-lab", daemon=True)
@@ -75,7 +76,7 @@ class KeeperClient:
         number = self.next_number()
         with self._changed:
             self.check()
-            if self._is_closed:
+            if self.is_closed:
                 raise LabError("this lab is closed; make another")
             if what == "start":
                 self._running.add(request["number"])
@@ -96,9 +97,9 @@ class KeeperClient:
 
     def close(self) -> None:
         """End the keeper and, with it, everything in the lab; may be called again."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         with contextlib.suppress(OSError):
             self._channel.send({"ask": "close", "id": 0})
         try:
@@ -117,7 +118,7 @@ class KeeperClient:
                 received = None
             with self._changed:
                 if received is None:
-                    self._end("" if self._is_closed else "the lab's keeper has ended")
+                    self._end("" if self.is_closed else "the lab's keeper has ended")
                     return
                 self._note(received[0])
                 self._changed.notify_all()

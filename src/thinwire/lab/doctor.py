@@ -10,7 +10,7 @@ from typing import Any
 
 from thinwire.errors import LabError
 from thinwire.lab.lab import Lab
-from thinwire.lab.rendezvous import check_machine
+from thinwire.lab.rendezvous import TOOLS, check_machine
 from thinwire.lab.settings import Link
 from thinwire.lab.traffic import measure_delays, measure_rate
 from thinwire.units import format_rate, format_seconds
@@ -49,7 +49,7 @@ def examine() -> Iterator[Check]:
     except LabError as error:
         yield Check(name="programs", is_ok=False, detail=str(error), remedy="see the text")
         return
-    tools = ", ".join(str(shutil.which(tool)) for tool in ("ip", "tc"))
+    tools = ", ".join(str(shutil.which(tool)) for tool in TOOLS)
     yield Check(name="programs", is_ok=True, detail=f"{sys.platform}; {tools}")
     for name, attempt in (("hosts", _try_hosts), ("rates", _try_rates), ("links", _try_links), ("delays", _try_delays)):
         check = _tried(name, attempt)

@@ -62,7 +62,7 @@ class Keeper:
         request, files = received
         try:
             reply = getattr(self, f"_on_{request['ask']}")(request, files)
-        except (OSError, ValueError, LabError) as error:
+        except (OSError, ValueError, LabError, subprocess.SubprocessError) as error:
             reply = {"error": f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)}
         finally:
             for file in files:
@@ -72,6 +72,8 @@ class Keeper:
 
     def _on_start(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         world, folder = self._wiring.worlds[request["host"]], request["folder"]
+        if not Path(folder).is_dir():
+            raise ValueError(f"there is no folder {folder}; give one that is there")
 
         def enter() -> None:
             world.enter()
@@ -99,11 +101,15 @@ class Keeper:
 
     def _on_signal_host(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         """Signal every process on a host, also those that left their command's group."""
-        found = processes_on(self._wiring.worlds[request["host"]])
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, request["signal"])
-        return {"num_processes": len(found)}
+        world = self._wiring.worlds[request["host"]]
+        told: set[int] = set()
+        # one that was told may have started another just before
+        while found := processes_on(world) - told:
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, request["signal"])
+            told |= found
+        return {"num_processes": len(told)}
 
     def _on_shape(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         self._wiring.change(LabSettings.from_json(request["settings"]))
@@ -111,7 +117,7 @@ class Keeper:
 
     def _on_count(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         return {"counters": [[c.sent_bytes, c.received_bytes, c.sent_packets, c.received_packets]
-                             for c in self._sampler.read()]}  # fmt: skip
+                             for c in self._sampler.take()]}  # fmt: skip
 
     def _reap(self) -> None:
         while True:
@@ -128,14 +134,14 @@ class Keeper:
                 self._channel.send({"event": "exit", "number": self._commands.pop(pid), "code": code})
 
 
-def processes_on(world: HostWorld) -> list[int]:
+def processes_on(world: HostWorld) -> set[int]:
     """Return the processes that live in a host's network namespace."""
-    wanted, found = world.network_id(), []
+    wanted, found = world.network_id(), set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):  # it ended meanwhile
                 if (entry / "ns" / "net").stat().st_ino == wanted:
-                    found.append(int(entry.name))
+                    found.add(int(entry.name))
     return found
 
 
@@ -177,9 +183,10 @@ def _run(channel: Channel, order: dict[str, Any]) -> int:
         return 1
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # commands inherit what is ignored, and the first process ignores anyway
-    channel.send({"event": "ready", "is_relayed": wiring.relay_id is not None, "has_netem": wiring.has_netem})
     with contextlib.suppress(OSError):  # the lab is gone
+        channel.send({"event": "ready", "is_relayed": wiring.relay_id is not None, "has_netem": wiring.has_netem})
         Keeper(channel, wiring=wiring, sampler=sampler).serve()
+    sampler.take()
     return 0
 
 

@@ -221,10 +221,14 @@ class Lab:
         try:
             for process in processes:
                 process.wait(deadline_s=max(0.0, end_s - time.monotonic()))
-        except BaseException:
+        except BaseException as error:
             for process in processes:
                 with contextlib.suppress(LabError):
                     process.kill()
+            if isinstance(error, TimeoutError):
+                name = processes[0].command[0]
+                text = f"{name} has not ended on every host within {deadline_s:g} s; all have been ended"
+                raise TimeoutError(text) from None
             raise
 
     def set_rate(self, host: int, rate: str | None) -> None:
@@ -280,7 +284,9 @@ class Lab:
         ]
 
     def samples(self) -> list[Sample]:
-        """Return the counts over time, sampled 50 times a second where they changed."""
+        """Return the counts over time, sampled 50 times a second where they changed, and now."""
+        if not self._keeper.is_closed:
+            self.counters()
         return read_samples(self.folder / "counters.jsonl")
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""From a lab's settings to the words of `ip` and `tc`. Pure: nothing is run here.
+"""From a lab's settings to the words of `ip`, `bridge` and `tc`. Pure: nothing is run here.
 
 ```
  host 0                the switch's own namespace                host 1
@@ -115,6 +115,13 @@ def attachment_lines(settings: LabSettings, host: int) -> list[str]:
     """Return what `ip -batch` plugs a host's cable in or pulls it by; a pulled one drops everything in silence."""
     is_cut = settings.accesses[host].is_cut
     return [f"link set {port_of(host)} " + ("nomaster" if is_cut else f"master {BRIDGE}")]
+
+
+def table_lines(settings: LabSettings, host: int) -> list[str]:
+    """Return what `bridge -batch` tells the switch where a host is by: it would ask, and tell, all others."""
+    if settings.accesses[host].is_cut:
+        return []
+    return [f"fdb replace {hardware_address_of(host)} dev {port_of(host)} master static"]
 
 
 def segment_lines(settings: LabSettings, host: int) -> list[str]:

@@ -10,7 +10,7 @@ from thinwire.lab import network
 
 FIRST_PORT = 29_500
 NUM_PORTS = 1_000
-_TOOLS = {"ip": "iproute2", "tc": "iproute2"}
+TOOLS = {"ip": "iproute2", "bridge": "iproute2", "tc": "iproute2"}
 
 
 def rendezvous(host: int, num_hosts: int, *, port: int = FIRST_PORT) -> dict[str, str]:
@@ -34,6 +34,6 @@ def check_machine() -> None:
     """
     if sys.platform != "linux":
         raise LabError(f"a lab is made of Linux network namespaces, and this is {sys.platform}; use a Linux machine")
-    for tool, package in _TOOLS.items():
+    for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             raise LabError(f"a lab needs the program {tool!r}, which is not here; install it: apt install {package}")

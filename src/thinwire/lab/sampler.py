@@ -43,14 +43,18 @@ class Sampler:
 
     def take_if_due(self, now_s: float) -> None:
         """Take a sample if it is time."""
-        if now_s < self._due_s:
-            return
-        self._due_s = max(self._due_s + BEAT_S, now_s)
+        if now_s >= self._due_s:
+            self._due_s = max(self._due_s + BEAT_S, now_s)
+            self.take()
+
+    def take(self) -> list[Counters]:
+        """Take a sample and return the counts in it."""
         counters = self.read()
         line = sample_line(time.time(), counters) + "\n"
         if counters == self._last:
             self._withheld = line
-            return
-        # the last sample without a change says when the change began
-        self._file.write(self._withheld + line)
-        self._last, self._withheld = counters, ""
+        else:
+            # the last sample without a change says when the change began
+            self._file.write(self._withheld + line)
+            self._last, self._withheld = counters, ""
+        return counters

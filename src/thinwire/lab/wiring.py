@@ -1,4 +1,4 @@
-"""Makes a lab's network by `ip` and `tc`, and changes it while commands run. Lives in the keeper."""
+"""Makes a lab's network by `ip`, `bridge` and `tc`, and changes it while commands run. Lives in the keeper."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Wiring:
         relay_id: Process id of our relay, if there is one.
 
     Raises:
-        LabError: `ip` or `tc` refused.
+        LabError: One of the tools refused.
     """
 
     def __init__(self, settings: LabSettings, *, folder: Path, force_relay: bool) -> None:
@@ -60,7 +60,7 @@ class Wiring:
         """Take other settings; hosts for which nothing changes are not touched.
 
         Raises:
-            LabError: `ip` or `tc` refused.
+            LabError: One of the tools refused.
         """
         before, self._settings = self._settings, settings
         for host, world in enumerate(self.worlds):
@@ -88,6 +88,7 @@ class Wiring:
 
         return [
             ("ip", network.attachment_lines, False),
+            ("bridge", network.table_lines, False),
             ("ip", network.segment_lines, True),
             ("tc", upload, True),
             ("tc", network.download_lines, False),
@@ -136,7 +137,7 @@ def open_tap(name: str) -> int:
 
 
 def run(tool: str, lines: Sequence[str], *, world: HostWorld | None = None, files: Sequence[int] = ()) -> None:
-    """Run a batch of `ip` or `tc` here or on a host.
+    """Run a batch of `ip`, `bridge` or `tc` here or on a host.
 
     Raises:
         LabError: It refused; names the line.
