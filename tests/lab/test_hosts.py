@@ -311,6 +311,17 @@ def test_a_stopped_host_stands_still_goes_on_and_starts_commands_again_after_all
         assert [result.exit_code for result in lab.run(["hostname"], deadline_s=20)] == [0, 0]
 
 
+def test_a_host_that_removes_its_own_device_keeps_its_counts_and_the_lab_goes_on() -> None:
+    with Lab(hosts=2, rate="20mbit") as lab:
+        with flowing(lab, 0, 1):
+            pass
+        before = lab.counters()[0].sent_bytes
+        assert lab.start(["ip", "link", "delete", "eth0"], host=0).wait(deadline_s=20) == 0
+        time.sleep(0.1)
+        assert lab.counters()[0].sent_bytes >= before > 0
+        assert lab.run(["hostname"], deadline_s=20)[0].stdout == "host-0\n"
+
+
 def test_the_lab_writes_its_counts_into_a_folder_that_stays_where_one_is_given(tmp_path: Path) -> None:
     with Lab(hosts=2, folder=tmp_path / "deep" / "lab") as lab:
         lab.run(["true"], deadline_s=20)

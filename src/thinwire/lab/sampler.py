@@ -12,6 +12,7 @@ from thinwire.lab.network import INTERFACE
 
 BEAT_S = 0.02
 _MOST_BYTES = 1 << 16
+_NOTHING = Counters(sent_bytes=0, received_bytes=0, sent_packets=0, received_packets=0)
 
 
 class Sampler:
@@ -30,11 +31,14 @@ class Sampler:
         self._withheld = ""
 
     def read(self) -> list[Counters]:
-        """Return the counts now, one a host."""
+        """Return the counts now, one a host; a device that is gone keeps its last ones."""
         counters = []
-        for file in self._device_counters:
+        for host, file in enumerate(self._device_counters):
             text = os.pread(file, _MOST_BYTES, 0).decode()
-            counters.append(parse_devices(text, interface=INTERFACE))
+            try:
+                counters.append(parse_devices(text, interface=INTERFACE))
+            except ValueError:  # the host's device is gone: a command removed it, or the relay ended
+                counters.append(self._last[host] if self._last else _NOTHING)
         return counters
 
     def wait_s(self, now_s: float) -> float:
