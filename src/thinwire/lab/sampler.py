@@ -48,7 +48,8 @@ class Sampler:
     def take_if_due(self, now_s: float) -> None:
         """Take a sample if it is time."""
         if now_s >= self._due_s:
-            self._due_s = max(self._due_s + BEAT_S, now_s)
+            # on the beat; one that comes late begins a new one
+            self._due_s += BEAT_S if now_s < self._due_s + BEAT_S else now_s - self._due_s + BEAT_S
             self.take()
 
     def take(self) -> list[Counters]:

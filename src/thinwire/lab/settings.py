@@ -229,7 +229,7 @@ def _link_part(part: str, *, has_latency: bool) -> dict[str, Any]:
         return {"is_cut": True}
     if part.endswith("%"):
         return {"loss": parse_loss(part)}
-    if re.search(r"[0-9](us|ms|s|min)$", part):
+    if re.search(r"[0-9.]\s*(us|ms|s|min|h)$", part.lower()):
         return {"jitter_s" if has_latency else "latency_s": parse_seconds(part)}
     return {"rate_bits_per_s": parse_rate(part)}
 
