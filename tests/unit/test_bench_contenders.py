@@ -45,9 +45,10 @@ def test_a_method_exchanges_what_its_contender_says(name: str) -> None:
     blocks = find_blocks(build_model("nano", vocab_size=257))
     assert (fragments is not None and len(fragments.partition(blocks)) > 1) == row.has_fragments
     assert [getattr(method.schedule, "overlap_steps", 0)] == [3 if row.has_overlap else 0]
-    assert method.schedule.sync_interval == (1 if name == "all-reduce" else 30)
+    assert method.schedule.sync_interval == (1 if row.kind == "every-step" else 30)
     sent_bytes = method.exchange(2).sent_bytes(64_000, num_replicas=2)
-    assert sent_bytes == pytest.approx(64_000 * 4.125 / 8 if row.codec == "e3m0" else 64_000 * 4, rel=0.01)
+    bits = {"e3m0": 4.125, "bfloat16": 16, "float32": 32}[row.codec]
+    assert sent_bytes == pytest.approx(64_000 * bits / 8, rel=0.01)
 
 
 def test_the_ablation_changes_one_part_at_a_time() -> None:

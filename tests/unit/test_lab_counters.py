@@ -69,7 +69,7 @@ def test_a_span_of_samples_holds_the_counts_at_its_ends(tmp_path: Path) -> None:
     path = tmp_path / "counters.jsonl"
     path.write_text("".join(sample_line(t, [counters(t * 10)]) + "\n" for t in range(5)))
     samples = read_samples(path)
-    assert at(samples, time_s=2.5).sent_bytes == (20,)
+    assert at(samples, time_s=2.5).sent_bytes == (25,), "counts grow evenly between two samples"
     assert at(samples, time_s=-1).sent_bytes == (0,), "before the first sample nothing had changed"
     assert sent_by(between(samples, start_s=0.5, end_s=3.0), host=0) == [(0.5, 0), (1, 10), (2, 20), (3.0, 30)]
 

@@ -11,9 +11,8 @@ from thinwire.lab.settings import Access, LabSettings, Link
 
 # What a step of `nano` with the default batch takes on one core, to the nearest power of two: only for budgets.
 _STEP_S = 0.25
-_FLOAT32_BYTES = 4
 _FEWEST_STEPS = 3
-E3M0_BITS = 4.125
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "e3m0": 4.125 / 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +141,7 @@ def _transfer_s(chosen: Contender, wire: Wire, *, num_hosts: int, num_parameters
     if wire.rate_bits_per_s is None:
         return 0.0
     copies = 2 * (num_hosts - 1) / num_hosts if exchanges_every_step(chosen) else num_hosts - 1
-    payload_bytes = num_parameters * (E3M0_BITS / 8 if chosen.codec == "e3m0" else _FLOAT32_BYTES)
+    payload_bytes = num_parameters * _BYTES[chosen.codec]
     if chosen.powersgd_rank:
         payload_bytes /= 20
     return copies * payload_bytes * 8 / wire.rate_bits_per_s

@@ -3,6 +3,7 @@
 | contender | fragments | overlap | payload | program |
 | --- | --- | --- | --- | --- |
 | `all-reduce` | no | no | float32 gradients, every step | thinwire |
+| `all-reduce-bf16` | no | no | bfloat16 gradients, every step | thinwire |
 | `diloco` | no | no | float32 | thinwire |
 | `diloco-e3m0` | no | no | E3M0 | thinwire |
 | `overlap-only` | no | yes | float32 | thinwire |
@@ -85,6 +86,7 @@ class Contender:
 
 _ALL = (
     Contender(name="all-reduce", kind="every-step"),
+    Contender(name="all-reduce-bf16", kind="every-step", codec="bfloat16"),
     Contender(name="diloco", kind="diloco"),
     Contender(name="diloco-e3m0", kind="diloco", codec="e3m0"),
     Contender(name="overlap-only", kind="streaming", has_overlap=True),

@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train one model on several replicas",
     "compare": "put several runs side by side",
     "methods": "list the methods",
+    "bench": "compare methods on real sockets over thin wires",
     "lab": "run a command on hosts that are joined by thin wires, all on this machine",
 }
 

@@ -88,13 +88,22 @@ def between(samples: Sequence[Sample], *, start_s: float, end_s: float) -> list[
 
 
 def at(samples: Sequence[Sample], *, time_s: float) -> Sample:
-    """Return the counts at a time: those of the last sample before it."""
-    last = samples[0]
-    for sample in samples:
-        if sample.time_s > time_s:
-            break
-        last = sample
-    return Sample(time_s=time_s, sent_bytes=last.sent_bytes, received_bytes=last.received_bytes)
+    """Return the counts at a time; between two samples they are taken to have grown evenly."""
+    after = next((place for place, sample in enumerate(samples) if sample.time_s > time_s), len(samples))
+    if after in (0, len(samples)):
+        near = samples[min(after, len(samples) - 1)]
+        return Sample(time_s=time_s, sent_bytes=near.sent_bytes, received_bytes=near.received_bytes)
+    low, high = samples[after - 1], samples[after]
+    share = (time_s - low.time_s) / (high.time_s - low.time_s)
+
+    def even(before: tuple[int, ...], later: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(round(first + share * (last - first)) for first, last in zip(before, later, strict=True))
+
+    return Sample(
+        time_s=time_s,
+        sent_bytes=even(low.sent_bytes, high.sent_bytes),
+        received_bytes=even(low.received_bytes, high.received_bytes),
+    )
 
 
 def sent_by(samples: Iterable[Sample], *, host: int) -> list[tuple[float, int]]:

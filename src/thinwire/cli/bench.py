@@ -1,0 +1,184 @@
+"""`thinwire bench wire`: our methods and others' on real sockets over thin wires, bytes counted by the kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from thinwire.cli.words import read_words
+from thinwire.errors import ThinwireError
+
+USAGE, FAILED = 2, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchWireOptions:
+    """Train nano on real text over thin wires made in a lab, with our methods and others', and compare.
+
+    Each run's hosts meet and warm up without limits; then the wire becomes thin and the measured steps begin. Every run
+    appends one JSON line; runs that stand there already are left out, so that an interrupted benchmark goes on.
+    """
+
+    hosts: tyro.conf.UseAppendAction[tuple[int, ...]] = ()
+    """Number of hosts; may be repeated. Default: 2."""
+
+    rate: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Each host's access, or none; may be repeated. Default: 1mbit, 5mbit, 20mbit, 100mbit."""
+
+    contender: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """What runs; may be repeated. Default: all."""
+
+    latency: str = "0ms"
+    """One-way time between hosts on the wires with a rate."""
+
+    jitter: str = "0ms"
+    """How far it varies."""
+
+    loss: str = "0%"
+    """Share of packets lost."""
+
+    repeats: int = 3
+    """How often everything runs."""
+
+    sync_interval: int = 30
+    """H."""
+
+    overlap_steps: int = 3
+    """tau."""
+
+    intervals: int = 2
+    """Intervals that are measured."""
+
+    budget: str = "120s"
+    """About how long one run of a method that exchanges every step may take; it then runs fewer steps."""
+
+    pace: bool = False
+    """Spread what streaming methods send over their overlap."""
+
+    out: Path = Path("runs/bench-wire")
+    """Folder for wire.jsonl, wire.md and wire.svg."""
+
+    cache_dir: Path = Path.home() / ".cache" / "thinwire"
+    """Keeps the tokenised text."""
+
+    report: bool = False
+    """Run nothing; write table and figure of the runs that are there."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire bench wire --help`.
+
+    Returns:
+        0, 1 where a run failed, 2 for wrong options.
+    """
+    if not arguments or arguments[0] != "wire":
+        is_help = bool(arguments) and arguments[0] in ("-h", "--help")
+        print("usage: thinwire bench wire [options]", file=sys.stdout if is_help else sys.stderr)
+        return 0 if is_help else USAGE
+    try:
+        options = read_words(BenchWireOptions, arguments[1:], prog="thinwire bench wire")
+        wanted = list(_cells(options))
+    except ValueError as error:
+        _say(str(error))
+        return USAGE
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        code = 0 if options.report else _run_all(wanted, options)
+    except KeyboardInterrupt:
+        _say(f"stopped; what has run is in {options.out / 'wire.jsonl'}, and the same command goes on")
+        code = 130
+    _write_report(options)
+    return code
+
+
+def _cells(options: BenchWireOptions) -> Any:
+    from thinwire.bench.cells import Wire, cells
+    from thinwire.bench.contenders import CONTENDERS, contender
+    from thinwire.lab.settings import parse_loss
+    from thinwire.units import parse_rate, parse_seconds
+
+    for name in options.contender:
+        contender(name)
+    rates = options.rate or ("1mbit", "5mbit", "20mbit", "100mbit")
+    delays = {"latency_s": parse_seconds(options.latency), "jitter_s": parse_seconds(options.jitter)}
+    shaped = [
+        Wire(rate_bits_per_s=None if rate == "none" else parse_rate(rate), loss=parse_loss(options.loss), **delays)
+        for rate in rates
+    ]
+    for wire in shaped:
+        wire.settings(2)  # refuses what no lab can do
+    wires = [Wire(), *(wire for wire in shaped if wire != Wire())]
+    for cell in cells(
+        contenders=options.contender or [name for name in CONTENDERS if name != "fragments+overlap"],
+        num_hosts=options.hosts or (2,), wires=wires, repeats=range(options.repeats),
+        sync_interval=options.sync_interval, overlap_steps=options.overlap_steps, intervals=options.intervals,
+        budget_s=parse_seconds(options.budget),
+    ):  # fmt: skip
+        yield dataclasses.replace(cell, pace=options.pace)
+
+
+def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
+    from thinwire.bench.table import describe
+    from thinwire.bench.wire import run_cell
+    from thinwire.training.corpora import open_corpus
+    from thinwire.training.models import PRESETS
+
+    path = options.out / "wire.jsonl"
+    done = [json.dumps(line["cell"], sort_keys=True) for line in _read(path)]
+    open_corpus("stdlib", cache=options.cache_dir, vocab_size=PRESETS["nano"].vocab_size)  # before the hosts want it
+    code = 0
+    for number, cell in enumerate(wanted, start=1):
+        name = f"{cell.contender}, {cell.num_hosts} hosts, {describe(cell.wire)}, repeat {cell.repeat}"
+        if json.dumps(cell.to_json(), sort_keys=True) in done:
+            continue
+        began_s = time.monotonic()
+        try:
+            result = run_cell(cell, cache_dir=options.cache_dir)
+        except (ThinwireError, TimeoutError) as error:
+            _say(f"{name} failed: {error}")
+            code = FAILED
+            continue
+        result["machine"] = _machine()
+        with path.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        _say(f"{number}/{len(wanted)}  {name}: {time.monotonic() - began_s:.0f} s")
+    return code
+
+
+def _write_report(options: BenchWireOptions) -> None:
+    from thinwire.bench.table import figure, markdown, rows
+    from thinwire.bench.wire import summary
+
+    found = rows(summary(line) for line in _read(options.out / "wire.jsonl"))
+    if not found:
+        _say("nothing has run yet")
+        return
+    text = markdown(found)
+    (options.out / "wire.md").write_text(text)
+    for num_hosts in sorted({row.num_hosts for row in found}):
+        (options.out / f"wire-{num_hosts}-hosts.svg").write_text(figure(found, num_hosts=num_hosts))
+    print(text)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    load = os.getloadavg()[0]
+    return {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "load": round(load, 1)}
+
+
+def _say(text: str) -> None:
+    print(f"thinwire bench: {text}", file=sys.stderr, flush=True)
