@@ -71,7 +71,7 @@ def test_a_span_of_samples_holds_the_counts_at_its_ends(tmp_path: Path) -> None:
     samples = read_samples(path)
     assert at(samples, time_s=2.5).sent_bytes == (25,), "counts grow evenly between two samples"
     assert at(samples, time_s=-1).sent_bytes == (0,), "before the first sample nothing had changed"
-    assert sent_by(between(samples, start_s=0.5, end_s=3.0), host=0) == [(0.5, 0), (1, 10), (2, 20), (3.0, 30)]
+    assert sent_by(between(samples, start_s=0.5, end_s=3.0), host=0) == [(0.5, 5), (1, 10), (2, 20), (3.0, 30)]
 
 
 STEPS = st.lists(st.tuples(st.integers(1, 400), st.integers(0, 10_000)), min_size=1, max_size=30)
