@@ -57,7 +57,7 @@ def plans() -> dict[str, list[dict[str, Any]]]:
 
 
 def causes(baseline: dict[str, Any], streaming: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the gap depends on, one thing at a time."""
+    """Return the runs that change one thing at a time."""
     length = {"seed": 0, "steps": 1000, "eval_every": 250}
     usual = {**streaming, "replicas": 2, "sync_interval": 30, "codec": "e3m0", **length}
     at_once = {"replicas": 2, "sync_interval": 30, **length}

@@ -1,0 +1,73 @@
+"""The wire benchmark from the command line to its table, on real sockets."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.bench.cells import Cell, Wire
+from thinwire.bench.wire import run_cell, summary
+from thinwire.errors import WorkerFailed
+
+pytestmark = pytest.mark.multiprocess
+CACHE = Path.home() / ".cache" / "thinwire"
+
+
+def cell(**changed: object) -> Cell:
+    values: dict[str, object] = {
+        "contender": "streaming-e3m0", "num_hosts": 2, "wire": Wire(rate_bits_per_s=20e6), "repeat": 0,
+        "sync_interval": 3, "overlap_steps": 1, "warmup_steps": 3, "measured_steps": 3,
+    }  # fmt: skip
+    return Cell(**(values | changed))  # type: ignore[arg-type]
+
+
+def bench(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "thinwire.cli.main", "bench", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+
+
+def test_a_benchmark_goes_on_where_it_stopped_and_its_bytes_are_the_kernel_s(tmp_path: Path) -> None:
+    words = [
+        "wire", "--contender", "streaming-e3m0", "--rate", "20mbit", "--sync-interval", "3", "--overlap-steps", "1",
+        "--intervals", "1", "--out", str(tmp_path),
+    ]  # fmt: skip
+    first = bench(*words, "--repeats", "1")
+    assert first.returncode == 0, first.stderr
+    lines = (tmp_path / "wire.jsonl").read_text().splitlines()
+    again = bench(*words, "--repeats", "1")
+    assert again.returncode == 0 and (tmp_path / "wire.jsonl").read_text().splitlines() == lines
+    assert again.stdout == first.stdout and first.stdout.count("streaming-e3m0") == 2
+    wide, thin = (summary(json.loads(line)) for line in lines)
+    assert (wide["wire"].rate_bits_per_s, thin["wire"].rate_bits_per_s) == (None, 20e6)
+    assert wide["val_loss"] == thin["val_loss"], "the wire must not change what is computed"
+    for found in (wide, thin):
+        # every byte is there, and what goes beside them is small
+        assert 1.0 < found["bytes_over_payload"] < 1.15
+    assert thin["peak_bits_per_s"] < 20e6 * 1.1 < wide["peak_bits_per_s"]
+    assert "<svg" in (tmp_path / "wire-2-hosts.svg").read_text()
+
+
+def test_a_host_that_dies_ends_the_run_with_its_last_words() -> None:
+    with pytest.raises(WorkerFailed, match=r"host \d ended with exit code 2: .*overlap"):
+        run_cell(cell(overlap_steps=7), cache_dir=CACHE)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("wire", "--contender", "streming"), "streaming"),
+        (("wire", "--rate", "5 apples"), "5 apples"),
+        (("wire", "--jitter", "5ms"), "jitter"),
+        (("wire", "--repeets", "2"), "repeats"),
+        (("cable",), "usage"),
+    ],
+)
+def test_wrong_words_are_refused_in_one_line(words: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    out = ("--out", str(tmp_path / "never")) if words[0] == "wire" else ()
+    done = bench(*words, *out)
+    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
+    assert done.stdout == "" and not (tmp_path / "never").exists()
