@@ -32,9 +32,11 @@ _BEAT_S = 0.05
 class LabOptions:
     """Run a command on every host of a lab: `thinwire lab --hosts 4 --rate 5mbit -- thinwire train ...`.
 
-    Each host finds its rank and rendezvous in its environment, so `thinwire train`, `torchrun` and plain scripts just
-    work. Host 0's output is the command's; the others' goes to their logs and, with their names before each line, to
-    stderr. `thinwire lab doctor` says what this machine can shape.
+    Rank and rendezvous are in each host's environment: `thinwire train`, torchrun, scripts just work.
+
+    Host 0's output is the command's; the others' goes to logs and, with their names, to stderr.
+
+    `thinwire lab doctor` says what this machine can shape.
     """
 
     hosts: int = 2
