@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,11 +59,14 @@ def process(remains: Remains, *words: str) -> Iterator[subprocess.Popen[str]]:
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
+    deadline = threading.Timer(60, started.kill)  # so that no line is waited for without end
+    deadline.start()
     try:
         assert started.stdout is not None
         assert started.stdout.readline() == "ready\n"
         yield started
     finally:
+        deadline.cancel()
         started.kill()
         started.communicate(timeout=20)
 
