@@ -29,6 +29,7 @@ SEQ_LEN = 128
 EVAL_BATCHES = 40
 # what a run uses where its settings say nothing
 DEFAULTS = {"lr": 3e-3, "windows_per_step": 8, "tokenizer": "bpe"}
+CHANGES = (*DEFAULTS, "sync_interval", "overlap_steps", "codec", "outer_lr", "outer_momentum", "blend", "steps")
 
 
 def plans() -> dict[str, list[dict[str, Any]]]:
@@ -75,6 +76,14 @@ def causes(baseline: dict[str, Any], streaming: dict[str, Any]) -> list[dict[str
         {**usual, **text, "overlap_steps": 2, "outer_lr": 0.7},
         {**baseline, **length, **large},
         {**usual, **large},
+        # the batch of one of two replicas alone, and the outer optimizer alone
+        {**baseline, **length, "windows_per_step": 4},
+        {**baseline, **length, **large, "windows_per_step": 16},
+        {"method": "diloco", "replicas": 1, "sync_interval": 30, **length},
+        {**baseline, **length, "lr": 3e-4},
+        {**usual, "lr": 3e-4},
+        {**baseline, **low, "seed": 0, "steps": 3000, "eval_every": 150},
+        {**usual, **low, "steps": 3000, "eval_every": 150},
     ]
 
 
@@ -169,6 +178,11 @@ def value(line: dict[str, Any], field: str) -> Any:
     return line.get(field, DEFAULTS.get(field))
 
 
+def shared(line: dict[str, Any]) -> str:
+    """Return what a run and its baseline have in common."""
+    return json.dumps([line["seed"], line["steps"], *(value(line, field) for field in DEFAULTS)])
+
+
 def key(line: dict[str, Any]) -> str:
     method = ("method", "replicas", "sync_interval", "overlap_steps", "codec", "outer_lr", "outer_momentum", "blend")
     return json.dumps([value(line, field) for field in (*method, "seed", "steps", *DEFAULTS)])
@@ -180,25 +194,32 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 def report(results: Path) -> None:
     lines = read(results)
-    base = {(x["seed"], x["steps"]): x for x in lines if x["method"] == "all-reduce"}
-    print("| replicas | H | codec | outer lr | steps | seeds | val loss, median | gap to all-reduce, median (spread) |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    base = {shared(x): x for x in lines if x["method"] == "all-reduce"}
+    head = ("method", "replicas", "H", "codec", "outer lr", "momentum", "inner lr", "windows", "tokens", "steps")
+    head = (*head, "seeds", "val loss, median", "gap to all-reduce, median (spread)")
+    print("| " + " | ".join(head) + " |\n" + "|" + " --- |" * len(head))
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for x in lines:
-        if x["method"] != "all-reduce" and (x["seed"], x["steps"]) in base:
-            outer_lr = x.get("outer_lr", 0.6)
-            groups.setdefault((x["replicas"], x["sync_interval"], x["codec"], outer_lr, x["steps"]), []).append(x)
-    for group, runs in sorted(groups.items()):
-        gaps = [100 * (x["val_loss"] / base[x["seed"], x["steps"]]["val_loss"] - 1) for x in runs]
+        if x["method"] != "all-reduce" and shared(x) in base:
+            outer = ("", "") if x["method"] == "local-sgd" else (x.get("outer_lr", 0.6), x.get("outer_momentum", 0.9))
+            numbers = (value(x, "lr"), value(x, "windows_per_step"), value(x, "tokenizer"), x["steps"])
+            one = (x["method"], x["replicas"], x["sync_interval"], x.get("codec", "float32"), *outer, *numbers)
+            groups.setdefault(one, []).append(x)
+    for group, runs in sorted(groups.items(), key=str):
+        gaps = [100 * (x["val_loss"] / base[shared(x)]["val_loss"] - 1) for x in runs]
         loss = statistics.median(x["val_loss"] for x in runs)
         cells = " | ".join(str(part) for part in group)
         gap = f"{statistics.median(gaps):+.2f} % ({min(gaps):+.2f} to {max(gaps):+.2f})"
         print(f"| {cells} | {len(runs)} | {loss:.4f} | {gap} |")
+    for x in base.values():
+        print(f"\nall-reduce: {value(x, 'windows_per_step')} windows, inner lr {value(x, 'lr')}, "
+              f"{value(x, 'tokenizer')}, {x['steps']} steps, seed {x['seed']}: {x['val_loss']:.4f}")  # fmt: skip
     for x in lines:
-        if len(x["curve"]) > 1 and (x["seed"], x["steps"]) in base and x["method"] != "all-reduce":
-            baseline = dict(map(tuple, base[x["seed"], x["steps"]]["curve"]))
+        if len(x["curve"]) > 1 and shared(x) in base and x["method"] != "all-reduce":
+            baseline = dict(map(tuple, base[shared(x)]["curve"]))
             gaps = ", ".join(f"{s}: {100 * (v / baseline[s] - 1):+.2f} %" for s, v in x["curve"] if s in baseline)
-            print(f"\ncurve, {x['replicas']} replicas, H {x['sync_interval']}, {x['codec']}, gap by step: {gaps}")
+            settings = {k: v for k, v in x.items() if k in CHANGES}
+            print(f"\ncurve, {x['method']}, {x['replicas']} replicas, {settings}, gap by step: {gaps}")
     print(f"\nmachine: {platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}")
 
 

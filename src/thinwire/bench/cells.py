@@ -86,7 +86,7 @@ def cells(
     wires: Sequence[Wire],
     repeats: Iterable[int],
     sync_interval: int = 30,
-    overlap_steps: int = 3,
+    overlap_steps: int = 6,
     intervals: int = 2,
     budget_s: float = 120.0,
     num_parameters: int = 3_050_000,

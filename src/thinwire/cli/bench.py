@@ -52,7 +52,7 @@ class BenchWireOptions:
     sync_interval: int = 30
     """H."""
 
-    overlap_steps: int = 3
+    overlap_steps: int = 6
     """tau."""
 
     intervals: int = 2
