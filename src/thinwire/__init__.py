@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.version import __version__
 
 if TYPE_CHECKING:
-    from thinwire import codecs, methods
+    from thinwire import codecs, lab, methods
     from thinwire.errors import ThinwireError
     from thinwire.sync.method import Method
     from thinwire.sync.optimizer import DistributedOptimizer
@@ -40,7 +40,7 @@ _HOMES = {
     "connect": "thinwire.transport.connect",
     "run_replicas": "thinwire.transport.loopback",
 }
-_MODULES = ("codecs", "methods")
+_MODULES = ("codecs", "lab", "methods")
 
 __all__ = [
     "DistributedOptimizer",
@@ -53,6 +53,7 @@ __all__ = [
     "__version__",
     "codecs",
     "connect",
+    "lab",
     "methods",
     "run_replicas",
 ]

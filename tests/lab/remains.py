@@ -76,11 +76,20 @@ class Remains:
     def _left(self) -> list[str]:
         left = [f"process {pid}: {' '.join(words_of(pid))}" for pid in self.processes()]
         for pid in psutil.pids():
+            if self._is_orphaned_zombie(pid):
+                continue
             held = (namespaces_of(pid) | held_by(pid)) & self._seen
             left += [f"namespace {number} in process {pid}: {' '.join(words_of(pid))}" for number in sorted(held)]
         left += [f"device {name}" for name in sorted(devices() - self._devices)]
         left += [f"folder {path}" for path in sorted(self._temporary.glob("thinwire-lab-*"))]
         return left
+
+    def _is_orphaned_zombie(self, pid: int) -> bool:
+        """Tell whether a process has ended, and only waits for this machine's init, which takes its time."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            return process.status() == psutil.STATUS_ZOMBIE and process.ppid() not in self.processes() | {os.getpid()}
+        return True
 
 
 def devices() -> set[str]:
