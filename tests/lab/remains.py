@@ -1,4 +1,8 @@
-"""What a lab would leave behind: processes, namespaces that something still holds, devices, temporary folders."""
+"""What a lab would leave behind: processes, devices, temporary folders.
+
+A namespace lives as long as a process is in it or holds it open, so those processes are looked for: the kernel gives
+its number to another lab as soon as it is gone.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,10 @@ _POLL_S = 0.05
 
 
 class Remains:
-    """Watches one lab, or several that are to end together.
+    """Watches one lab.
 
-    Every process that the lab starts inherits a variable of the test's own; its namespaces are noted as long as it
-    lives, and are looked for in all processes afterwards.
+    Every process that the lab starts inherits a variable of the test's own. One that wiped its environment is known by
+    the namespace that it is in while the lab lives.
 
     Args:
         temporary: The folder in which the lab makes its temporary one.
@@ -34,7 +38,7 @@ class Remains:
         self._temporary = temporary
         self._devices = devices()
         self._ours = namespaces_of(os.getpid())
-        self._seen: set[int] = set()
+        self._members: dict[int, float] = {}
 
     def processes(self) -> set[int]:
         """Return the processes that belong to the lab."""
@@ -59,12 +63,20 @@ class Remains:
         return found
 
     def note(self) -> set[int]:
-        """Note, and return, the namespaces that the lab has now."""
+        """Note the processes in the lab's namespaces; return those namespaces."""
         found: set[int] = set()
         for pid in self.processes():
             found |= namespaces_of(pid) | held_by(pid)
-        self._seen |= found - self._ours
-        return self._seen
+        found -= self._ours
+        for pid in psutil.pids():
+            if (namespaces_of(pid) | held_by(pid)) & found:
+                with contextlib.suppress(psutil.Error):
+                    self._members[pid] = psutil.Process(pid).create_time()
+        return found
+
+    def members(self) -> set[int]:
+        """Return the processes that were in the lab's namespaces and still run."""
+        return {pid for pid, began_s in self._members.items() if _runs_since(pid, began_s)}
 
     def assert_nothing_is_left(self) -> None:
         """Wait until nothing is left, and fail where something stays."""
@@ -74,22 +86,10 @@ class Remains:
         assert not left, "\n".join(left)
 
     def _left(self) -> list[str]:
-        left = [f"process {pid}: {' '.join(words_of(pid))}" for pid in self.processes()]
-        for pid in psutil.pids():
-            if self._is_orphaned_zombie(pid):
-                continue
-            held = (namespaces_of(pid) | held_by(pid)) & self._seen
-            left += [f"namespace {number} in process {pid}: {' '.join(words_of(pid))}" for number in sorted(held)]
+        left = [f"process {pid}: {' '.join(words_of(pid))}" for pid in self.processes() | self.members()]
         left += [f"device {name}" for name in sorted(devices() - self._devices)]
         left += [f"folder {path}" for path in sorted(self._temporary.glob("thinwire-lab-*"))]
         return left
-
-    def _is_orphaned_zombie(self, pid: int) -> bool:
-        """Tell whether a process has ended, and only waits for this machine's init, which takes its time."""
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            return process.status() == psutil.STATUS_ZOMBIE and process.ppid() not in self.processes() | {os.getpid()}
-        return True
 
 
 def devices() -> set[str]:
@@ -117,6 +117,13 @@ def words_of(pid: int) -> list[str]:
         return psutil.Process(pid).cmdline()
     except psutil.Error:
         return []
+
+
+def _runs_since(pid: int, began_s: float) -> bool:
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        return process.create_time() == began_s and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _numbers(paths: Iterable[Path]) -> Iterator[int]:
