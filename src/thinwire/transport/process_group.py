@@ -12,6 +12,10 @@ What gloo does (observed with torch 2.13), and what follows from it:
   that size pay one more round trip, small against the time that their bytes take. The rest comes in parts whose number
   both ends know, so that a sender may spread them over time without a word to the receiver. Gloo authenticates
   nobody: a stranger who speaks gloo's own protocol is beyond this; hosts of a process group must trust each other.
+- A receiver's word that it is ready travels in the same stream as what it sends itself. Behind a large message of its
+  own it would come late, and the two directions would take turns. So where two replicas exchange under the same tag,
+  each sends the rest of its message only after it has asked for the rest of the other's: both directions are then
+  busy at once, and no round ends later, because each needs both.
 - A tag is an int of 31 bits. Messages of one pair under the same tag are matched in the order of their posting.
 - A wait with a tiny time limit is the one public way to end another thread's wait; `close` uses it.
 """
@@ -116,6 +120,8 @@ class ProcessGroupTransport:
         self._replica, self._shard = divmod(dist.get_rank(group), ranks_per_replica)
         self._num_replicas = world_size // ranks_per_replica
         self._in_flight: set[_Transfer] = set()
+        # by peer and tag: set once a receive has asked for all of its message, or failed
+        self._asked: dict[tuple[int, int], threading.Event] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         # A thread that gloo lets go while the interpreter ends would take the process down with it.
@@ -200,9 +206,11 @@ class ProcessGroupTransport:
             transfer.works.append(work)
             self._in_flight.add(transfer)
 
-    def _forget(self, transfer: _Transfer) -> None:
+    def _forget(self, transfer: _Transfer, *, key: tuple[int, int]) -> None:
         with self._lock:
             self._in_flight.discard(transfer)
+            if self._asked.get(key) is transfer.asked:
+                del self._asked[key]
 
 
 class _Transfer:
@@ -219,6 +227,9 @@ class _Transfer:
         self._thread: threading.Thread | None = None
         self._finished = threading.Event()
         self._aborted = threading.Event()
+        self.asked = threading.Event()
+        self._counterpart: threading.Event | None = None
+        self._has_posted = False
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._received: Received | None = None
@@ -256,9 +267,10 @@ class _Transfer:
         parts = _parts(message)
         try:
             self._post_send(parts[0], is_opening=True)
-            if not self._envelope.spread_s:
+            if not self._must_wait():
                 for part in parts[1:]:
                     self._post_send(part)
+                self._has_posted = True
         except RuntimeError as error:
             self._finish(error=self._name(error))
             return
@@ -268,6 +280,7 @@ class _Transfer:
     def start_receive(self) -> None:
         """Post room for the message's opening and watch it."""
         expected = HEADER_BYTES + self._envelope.payload_bytes
+        self._transport._asked[self._peer, self._tags[0]] = self.asked = threading.Event()
         # Pages that nothing arrives in are never touched, so the room costs address space only.
         room = torch.empty(max(expected, OPENING_BYTES), dtype=torch.uint8)
         room[:HEADER_BYTES] = 0  # a message shorter than a header must not find an old one here
@@ -281,6 +294,7 @@ class _Transfer:
     def abort(self) -> None:
         """Make the waiting thread return; this breaks the connection to the peer."""
         self._aborted.set()
+        self.asked.set()
         for work in list(self.works):
             try:
                 work.wait(_AT_ONCE)
@@ -313,8 +327,14 @@ class _Transfer:
     def _post_send(self, part: torch.Tensor, *, is_opening: bool = False) -> None:
         self._post(partial(dist.isend, part), group_dst=self._rank, tag=self._tags[0 if is_opening else 1])
 
+    def _must_wait(self) -> bool:
+        self._counterpart = self._transport._asked.get((self._peer, self._tags[0]))
+        return self._envelope.spread_s > 0 or (self._counterpart is not None and not self._counterpart.is_set())
+
     def _drive_send(self, message: torch.Tensor) -> None:
-        if self._envelope.spread_s:
+        if not self._has_posted:
+            if self._counterpart is not None:
+                self._counterpart.wait()
             parts, began_s = _parts(message), time.monotonic()
             for number, part in enumerate(parts[1:], start=1):
                 due_s = began_s + self._envelope.spread_s * number / len(parts)
@@ -333,6 +353,7 @@ class _Transfer:
         elif _stated_payload_bytes(room) == self._envelope.payload_bytes:
             for part in _parts(room)[1:]:
                 self._post(partial(dist.irecv, part), group_src=self._rank, tag=self._tags[1])
+            self.asked.set()
             for work in self.works[1:]:
                 work.wait(_FOREVER)
             arrived = room
@@ -342,7 +363,8 @@ class _Transfer:
         self._received = unpack(arrived, source=self._peer, envelope=self._envelope)
 
     def _finish(self, *, error: TransportError | None) -> None:
-        self._transport._forget(self)
+        self.asked.set()
+        self._transport._forget(self, key=(self._peer, self._tags[0]))
         with self._lock:
             self._error = error
             self._finished.set()
