@@ -35,7 +35,7 @@ class Wire:
         """Return the lab with this wire."""
         access = Access(up_bits_per_s=self.rate_bits_per_s, down_bits_per_s=self.rate_bits_per_s)
         link = Link(latency_s=self.latency_s, jitter_s=self.jitter_s, loss=self.loss)
-        return LabSettings(accesses=(access,) * num_hosts, link=link)
+        return LabSettings.alike(num_hosts, access, link=link)
 
     @property
     def is_delayed(self) -> bool:

@@ -115,8 +115,7 @@ def settings_of(options: LabOptions) -> LabSettings:
     for text in options.link:
         links.update(parse_link(text, base=link))
     usual = Access() if options.rate is None else parse_access(options.rate)
-    accesses = (usual,) * options.hosts
-    settings = LabSettings(accesses=accesses, link=link, links=MappingProxyType(links), seed=options.seed)
+    settings = LabSettings.alike(options.hosts, usual, link=link, links=MappingProxyType(links), seed=options.seed)
     for text in options.host:
         settings = settings.with_access(*parse_host(text))
     return settings

@@ -70,8 +70,8 @@ class Lab:
         can_delay: bool = False,
     ) -> None:
         usual = Access() if rate is None else parse_access(rate)
-        settings = LabSettings(
-            accesses=(usual,) * hosts, link=link or Link(), links=MappingProxyType(dict(links or {})), seed=seed
+        settings = LabSettings.alike(
+            hosts, usual, link=link or Link(), links=MappingProxyType(dict(links or {})), seed=seed
         )
         for host, text in (rates or {}).items():
             settings = settings.with_access(host, parse_access(text))

@@ -102,6 +102,22 @@ class LabSettings:
             if source == destination:
                 raise ValueError(f"a link joins two different hosts, got {source}-{destination}")
 
+    @classmethod
+    def alike(cls, num_hosts: int, access: Access, **others: Any) -> LabSettings:
+        """Return a lab whose hosts all have the same access.
+
+        Args:
+            num_hosts: How many.
+            access: Theirs.
+            others: Further fields.
+
+        Raises:
+            ValueError: There are too many hosts, or none.
+        """
+        if num_hosts < 1:
+            raise ValueError(f"a lab has 1 to {MAX_HOSTS} hosts, got {num_hosts}")
+        return cls(accesses=(access,) * num_hosts, **others)
+
     @property
     def num_hosts(self) -> int:
         """How many hosts there are."""
