@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,13 @@ def test_a_benchmark_goes_on_where_it_stopped_and_its_bytes_are_the_kernel_s(tmp
 def test_a_host_that_dies_ends_the_run_with_its_last_words() -> None:
     with pytest.raises(WorkerFailed, match=r"host \d ended with exit code 2: .*overlap"):
         run_cell(cell(overlap_steps=7), cache_dir=CACHE)
+
+
+def test_the_options_of_bench_are_those_that_were_agreed_on() -> None:
+    options = sorted(set(re.findall(r"(?:│ |-h, )(--[a-z][a-z-]*)", bench("wire", "--help").stdout)))
+    assert options == Path(__file__).with_name("options_of_bench.txt").read_text().splitlines(), (
+        "an option is a promise: change tests/lab/options_of_bench.txt and CHANGELOG.md with it"
+    )
 
 
 @pytest.mark.parametrize(

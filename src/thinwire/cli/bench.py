@@ -67,8 +67,8 @@ class BenchWireOptions:
     out: Path = Path("runs/bench-wire")
     """Folder for wire.jsonl, wire.md and wire.svg."""
 
-    cache_dir: Path = Path.home() / ".cache" / "thinwire"
-    """Keeps the tokenised text."""
+    cache_dir: Path | None = None
+    """Keeps the tokenised text; ~/.cache/thinwire by default."""
 
     report: bool = False
     """Run nothing; write table and figure of the runs that are there."""
@@ -80,12 +80,13 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 where a run failed, 2 for wrong options.
     """
-    if not arguments or arguments[0] != "wire":
-        is_help = bool(arguments) and arguments[0] in ("-h", "--help")
-        print("usage: thinwire bench wire [options]", file=sys.stdout if is_help else sys.stderr)
-        return 0 if is_help else USAGE
+    name = arguments[0] if arguments else ""
+    if name not in ("wire", "-h", "--help"):
+        _say(f"there is the benchmark wire, got {name!r}; usage: thinwire bench wire [options]")
+        return USAGE
     try:
-        options = read_words(BenchWireOptions, arguments[1:], prog="thinwire bench wire")
+        words = arguments[1:] if name == "wire" else arguments
+        options = read_words(BenchWireOptions, words, prog="thinwire bench wire")
         wanted = list(_cells(options))
     except ValueError as error:
         _say(str(error))
@@ -132,9 +133,9 @@ def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
     from thinwire.training.corpora import open_corpus
     from thinwire.training.models import PRESETS
 
-    path = options.out / "wire.jsonl"
+    path, cache_dir = options.out / "wire.jsonl", options.cache_dir or Path.home() / ".cache" / "thinwire"
     done = [json.dumps(line["cell"], sort_keys=True) for line in _read(path)]
-    open_corpus("stdlib", cache=options.cache_dir, vocab_size=PRESETS["nano"].vocab_size)  # before the hosts want it
+    open_corpus("stdlib", cache=cache_dir, vocab_size=PRESETS["nano"].vocab_size)  # before the hosts want it
     code = 0
     for number, cell in enumerate(wanted, start=1):
         name = f"{cell.contender}, {cell.num_hosts} hosts, {describe(cell.wire)}, repeat {cell.repeat}"
@@ -142,7 +143,7 @@ def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
             continue
         began_s = time.monotonic()
         try:
-            result = run_cell(cell, cache_dir=options.cache_dir)
+            result = run_cell(cell, cache_dir=cache_dir)
         except (ThinwireError, TimeoutError) as error:
             _say(f"{name} failed: {error}")
             code = FAILED
