@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.lab import Lab
-from thinwire.lab.counters import at
+from thinwire.lab.counters import at, peak_rate, sent_by
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "exchange_script.py"
@@ -19,7 +19,7 @@ NUM_BYTES = 500_000
 @pytest.mark.parametrize("late_s", [0.0, 0.15])
 def test_both_directions_of_an_exchange_are_busy_at_once_also_where_one_replica_comes_late(late_s: float) -> None:
     with Lab(hosts=2, rate="4mbit") as lab:
-        results = lab.run([sys.executable, str(SCRIPT), str(NUM_BYTES), str(late_s)], deadline_s=90)
+        results = lab.run([sys.executable, str(SCRIPT), str(NUM_BYTES), str(late_s), "0"], deadline_s=90)
         assert [result.exit_code for result in results] == [0, 0], results
         samples, counters = lab.samples(), lab.counters()
     beat_s, both, one = 0.05, 0, 0
@@ -35,3 +35,16 @@ def test_both_directions_of_an_exchange_are_busy_at_once_also_where_one_replica_
     for count in counters:
         # frames alone are 1.046 of what they carry; acknowledgements of their own would come on top
         assert count.sent_bytes < 1.09 * 3 * NUM_BYTES
+
+
+def test_a_message_that_is_spread_keeps_its_bytes_and_loses_its_peak() -> None:
+    peaks = []
+    for spread_s in (0.0, 1.5):
+        with Lab(hosts=2) as lab:
+            results = lab.run([sys.executable, str(SCRIPT), "3000000", "0", str(spread_s)], deadline_s=90)
+            assert [result.exit_code for result in results] == [0, 0], results
+            peaks.append(peak_rate(sent_by(lab.samples(), host=0)))
+            assert lab.counters()[0].sent_bytes > 3 * 3_000_000
+    # at once, 3 MB fall into one window of 100 ms; over 1.5 s, a fifteenth
+    assert peaks[0] > 200e6
+    assert peaks[1] < peaks[0] / 4
