@@ -11,7 +11,7 @@ from thinwire.lab.settings import Access, LabSettings, Link
 
 # What a step of `nano` with the default batch takes on one core, to the nearest power of two: only for budgets.
 _STEP_S = 0.25
-_FEWEST_STEPS = 3
+_FEWEST_STEPS = 2
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "e3m0": 4.125 / 8}
 
 
