@@ -21,7 +21,7 @@ CACHE = Path.home() / ".cache" / "thinwire"
 def cell(**changed: object) -> Cell:
     values: dict[str, object] = {
         "contender": "streaming-e3m0", "num_hosts": 2, "wire": Wire(rate_bits_per_s=20e6), "repeat": 0,
-        "sync_interval": 3, "overlap_steps": 1, "warmup_steps": 3, "measured_steps": 3,
+        "sync_interval": 3, "overlap_steps": 1, "wide_steps": 1, "warmup_steps": 3, "measured_steps": 3,
     }  # fmt: skip
     return Cell(**(values | changed))  # type: ignore[arg-type]
 

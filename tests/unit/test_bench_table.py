@@ -108,15 +108,15 @@ def test_the_kernel_s_bytes_are_those_of_the_measured_span_and_the_payload_s_tho
     ]
     host = {
         "started_unix_s": 0.5, "ended_unix_s": 2.5, "contender": "diloco", "wall_s": 2.0, "tokens": 10,
-        "payload_bytes_sent": 1500, "close_payload_bytes_sent": 500, "stalled_s": 0.5, "val_loss": 1.0,
+        "gate_payload_bytes_sent": 2000, "gate_unix_s": 0.0, "stalled_s": 0.5, "val_loss": 1.0,
     }  # fmt: skip
-    other = host | {"payload_bytes_sent": 0, "close_payload_bytes_sent": 0}
+    other = host | {"gate_payload_bytes_sent": None}
     numbers = kernel_numbers(samples, [host, other])
-    assert (numbers[0]["sent_bytes"], numbers[0]["sent_bytes_to_the_end"]) == (1550, 1600)
+    assert (numbers[0]["sent_bytes"], numbers[0]["sent_bytes_since_gate"]) == (1550, 2100)
     assert numbers[0]["peak_sent_bits_per_s"] == pytest.approx(8000, rel=0.01)
     (cell,) = cells(contenders=["diloco"], num_hosts=[2], wires=[THIN], repeats=[0])
     found = summary({"cell": cell.to_json(), "hosts": [host, host], "kernel": [numbers[0], numbers[0]]})
-    assert found["bytes_over_payload"] == 0.8
+    assert found["bytes_over_payload"] == 1.05
     assert found["tokens_per_s"] == 10.0
     silent = summary({"cell": cell.to_json(), "hosts": [other, other], "kernel": [numbers[1], numbers[1]]})
     assert silent["bytes_over_payload"] is None

@@ -12,6 +12,7 @@ from thinwire.lab.settings import Access, LabSettings, Link
 # What a step of `nano` with the default batch takes on one core, to the nearest power of two: only for budgets.
 _STEP_S = 0.25
 _FEWEST_STEPS = 2
+_WIDE_STEPS = 2
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "e3m0": 4.125 / 8}
 
 
@@ -54,7 +55,9 @@ class Cell:
         repeat: Counts the repeats from 0.
         sync_interval: H.
         overlap_steps: tau.
-        warmup_steps: Steps on a wire without limits, not measured.
+        wide_steps: First steps, on a wire without limits.
+        warmup_steps: Steps that are not measured, those among them: on the thin wire there is one exchange of
+            everything before the measured ones, so that TCP knows the wire.
         measured_steps: Steps that are measured.
         pace: Whether the sender spreads each transfer over its overlap.
     """
@@ -65,6 +68,7 @@ class Cell:
     repeat: int
     sync_interval: int
     overlap_steps: int
+    wide_steps: int
     warmup_steps: int
     measured_steps: int
     pace: bool = False
@@ -112,14 +116,16 @@ def cells(
             for name in contenders:
                 for wire in wires:
                     chosen = contender(name)
-                    warmup, measured = sync_interval, intervals * sync_interval
+                    # local methods exchange nothing in the first interval, and everything once in the second
+                    warmup, measured = 2 * sync_interval, intervals * sync_interval
                     if exchanges_every_step(chosen):
-                        warmup = _FEWEST_STEPS
+                        warmup = _WIDE_STEPS + 1
                         step_s = _STEP_S + _transfer_s(chosen, wire, num_hosts=hosts, num_parameters=num_parameters)
                         measured = max(_FEWEST_STEPS, min(measured, int(budget_s / step_s)))
                     yield Cell(
                         contender=name, num_hosts=hosts, wire=wire, repeat=repeat, sync_interval=sync_interval,
-                        overlap_steps=overlap_steps, warmup_steps=warmup, measured_steps=measured,
+                        overlap_steps=overlap_steps, wide_steps=_WIDE_STEPS, warmup_steps=warmup,
+                        measured_steps=measured,
                     )  # fmt: skip
 
 

@@ -81,6 +81,12 @@ def closing(ended: Reading, closing: Reading, closed: Reading) -> dict[str, Any]
     }
 
 
+def since_gate(opened: Reading, closed: Reading) -> dict[str, Any]:
+    """Return what was sent from the gate to the end: nothing is on its way at either."""
+    payload_bytes = _bytes(opened, closed)["payload_bytes_sent"]
+    return {"gate_unix_s": opened.unix_s, "gate_payload_bytes_sent": payload_bytes}
+
+
 def _bytes(began: Reading, ended: Reading) -> dict[str, int | None]:
     fields: dict[str, int | None] = {}
     for direction, first, last in (("sent", began.sent, ended.sent), ("received", began.received, ended.received)):

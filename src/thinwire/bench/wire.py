@@ -15,21 +15,18 @@ from typing import Any
 from thinwire.bench.cells import Cell, Wire, deadline_s
 from thinwire.errors import WorkerFailed
 from thinwire.lab import HostProcess, Lab
-from thinwire.lab.counters import Sample, between, peak_rate, sent_by
+from thinwire.lab.counters import Sample, at, between, peak_rate, sent_by
 
 PEAK_WINDOW_S = 0.1
 _START_S = 180.0
 _BEAT_S = 0.02
-# After so long without a packet TCP starts slowly again. Else its first burst would be that of a wire without a limit,
-# which no real one sees, and the losses would count as the contender's.
-_FORGET_S = 2.5
 _LAST_WORDS = 2_000
 
 
 def run_cell(cell: Cell, *, cache_dir: Path, timeout_s: float | None = None) -> dict[str, Any]:
     """Run one contender on one wire.
 
-    The hosts meet and warm up without limits; then the wire becomes thin, and the measured steps begin.
+    The hosts meet without limits; then the wire becomes thin, the warm-up goes on, and the measured steps begin.
 
     Args:
         cell: What runs.
@@ -55,7 +52,6 @@ def run_cell(cell: Cell, *, cache_dir: Path, timeout_s: float | None = None) -> 
                 processes = lab.start_all(command, stdout=words, stderr=words)
                 _wait_until_ready(processes, gate, words=folder / "words")
                 lab.shape(cell.wire.settings(cell.num_hosts))
-                time.sleep(_FORGET_S)
                 gate.write_text("")
                 _wait_until_done(processes, words=folder / "words", limit_s=limit_s)
             hosts = [json.loads((folder / f"host-{host}.json").read_text()) for host in range(cell.num_hosts)]
@@ -65,8 +61,8 @@ def run_cell(cell: Cell, *, cache_dir: Path, timeout_s: float | None = None) -> 
 def kernel_numbers(samples: Sequence[Sample], hosts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what the kernel counted for each host: in the measured steps, and to the end of its process.
 
-    A message counts as sent when the kernel has taken it; its last bytes may leave later. So bytes are held against
-    payloads only at the very end, when all have left.
+    A message counts as sent when the kernel has taken it; its last bytes leave later. So bytes are held against
+    payloads from the gate, where nothing is on its way, to the very end, where all has left.
 
     Args:
         samples: The lab's.
@@ -74,12 +70,12 @@ def kernel_numbers(samples: Sequence[Sample], hosts: Sequence[dict[str, Any]]) -
     """
     found = []
     for rank, host in enumerate(hosts):
-        began_s, ended_s = host["started_unix_s"], host["ended_unix_s"]
+        gate_s, began_s, ended_s = host["gate_unix_s"], host["started_unix_s"], host["ended_unix_s"]
         steps = between(samples, start_s=began_s, end_s=ended_s)
         found.append(
             {
                 "sent_bytes": steps[-1].sent_bytes[rank] - steps[0].sent_bytes[rank],
-                "sent_bytes_to_the_end": samples[-1].sent_bytes[rank] - steps[0].sent_bytes[rank],
+                "sent_bytes_since_gate": samples[-1].sent_bytes[rank] - at(samples, time_s=gate_s).sent_bytes[rank],
                 "peak_sent_bits_per_s": peak_rate(sent_by(steps, host=rank), window_s=PEAK_WINDOW_S),
             }
         )
@@ -94,10 +90,9 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     hosts, kernel = result["hosts"], result["kernel"]
     wall_s = max(host["wall_s"] for host in hosts)
     tokens = sum(host["tokens"] for host in hosts)
-    payload = [_sum(host["payload_bytes_sent"], host["close_payload_bytes_sent"]) for host in hosts]
     stalls = [host["stalled_s"] for host in hosts]
-    own = [number for number in payload if number]
-    to_the_end = sum(numbers["sent_bytes_to_the_end"] for numbers in kernel)
+    payload = [host["gate_payload_bytes_sent"] for host in hosts]
+    sent = sum(numbers["sent_bytes_since_gate"] for numbers in kernel)
     return {
         "contender": hosts[0]["contender"],
         "num_hosts": len(hosts),
@@ -110,13 +105,9 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
         "sent_bytes_per_step": statistics.fmean(n["sent_bytes"] for n in kernel) / result["cell"]["measured_steps"],
         "peak_bits_per_s": max(numbers["peak_sent_bits_per_s"] for numbers in kernel),
         "stalled_s": None if None in stalls else statistics.fmean(stalls),
-        "bytes_over_payload": to_the_end / sum(own) if len(own) == len(hosts) else None,
+        "bytes_over_payload": sent / sum(payload) if all(payload) else None,
         "val_loss": hosts[0]["val_loss"],
     }
-
-
-def _sum(first: int | None, second: int | None) -> int | None:
-    return None if first is None or second is None else first + second
 
 
 def _command(cell: Cell, *, folder: Path, gate: Path, cache_dir: Path, timeout_s: float) -> list[str]:
@@ -128,6 +119,7 @@ def _command(cell: Cell, *, folder: Path, gate: Path, cache_dir: Path, timeout_s
         "overlap-steps": cell.overlap_steps,
         "result": folder / "host-{rank}.json",
         "gate": gate,
+        "gate-step": cell.wide_steps,
         "cache-dir": cache_dir,
         "timeout-s": timeout_s,
     }

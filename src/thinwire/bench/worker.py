@@ -15,6 +15,7 @@ which is each replica's own.
 | `messages_*`, `payload_bytes_*`, `wire_bytes_*` | `sent` and `received` in the measured steps; null likewise |
 | `close_s`, `close_started_unix_s`, `close_ended_unix_s` | the final exchange, after all have ended their steps |
 | `close_messages_*`, `close_payload_bytes_*`, `close_wire_bytes_*` | since the last measured step |
+| `gate_unix_s`, `gate_payload_bytes_sent` | when the wire was changed, and the payload sent from then to the end |
 | `initial_sha256`, `data_sha256`, `global_sha256` | of the first parameters, of all batches, of the last parameters |
 | `val_loss`, `eval_batches` | nats a token, of the global parameters after the final exchange; null but on rank 0 |
 | `machine`, `thinwire_version` | where |
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.bench.contenders import contender
-from thinwire.bench.readings import Meter, Reading, closing, span
+from thinwire.bench.readings import Meter, Reading, closing, since_gate, span
 from thinwire.bench.trainers import Numbers, Trainer, check_installed, make_trainer
 from thinwire.errors import DeadlineExceeded, DesyncError
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
@@ -80,8 +81,9 @@ class WorkerOptions:
         data: As for `open_corpus`.
         tokenizer: `"bpe"` or `"bytes"`.
         pace: Whether our methods spread what they send over their overlap.
-        gate: Where the wire is changed before the measured steps: after its warm-up a replica makes the file
-            `GATE.RANK`, and waits until `GATE` is there.
+        gate: Where the wire is changed during the warm-up: a replica makes the file `GATE.RANK`, and waits until `GATE`
+            is there.
+        gate_step: After how many steps of the warm-up that is, below `warmup_steps`.
 
     Raises:
         ValueError: A number is out of its range, or there is no such contender.
@@ -95,7 +97,7 @@ class WorkerOptions:
     result: Path
     cache_dir: Path
     address: str
-    batch_size: int = 4
+    batch_size: int = 8
     seq_len: int = 128
     seed: int = 0
     eval_batches: int = 20
@@ -106,6 +108,7 @@ class WorkerOptions:
     tokenizer: str = "bpe"
     pace: bool = False
     gate: Path | None = None
+    gate_step: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges; what concerns the method alone is checked by the method."""
@@ -186,10 +189,12 @@ class _Run:
             trainer.optimizer, lambda step: lr_factor(step, steps=options.steps)
         )
         batches = self._sampler()
-        for _ in range(options.warmup_steps):
+        opened = self._read(trainer)
+        for step in range(options.warmup_steps):
+            if step == options.gate_step:
+                self._pass_gate()
+                opened = self._read(trainer)
             self._step(model, trainer, scheduler, next(batches))
-        self._meet()
-        self._pass_gate()
         self._meet()
         began = self._read(trainer)
         step_s = [
@@ -204,6 +209,7 @@ class _Run:
             **self._facts(model, trainer),
             **span(began, ended, step_s=step_s, tokens=len(step_s) * options.batch_size * options.seq_len),
             **closing(ended, flushing, closed),
+            **since_gate(opened, closed),
             "initial_sha256": initial_sha256,
             "data_sha256": self._data_digest.hexdigest(),
             **self._evaluate(model, trainer),
@@ -320,12 +326,14 @@ class _Run:
         gate = self._options.gate
         if gate is None:
             return
+        self._meet()
         gate.with_name(f"{gate.name}.{self._transport.replica}").write_text("")
         end_s = time.monotonic() + self._options.timeout_s
         while not gate.exists():
             if time.monotonic() > end_s:
                 raise DeadlineExceeded(f"nobody made the file {gate} within {self._options.timeout_s:g} s")
             time.sleep(_GATE_BEAT_S)
+        self._meet()
 
 
 def _mean_nll(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:

@@ -24,8 +24,8 @@ USAGE, FAILED = 2, 1
 class BenchWireOptions:
     """Train nano on real text over thin wires made in a lab, with our methods and others', and compare.
 
-    Each run's hosts meet and warm up without limits; then the wire becomes thin and the measured steps begin. Every run
-    appends one JSON line; runs that stand there already are left out, so that an interrupted benchmark goes on.
+    Each run's hosts meet without limits; then the wire becomes thin, and after a warm-up the measured steps begin.
+    Every run appends one JSON line; runs that stand there already are left out: an interrupted benchmark goes on.
     """
 
     hosts: tyro.conf.UseAppendAction[tuple[int, ...]] = ()

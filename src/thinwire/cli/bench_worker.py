@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--result", type=Path, required=True, help="file of numbers; {rank} in it stands for the rank")
     parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "thinwire")
     parser.add_argument("--address", help="this host's IPv4 address; by default the one MASTER_ADDR is reached from")
-    optional = {"batch-size": 4, "seq-len": 128, "seed": 0, "eval-batches": 20, "threads": 1}
+    optional = {"batch-size": 8, "seq-len": 128, "seed": 0, "eval-batches": 20, "threads": 1}
     for name, default in optional.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--timeout-s", type=float, default=600.0)
@@ -62,7 +62,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--tokenizer", default="bpe")
     parser.add_argument("--pace", action="store_true")
-    parser.add_argument("--gate", type=Path, help="file to wait for before the measured steps")
+    parser.add_argument("--gate", type=Path, help="file to wait for in the warm-up")
+    parser.add_argument("--gate-step", type=int, default=0, help="after so many steps of it")
     return parser
 
 
