@@ -267,7 +267,7 @@ class _Transfer:
         parts = _parts(message)
         try:
             self._post_send(parts[0], is_opening=True)
-            if not self._must_wait():
+            if len(parts) == 1 or not self._must_wait():
                 for part in parts[1:]:
                     self._post_send(part)
                 self._has_posted = True
