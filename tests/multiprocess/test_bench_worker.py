@@ -102,7 +102,7 @@ def test_ddp_and_our_all_reduce_train_the_same(found: dict[str, list[dict[str, A
     losses = {name: found[name][0]["val_loss"] for name in found}
     assert losses["ddp"] == pytest.approx(losses["all-reduce"], abs=1e-4)
     # or the test could not fail: what trains otherwise ends elsewhere
-    others = {name: loss for name, loss in losses.items() if name not in ("ddp", "all-reduce")}
+    others = {name: loss for name, loss in losses.items() if name not in ("ddp", "all-reduce", "all-reduce-bf16")}
     assert all(abs(loss - losses["all-reduce"]) > 1e-4 for loss in others.values()), losses
 
 
@@ -160,7 +160,8 @@ def test_settings_are_written_as_they_were_in_effect(found: dict[str, list[dict[
         return rank["num_fragments"], rank["sync_interval"], rank["overlap_steps"]
 
     expected = {
-        "all-reduce": (1, 1, 0), "diloco": (1, 6, 0), "diloco-e3m0": (1, 6, 0), "overlap-only": (1, 6, 1),
+        "all-reduce": (1, 1, 0), "all-reduce-bf16": (1, 1, 0), "diloco": (1, 6, 0),
+        "diloco-e3m0": (1, 6, 0), "overlap-only": (1, 6, 1),
         "fragments-only": (3, 6, 0), "fragments+overlap": (3, 6, 1), "streaming-dense": (3, 6, 1),
         "streaming-e3m0": (3, 6, 1), "ddp": (1, 1, 0), "ddp-powersgd": (1, 1, 0), "torchft-diloco": (3, 6, 1),
     }  # fmt: skip
