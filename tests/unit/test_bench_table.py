@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -60,6 +61,8 @@ def test_the_table_has_a_line_a_row_and_the_figure_a_line_a_contender() -> None:
     found = rows([run(), run(wire=Wire()), run("ddp", tokens_per_s=5.0), run("ddp", wire=Wire())])
     assert len(markdown(found).splitlines()) == 2 + len(found)
     drawn = figure(found, num_hosts=2)
+    ElementTree.fromstring(drawn)
+    assert drawn.startswith("<svg") and 'xmlns="http://www.w3.org/2000/svg"' in drawn and "<style>" in drawn
     assert "diloco" in drawn and "ddp" in drawn and "torchft-diloco" not in drawn
     assert "no data" in figure(found, num_hosts=4)
 
