@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -114,6 +113,7 @@ def train_replica(transport: Any, settings: dict[str, Any], *, method: Any, corp
     import torch
 
     import thinwire
+    from thinwire.bench.worker import lr_factor
     from thinwire.training.corpora import Sampler
     from thinwire.training.models import build_model
 
@@ -142,11 +142,6 @@ def train_replica(transport: Any, settings: dict[str, Any], *, method: Any, corp
         return {}
     curve.append([steps, evaluate(model, optimizer, corpus=corpus)])
     return {"curve": curve, "val_loss": curve[-1][1], "num_fragments": optimizer.num_fragments}
-
-
-def lr_factor(step: int, *, steps: int) -> float:
-    warm_up = min(1.0, (step + 1) / max(20, steps * 0.05))
-    return warm_up * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
 
 
 def evaluate(model: Any, optimizer: Any, *, corpus: Any) -> float:

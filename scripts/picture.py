@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from thinwire.training.reporting.chart import image_file
 from thinwire.training.reporting.figures import figures_of_runs
 from thinwire.training.reporting.run_folder import read_run
-from thinwire.training.reporting.style import CHART
 
 
 def picture(runs: list[Path], names: list[str]) -> str:
-    """Return the SVG of the figure, with its style sheet inside and a namespace, as an image file needs it."""
+    """Return the SVG of the figure, as an image file."""
     records = {name: read_run(path) for name, path in zip(names, runs, strict=True)}
-    figure = figures_of_runs(records)[1]
-    head, _, rest = figure.svg.partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg" width="660"><style>{CHART}</style>{rest}\n'
+    return image_file(figures_of_runs(records)[1].svg)
 
 
 def main() -> None:

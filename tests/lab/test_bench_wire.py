@@ -64,6 +64,19 @@ def test_the_options_of_bench_are_those_that_were_agreed_on() -> None:
     )
 
 
+def test_a_folder_that_cannot_be_made_is_named_with_the_remedy() -> None:
+    done = bench("wire", "--report", "--out", "/proc/nowhere")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "/proc/nowhere" in done.stderr and "--out" in done.stderr
+
+
+def test_half_a_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "wire.jsonl").write_text('{"cell": {"contender"')
+    done = bench("wire", "--report", "--out", str(tmp_path))
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "line 1 of" in done.stderr
+    assert (tmp_path / "wire.jsonl").read_text() == '{"cell": {"contender"'
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -71,6 +84,11 @@ def test_the_options_of_bench_are_those_that_were_agreed_on() -> None:
         (("wire", "--rate", "5 apples"), "5 apples"),
         (("wire", "--jitter", "5ms"), "jitter"),
         (("wire", "--repeets", "2"), "repeats"),
+        (("wire", "--repeats", "0"), "repeats must be at least 1, got 0"),
+        (("wire", "--hosts", "2", "--hosts", "0"), "hosts must be at least 2, got 0"),
+        (("wire", "--intervals", "0"), "intervals must be at least 1, got 0"),
+        (("wire", "--sync-interval", "6", "--overlap-steps", "6"), "below H = 6"),
+        (("wire", "--pace", "--contender", "ddp"), "ddp has none of ours"),
         (("cable",), "usage"),
     ],
 )

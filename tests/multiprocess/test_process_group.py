@@ -17,13 +17,24 @@ from thinwire.errors import TransportError
 from thinwire.transport.base import Envelope, Kind, Pending
 from thinwire.transport.connect import connect
 from thinwire.transport.message import HEADER_BYTES
-from thinwire.transport.process_group import OPENING_BYTES, ProcessGroupTransport
+from thinwire.transport.process_group import MOST_PARTS, OPENING_BYTES, ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
 
 pytestmark = pytest.mark.multiprocess
 
 BORDER = OPENING_BYTES - HEADER_BYTES
-SIZES = (0, 1, 7, 1009, BORDER - 1, BORDER, BORDER + 1, 1_299_709, 3 * OPENING_BYTES)
+SIZES = (
+    0,
+    1,
+    7,
+    1009,
+    BORDER - 1,
+    BORDER,
+    BORDER + 1,
+    1_299_709,
+    3 * OPENING_BYTES,
+    (MOST_PARTS + 1) * OPENING_BYTES + 7,
+)
 SOON_S = 20.0
 
 

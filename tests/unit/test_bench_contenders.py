@@ -60,7 +60,6 @@ def test_the_ablation_changes_one_part_at_a_time() -> None:
     assert chain[0] == (False, False, "float32") and chain[-1] == (True, True, "e3m0")
     for before, after in itertools.pairwise(chain):
         assert sum(old != new for old, new in zip(before, after, strict=True)) == 1
-    assert parts("fragments+overlap") == parts("streaming-dense")
 
 
 def test_a_wrong_name_is_answered_with_the_nearest() -> None:

@@ -126,6 +126,11 @@ def test_a_value_out_of_its_range_is_refused_with_value_and_limit(options: dict[
         ({"blend": 1.0}, r"blend must be in \[0, 1\)"),
         ({"outer_lr": 0.0}, "outer lr must be in"),
         ({"method": "diloco", "overlap_steps": "2"}, "--overlap-steps does not go with --method diloco"),
+        ({"method": "diloco", "pace": True}, "--pace does not go with --method diloco: it waits for every exchange"),
+        (
+            {"overlap_steps": "0", "pace": True},
+            "--pace does not go with --method streaming-diloco: with --overlap-steps 0",
+        ),
         ({"method": "all-reduce", "sync_interval": 5}, "--sync-interval does not go with --method all-reduce"),
         ({"method": "local-sgd", "outer_lr": 0.7}, "--outer-lr does not go with --method local-sgd"),
         ({"device": "tpu"}, "--device must be cpu or cuda"),

@@ -14,6 +14,8 @@ _STEP_S = 0.25
 _FEWEST_STEPS = 2
 _WIDE_STEPS = 2
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "e3m0": 4.125 / 8}
+# By this much rank 4 shrinks what `nano` sends (a fortieth of a block, vectors whole): only for budgets.
+_POWERSGD_FACTOR = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +37,16 @@ class Wire:
     def settings(self, num_hosts: int) -> LabSettings:
         """Return the lab with this wire."""
         access = Access(up_bits_per_s=self.rate_bits_per_s, down_bits_per_s=self.rate_bits_per_s)
-        link = Link(latency_s=self.latency_s, jitter_s=self.jitter_s, loss=self.loss)
-        return LabSettings.alike(num_hosts, access, link=link)
+        return LabSettings.alike(num_hosts, access, link=self._link)
 
     @property
     def is_delayed(self) -> bool:
         """Whether packets need time or get lost."""
-        return self.latency_s > 0 or self.loss > 0
+        return self._link.is_delayed
+
+    @property
+    def _link(self) -> Link:
+        return Link(latency_s=self.latency_s, jitter_s=self.jitter_s, loss=self.loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +134,42 @@ def cells(
                     )  # fmt: skip
 
 
+def check_numbers(
+    *, num_hosts: Sequence[int], repeats: int, sync_interval: int, overlap_steps: int, intervals: int
+) -> None:
+    """Refuse numbers that no run can have.
+
+    Raises:
+        ValueError: One is too small, or tau is not below H; names it.
+    """
+    least = [("the number of hosts", hosts, 2) for hosts in num_hosts]
+    least += [("the number of repeats", repeats, 1), ("H (sync interval)", sync_interval, 1)]
+    least += [("the number of intervals", intervals, 1), ("tau (overlap steps)", overlap_steps, 0)]
+    for what, value, lowest in least:
+        if value < lowest:
+            raise ValueError(f"{what} must be at least {lowest}, got {value}")
+    if overlap_steps >= sync_interval:
+        raise ValueError(
+            f"tau (overlap steps) must be below H = {sync_interval}, since a round ends before the next begins, "
+            f"got {overlap_steps}"
+        )
+
+
+def paced(names: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the contenders that can spread what they send over an overlap.
+
+    Raises:
+        ValueError: None can.
+    """
+    able = tuple(name for name in names if contender(name).has_overlap and not contender(name).is_reference)
+    if not able:
+        raise ValueError(
+            f"--pace spreads what is sent over an overlap, and {', '.join(names)} "
+            f"{'has' if len(names) == 1 else 'have'} none of ours; leave it out"
+        )
+    return able
+
+
 def exchanges_every_step(chosen: Contender) -> bool:
     """Tell whether a contender exchanges at every step."""
     return chosen.kind in ("every-step", "ddp")
@@ -149,5 +190,5 @@ def _transfer_s(chosen: Contender, wire: Wire, *, num_hosts: int, num_parameters
     copies = 2 * (num_hosts - 1) / num_hosts if exchanges_every_step(chosen) else num_hosts - 1
     payload_bytes = num_parameters * _BYTES[chosen.codec]
     if chosen.powersgd_rank:
-        payload_bytes /= 20
+        payload_bytes /= _POWERSGD_FACTOR
     return copies * payload_bytes * 8 / wire.rate_bits_per_s

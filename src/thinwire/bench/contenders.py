@@ -8,7 +8,7 @@
 | `diloco-e3m0` | no | no | E3M0 | thinwire |
 | `overlap-only` | no | yes | float32 | thinwire |
 | `fragments-only` | yes | no | float32 | thinwire |
-| `fragments+overlap`, `streaming-dense` | yes | yes | float32 | thinwire |
+| `streaming-dense` | yes | yes | float32 | thinwire |
 | `streaming-e3m0` | yes | yes | E3M0 | thinwire |
 | `ddp` | - | within a step | float32 gradients, every step | PyTorch |
 | `ddp-powersgd` | - | within a step | gradients of low rank, every step | PyTorch |
@@ -91,7 +91,6 @@ _ALL = (
     Contender(name="diloco-e3m0", kind="diloco", codec="e3m0"),
     Contender(name="overlap-only", kind="streaming", has_overlap=True),
     Contender(name="fragments-only", kind="streaming", has_fragments=True),
-    Contender(name="fragments+overlap", kind="streaming", has_fragments=True, has_overlap=True),
     Contender(name="streaming-dense", kind="streaming", has_fragments=True, has_overlap=True),
     Contender(name="streaming-e3m0", kind="streaming", codec="e3m0", has_fragments=True, has_overlap=True),
     Contender(name="ddp", kind="ddp"),
@@ -100,7 +99,7 @@ _ALL = (
 )
 CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.name: contender for contender in _ALL})
 # From DiLoCo to Streaming DiLoCo, one part at a time; then overlap and E3M0 alone.
-ABLATION = ("diloco", "fragments-only", "fragments+overlap", "streaming-e3m0", "overlap-only", "diloco-e3m0")
+ABLATION = ("diloco", "fragments-only", "streaming-dense", "streaming-e3m0", "overlap-only", "diloco-e3m0")
 REFERENCES = tuple(contender.name for contender in _ALL if contender.is_reference)
 
 

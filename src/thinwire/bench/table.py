@@ -11,8 +11,7 @@ from typing import Any
 from thinwire.bench.cells import Wire
 from thinwire.bench.contenders import CONTENDERS
 from thinwire.training.reporting.axes import Axis
-from thinwire.training.reporting.chart import Chart, Series, line_chart
-from thinwire.training.reporting.style import CHART
+from thinwire.training.reporting.chart import Chart, Series, image_file, line_chart
 from thinwire.units import format_bytes, format_rate, format_seconds
 
 HEAD = (
@@ -136,9 +135,7 @@ def figure(found: Sequence[Row], *, num_hosts: int) -> str:
         y=Axis(label="share of unshaped throughput", include=(0.0, 1.0)),
         series=tuple(series),
     )
-    # an image file needs its own style sheet and namespace
-    head, _, rest = line_chart(chart).partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg" width="660"><style>{CHART}</style>{rest}\n'
+    return image_file(line_chart(chart))
 
 
 def _row(group: Sequence[Mapping[str, Any]], unshaped: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Row:

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from thinwire.errors import WorkerFailed
 from thinwire.lab import HostProcess, Lab
 from thinwire.lab.counters import Sample, at, between, peak_rate, sent_by
 
-PEAK_WINDOW_S = 0.1
 _START_S = 180.0
 _BEAT_S = 0.02
 _LAST_WORDS = 2_000
@@ -42,10 +40,9 @@ def run_cell(cell: Cell, *, cache_dir: Path, timeout_s: float | None = None) -> 
         TimeoutError: The run took too long.
     """
     limit_s = deadline_s(cell) if timeout_s is None else timeout_s
-    wide = replace(cell.wire, rate_bits_per_s=None, latency_s=0.0, jitter_s=0.0, loss=0.0)
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as name:
         folder = Path(name)
-        with Lab.of(wide.settings(cell.num_hosts), folder=folder / "lab", can_delay=cell.wire.is_delayed) as lab:
+        with Lab.of(Wire().settings(cell.num_hosts), folder=folder / "lab", can_delay=cell.wire.is_delayed) as lab:
             gate = folder / "gate"
             with (folder / "words").open("wb") as words:
                 command = _command(cell, folder=folder, gate=gate, cache_dir=cache_dir, timeout_s=limit_s)
@@ -76,7 +73,7 @@ def kernel_numbers(samples: Sequence[Sample], hosts: Sequence[dict[str, Any]]) -
             {
                 "sent_bytes": steps[-1].sent_bytes[rank] - steps[0].sent_bytes[rank],
                 "sent_bytes_since_gate": samples[-1].sent_bytes[rank] - at(samples, time_s=gate_s).sent_bytes[rank],
-                "peak_sent_bits_per_s": peak_rate(sent_by(steps, host=rank), window_s=PEAK_WINDOW_S),
+                "peak_sent_bits_per_s": peak_rate(sent_by(steps, host=rank)),
             }
         )
     return found

@@ -15,7 +15,7 @@ from typing import Any
 import tyro
 
 from thinwire.cli.words import read_words
-from thinwire.errors import ThinwireError
+from thinwire.errors import DataError, ThinwireError
 
 USAGE, FAILED = 2, 1
 
@@ -62,7 +62,7 @@ class BenchWireOptions:
     """About how long one run of a method that exchanges every step may take; it then runs fewer steps."""
 
     pace: bool = False
-    """Spread what streaming methods send over their overlap."""
+    """Spread what is sent over the overlap; only for contenders of ours that have one."""
 
     out: Path = Path("runs/bench-wire")
     """Folder for wire.jsonl, wire.md and wire.svg."""
@@ -91,6 +91,16 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         _say(str(error))
         return USAGE
+    try:
+        return _bench(options, wanted)
+    except DataError as error:
+        _say(str(error))
+    except OSError as error:
+        _say(f"cannot write {error.filename}: {error.strerror}; give another folder with --out")
+    return FAILED
+
+
+def _bench(options: BenchWireOptions, wanted: Sequence[Any]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         code = 0 if options.report else _run_all(wanted, options)
@@ -102,13 +112,20 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _cells(options: BenchWireOptions) -> Any:
-    from thinwire.bench.cells import Wire, cells
+    from thinwire.bench.cells import Wire, cells, check_numbers, paced
     from thinwire.bench.contenders import CONTENDERS, contender
     from thinwire.lab.settings import parse_loss
     from thinwire.units import parse_rate, parse_seconds
 
-    for name in options.contender:
+    names = options.contender or tuple(CONTENDERS)
+    for name in names:
         contender(name)
+    check_numbers(
+        num_hosts=options.hosts, repeats=options.repeats, sync_interval=options.sync_interval,
+        overlap_steps=options.overlap_steps, intervals=options.intervals,
+    )  # fmt: skip
+    if options.pace:
+        names = paced(names)
     rates = options.rate or ("1mbit", "5mbit", "20mbit", "100mbit")
     delays = {"latency_s": parse_seconds(options.latency), "jitter_s": parse_seconds(options.jitter)}
     shaped = [
@@ -119,7 +136,7 @@ def _cells(options: BenchWireOptions) -> Any:
         wire.settings(2)  # refuses what no lab can do
     wires = [Wire(), *(wire for wire in shaped if wire != Wire())]
     for cell in cells(
-        contenders=options.contender or [name for name in CONTENDERS if name != "fragments+overlap"],
+        contenders=names,
         num_hosts=options.hosts or (2,), wires=wires, repeats=range(options.repeats),
         sync_interval=options.sync_interval, overlap_steps=options.overlap_steps, intervals=options.intervals,
         budget_s=parse_seconds(options.budget),
@@ -171,7 +188,16 @@ def _write_report(options: BenchWireOptions) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            raise DataError(
+                f"line {number} of {path} is no JSON, such as a run leaves that was cut off while it wrote; delete the "
+                f"line, and its run is done again"
+            ) from None
+    return found
 
 
 def _machine() -> dict[str, Any]:

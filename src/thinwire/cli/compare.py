@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json as json_format
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +12,10 @@ import tyro
 from rich.console import Console
 
 from thinwire.cli.tables import comparison_table, plain
+from thinwire.cli.words import read_words
 from thinwire.errors import ThinwireError
 from thinwire.training.reporting.comparison import Comparison, compare_runs, write_comparison
 
-_SWITCHES = (tyro.conf.FlagCreatePairsOff,)
 _WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal: nothing is folded there
 
 
@@ -40,16 +37,10 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0, 1 for what went wrong while running, 2 for wrong options.
     """
-    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            options = tyro.cli(CompareOptions, prog="thinwire compare", args=list(arguments), config=_SWITCHES)
-    except SystemExit as stop:
-        if stop.code:
-            # tyro draws a box with a title around its words
-            words = re.sub(r"╭.*╮|[─-╿\s]+", " ", said.getvalue())
-            return _fail(2, " ".join(words.split()))
-        return 0
+        options = read_words(CompareOptions, arguments, prog="thinwire compare")
+    except ValueError as error:
+        return _fail(2, str(error))
     try:
         return run(options)
     except ValueError as error:

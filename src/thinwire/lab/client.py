@@ -43,7 +43,8 @@ class KeeperClient:
         self._fault = ""
         self.is_closed = False
         self._keeper, self._channel = _start()
-        self._channel.send(dict(order))
+        with contextlib.suppress(OSError):  # it ended at once; the listener sees that
+            self._channel.send(dict(order))
         self._listener = threading.Thread(target=self._listen, name="thinwire-lab", daemon=True)
         self._listener.start()
         with self._changed:

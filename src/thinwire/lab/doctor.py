@@ -95,6 +95,8 @@ def _try_delays() -> tuple[bool, str]:
     with Lab(hosts=2, link=_LINK) as lab:
         maker = "the kernel's netem" if lab.delays_by == "netem" else "our relay (this kernel has no netem)"
         found = measure_delays(lab, 0, 1, packets=1000, interval_s=0.002)
+    if not found.delays_s:
+        return False, f"by {maker}: no packet arrived"
     is_ok = abs(found.median_s - _LINK.latency_s) <= _DELAY_TOLERANCE_S and 0 < found.loss < 3 * _LINK.loss
     return is_ok, (
         f"by {maker}: {format_seconds(found.median_s)} and {found.loss:.1%} lost where "

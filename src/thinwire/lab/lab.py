@@ -89,9 +89,13 @@ class Lab:
     def _start(self, settings: LabSettings, *, folder: Path | str | None, can_delay: bool) -> None:
         check_machine()
         self._is_temporary = folder is None
-        self.folder = Path(tempfile.mkdtemp(prefix="thinwire-lab-") if folder is None else folder).resolve()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.began_s = time.time()
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="thinwire-lab-") if folder is None else folder).resolve()
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LabError(
+                f"the lab's folder {error.filename} cannot be made: {error.strerror}; give another one (--out, folder=)"
+            ) from None
         self._runs = itertools.count()
         self._processes: dict[int, HostProcess] = {}
         order = {"settings": settings.to_json(), "folder": str(self.folder), "is_temporary": self._is_temporary}

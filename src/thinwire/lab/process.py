@@ -7,6 +7,8 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from thinwire.errors import LabError
+
 if TYPE_CHECKING:
     from thinwire.lab.lab import Lab
 
@@ -59,11 +61,13 @@ class HostProcess:
 
         Raises:
             TimeoutError: It still runs.
-            LabError: The lab itself broke.
+            LabError: The lab itself broke, or was closed meanwhile.
         """
         ended = self._ended.wait(timeout=deadline_s)
         self._lab.check()
-        if not ended or self._exit_code is None:
+        if ended and self._exit_code is None:
+            raise LabError(f"{self.command[0]} on host {self.host} ended with its lab, which was closed")
+        if self._exit_code is None:
             raise TimeoutError(f"{self.command[0]} on host {self.host} has not ended within {deadline_s:g} s")
         return self._exit_code
 

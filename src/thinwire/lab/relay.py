@@ -1,6 +1,6 @@
 """Delay, jitter and loss in user space, for kernels without `netem`: frames wait here between two TAP devices.
 
-The keeper opens the files and starts `python -m thinwire.lab.relay SETTINGS CONTROL HOST_FILE:SWITCH_FILE...`. What a
+The keeper opens the files and starts `python -m thinwire.lab.relay CONTROL HOST_FILE:SWITCH_FILE...`. What a
 host sends waits for its link's latency; what comes back from the switch passes at once, so a packet waits once.
 """
 
@@ -163,13 +163,14 @@ def _write(file: int, frame: bytes) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the relay."""
-    settings = LabSettings.from_json(json.loads(arguments[0]))
+    with open(int(arguments[0]), "rb", buffering=0, closefd=False) as control:
+        settings = LabSettings.from_json(json.loads(control.readline()))
     ports = []
-    for port in arguments[2:]:
+    for port in arguments[1:]:
         host_file, _, switch_file = port.partition(":")
         ports.append((int(host_file), int(switch_file)))
     hurry()
-    Relay(Delays(settings), ports, control=int(arguments[1])).run()
+    Relay(Delays(settings), ports, control=int(arguments[0])).run()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import statistics
 import struct
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from thinwire.errors import LabError
 from thinwire.lab.lab import Lab
 from thinwire.lab.process import HostProcess
 
@@ -44,7 +46,9 @@ class Delays:
 
     @property
     def median_s(self) -> float:
-        """Median delay."""
+        """Median delay; not a number where nothing arrived."""
+        if not self.delays_s:
+            return math.nan
         return statistics.median(self.delays_s)
 
 
@@ -74,7 +78,8 @@ def measure_delays(lab: Lab, source: int, destination: int, *, packets: int = 20
         _wait_for_port(lab, destination)
         words = _command("tick", lab.address(destination), str(_PORT), str(packets), str(interval_s))
         lab.start(words, host=source).wait(deadline_s=packets * interval_s + _SLACK_S)
-        hearing.wait(deadline_s=packets * interval_s + _SLACK_S)
+        if hearing.wait(deadline_s=packets * interval_s + _SLACK_S) != 0:
+            raise LabError(f"the program that hears packets on host {destination} ended with {hearing.exit_code}")
         heard.seek(0)
         arrived = [(int(number), float(delay_s)) for number, delay_s in json.load(heard)]
     highest, num_late = -1, 0
@@ -100,7 +105,9 @@ def _command(*words: str) -> list[str]:
 
 def _wait_for_bytes(lab: Lab, host: int) -> None:
     before, end_s = lab.counters()[host].received_bytes, time.monotonic() + _SLACK_S
-    while lab.counters()[host].received_bytes < before + 2000 and time.monotonic() < end_s:
+    while lab.counters()[host].received_bytes < before + 2000:
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"host {host} received nothing within {_SLACK_S:g} s")
         time.sleep(0.02)
 
 

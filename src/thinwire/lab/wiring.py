@@ -42,6 +42,7 @@ class Wiring:
         names = folder / "hosts"
         names.write_text(network.hosts_file(settings.num_hosts))
         self._settings = settings
+        self._done: dict[tuple[int, int], list[str]] = {}
         self.has_netem = can_netem()
         is_relayed = not self.has_netem and (settings.is_delayed or force_relay)
         self.worlds = [make_host(network.name_of(host), hosts_file=names) for host in range(settings.num_hosts)]
@@ -51,8 +52,9 @@ class Wiring:
             lines = network.cable_lines(host, network_path=world.network_path, is_relayed=is_relayed)
             run("ip", lines, files=[world.network])
             run("ip", network.host_lines(settings, host), world=world)
-            for tool, make, on_host in self._shapes():
-                run(tool, make(settings, host), world=world if on_host else None)
+            for place, (tool, make, on_host) in enumerate(self._shapes()):
+                lines = self._done[host, place] = make(settings, host)
+                run(tool, lines, world=world if on_host else None)
         self._control: int | None = None
         self.relay_id = self._start_relay(taps) if is_relayed else None
 
@@ -62,19 +64,24 @@ class Wiring:
         Raises:
             LabError: One of the tools refused.
         """
-        before, self._settings = self._settings, settings
+        self._settings = settings
         for host, world in enumerate(self.worlds):
-            for tool, make, on_host in self._shapes():
-                lines = make(settings, host)
-                if lines == make(before, host):
+            for place, (tool, make, on_host) in enumerate(self._shapes()):
+                wanted = lines = make(settings, host)
+                if wanted == self._done.pop((host, place), None):
+                    self._done[host, place] = wanted
                     continue
                 if tool == "tc":
                     interface = network.INTERFACE if on_host else network.port_of(host)
                     # without --force the first error would end it, and there may be nothing to remove
                     lines = [f"qdisc replace dev {interface} root pfifo", f"qdisc del dev {interface} root", *lines]
                 run(tool, lines, world=world if on_host else None)
+                self._done[host, place] = wanted  # what was refused is tried again at the next change
+        self._tell_relay()
+
+    def _tell_relay(self) -> None:
         if self._control is not None:
-            os.write(self._control, json.dumps(settings.to_json()).encode() + b"\n")
+            os.write(self._control, json.dumps(self._settings.to_json()).encode() + b"\n")
 
     @property
     def _hosts(self) -> range:
@@ -97,13 +104,13 @@ class Wiring:
     def _start_relay(self, taps: Sequence[tuple[int, int]]) -> int:
         control, self._control = os.pipe()
         ports = [f"{host_file}:{switch_file}" for host_file, switch_file in taps]
-        settings = json.dumps(self._settings.to_json())
-        command = [sys.executable, "-m", "thinwire.lab.relay", settings, str(control), *ports]
+        command = [sys.executable, "-m", "thinwire.lab.relay", str(control), *ports]
         files = [control, *(file for pair in taps for file in pair)]
         process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
         process.returncode = 0  # the keeper waits for all its children
         for file in files:
             os.close(file)
+        self._tell_relay()
         return process.pid
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,13 +50,21 @@ def make_method(config: TrainConfig) -> Method:
         if name not in takes:
             raise ValueError(f"{flag(name)} does not go with --method {config.method}: {reason}; leave it out")
         arguments[name] = value
-    if config.pace and "overlap_steps" not in takes:
-        raise ValueError(
-            f"--pace does not go with --method {config.method}: {_METHOD_OPTIONS['overlap_steps']}; leave it out"
-        )
+    if config.pace:
+        _check_pace(config, takes)
     if config.codec is not None:
         arguments["codec"] = codecs.by_name(config.codec)
     return recipe(**arguments)
+
+
+def _check_pace(config: TrainConfig, takes: Mapping[str, inspect.Parameter]) -> None:
+    if "overlap_steps" not in takes:
+        reason = _METHOD_OPTIONS["overlap_steps"]
+    elif config.overlaps == 0:
+        reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
+    else:
+        return
+    raise ValueError(f"--pace does not go with --method {config.method}: {reason}; leave it out")
 
 
 def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.device | str) -> nn.Module:

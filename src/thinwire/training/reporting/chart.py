@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.training.reporting.axes import Axis, Scale, apart, scale
-from thinwire.training.reporting.style import COLOURS
+from thinwire.training.reporting.style import CHART, COLOURS
 
 WIDTH, HEIGHT = 440.0, 285.0
 _LABEL, _LINE = 7.0, 15.0  # a character's width and a line's height at the largest font size of the style
@@ -202,6 +202,12 @@ def svg(title: str, height: float, parts: Sequence[str]) -> str:
     """Put parts into one picture of the charts' width."""
     head = f'<svg class="chart" viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">'
     return "\n".join([head, *parts, "</svg>"])
+
+
+def image_file(picture: str) -> str:
+    """Turn a picture of a page into an image file that stands alone: with style sheet, namespace and width."""
+    head, _, rest = picture.partition(">")
+    return f'{head} xmlns="http://www.w3.org/2000/svg" width="{WIDTH:.0f}"><style>{CHART}</style>{rest}\n'
 
 
 def empty(title: str, words: str) -> str:
