@@ -11,8 +11,9 @@ import torch
 class Codec(Protocol):
     """A (lossy) code of a float tensor, as bytes.
 
-    A codec is a frozen value without memory. Its payload size depends on the number of elements alone, so that a
-    receiver knows what to expect before it has read a byte. The same tensor gives the same bytes on CPU and GPU.
+    A codec is a frozen value without memory. Its payload size depends on the number of elements alone, or has a bound
+    that does, so that a receiver knows what to expect before it has read a byte. The same tensor gives the same bytes
+    on CPU and GPU.
 
     Attributes:
         name: Short name, as the command line takes it, such as `"e3m0"`.
@@ -22,6 +23,8 @@ class Codec(Protocol):
             of the whole. (Stochastic rounding draws by an element's place in the tensor it is encoded in, so there
             the parts' payloads are valid parts, but not the same bytes.)
         is_lossless_for_float32: Whether decode gives back every float32 bit.
+        has_fixed_size: Whether every payload of so many elements has `payload_bytes` bytes; else that is the most.
+        is_sparse: Whether most decoded elements are zero, and which ones are not differs between replicas.
     """
 
     @property
@@ -49,8 +52,18 @@ class Codec(Protocol):
         """Whether decode gives back every float32 bit."""
         ...
 
+    @property
+    def has_fixed_size(self) -> bool:
+        """Whether `payload_bytes` is exact."""
+        ...
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether most decoded elements are zero."""
+        ...
+
     def payload_bytes(self, numel: int) -> int:
-        """Return the exact payload size in bytes for a tensor of `numel` elements (0 for 0)."""
+        """Return the payload size in bytes for a tensor of `numel` elements (0 for 0): exact, or the most it can be."""
         ...
 
     def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
@@ -61,7 +74,7 @@ class Codec(Protocol):
             seed: Selects the random stream where rounding is stochastic; unused elsewhere.
 
         Returns:
-            uint8, shape `(payload_bytes(tensor.numel()),)`, on the tensor's device.
+            uint8, shape `(payload_bytes(tensor.numel()),)`, or fewer where the size is not fixed, on the tensor's device.
         """
         ...
 

@@ -90,6 +90,16 @@ class BlockInt:
     def _largest(self) -> int:
         return (1 << (self.bits - 1)) - 1
 
+    @property
+    def has_fixed_size(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_sparse(self) -> bool:
+        """Never."""
+        return False
+
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`."""
         return num_rows(numel, block=self.block) * self._row_bytes

@@ -42,6 +42,16 @@ class Dense:
         """Whether every float32 comes back as it was."""
         return self.dtype == torch.float32
 
+    @property
+    def has_fixed_size(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_sparse(self) -> bool:
+        """Never."""
+        return False
+
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`."""
         return num_rows(numel, block=1) * self.dtype.itemsize

@@ -106,6 +106,16 @@ class E3M0:
         """No."""
         return False
 
+    @property
+    def has_fixed_size(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_sparse(self) -> bool:
+        """Never."""
+        return False
+
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`."""
         return num_rows(numel, block=BLOCK) * ROW_BYTES
