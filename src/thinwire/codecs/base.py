@@ -74,7 +74,8 @@ class Codec(Protocol):
             seed: Selects the random stream where rounding is stochastic; unused elsewhere.
 
         Returns:
-            uint8, shape `(payload_bytes(tensor.numel()),)`, or fewer where the size is not fixed, on the tensor's device.
+            uint8, shape `(payload_bytes(tensor.numel()),)`, on the
+            tensor's device; fewer bytes where the size is not fixed.
         """
         ...
 

@@ -34,7 +34,8 @@ class Envelope:
         phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
         codec_id: `wire_id` of the payload's codec, 0 for raw bytes.
         numel: Elements that the payload stands for.
-        payload_bytes: Size of the payload.
+        payload_bytes: Size of the payload; for a receiver that `takes_less`, the most it can be.
+        takes_less: For a receiver: whether the payload may be shorter. It does not travel.
         reference_hash: Hash of the global value that the payload refers to, 0 for none. It is not compared on
             arrival: the engine compares it over all replicas, so that it can name the odd one.
         spread_s: A word to the sender's own transport, which does not travel: hand the message to the wire over so many
@@ -49,6 +50,7 @@ class Envelope:
     numel: int = 0
     payload_bytes: int = 0
     reference_hash: int = 0
+    takes_less: bool = field(default=False, compare=False)
     spread_s: float = field(default=0.0, compare=False)
 
     def describe(self) -> str:

@@ -257,7 +257,9 @@ class _Damaged:
     def wait(self, *, deadline_s: float) -> Received | None:
         received = self._inner.wait(deadline_s=deadline_s)
         assert received is not None, "a receive ends with a message"
-        stamped = replace(self._envelope, reference_hash=received.reference_hash)
+        stamped = replace(
+            self._envelope, reference_hash=received.reference_hash, payload_bytes=received.payload.numel()
+        )
         message = _flipped(pack(received.payload, sender=self._source, envelope=stamped), self._byte)
         return unpack(message, source=self._source, envelope=self._envelope)
 

@@ -77,7 +77,7 @@ def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Receive
     Args:
         message: uint8, one-dimensional, CPU: what arrived.
         source: The replica it should come from.
-        envelope: What it should be.
+        envelope: What it should be; where it `takes_less`, the payload may be shorter than it says.
 
     Raises:
         PayloadError: Names the field that is wrong, what was found and what was expected.
@@ -95,7 +95,7 @@ def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Receive
             f"{origin}: expected a thinwire message of version {VERSION}, found {magic!r} version {version}; "
             f"run the same thinwire on all hosts"
         )
-    *compared, reference_hash, payload_crc, _ = found
+    *compared, stated_bytes, reference_hash, payload_crc, _ = found
     expected = (
         ("kind", envelope.kind),
         ("phase", envelope.phase),
@@ -104,14 +104,19 @@ def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Receive
         ("fragment", envelope.fragment),
         ("round", envelope.round_id),
         ("elements", envelope.numel),
-        ("payload bytes", envelope.payload_bytes),
     )
     for (field, want), have in zip(expected, compared, strict=True):
         if want != have:
             raise PayloadError(f"{origin}: {field} is {have}, expected {int(want)}; the replicas run different set-ups")
+    limit = envelope.payload_bytes
+    if stated_bytes > limit or (stated_bytes < limit and not envelope.takes_less):
+        raise PayloadError(
+            f"{origin}: payload bytes is {stated_bytes}, expected {'at most ' if envelope.takes_less else ''}{limit}; "
+            f"the replicas run different set-ups"
+        )
     body = view[HEADER_BYTES:]
-    if len(body) != envelope.payload_bytes:
-        raise PayloadError(f"{origin}: {len(body)} payload bytes arrived, expected {envelope.payload_bytes}")
+    if len(body) != stated_bytes:
+        raise PayloadError(f"{origin}: {len(body)} payload bytes arrived, expected {stated_bytes}")
     if zlib.crc32(body) != payload_crc:
         raise PayloadError(f"{origin}: the payload's checksum is wrong; the bytes were damaged on the way")
     return Received(payload=message[HEADER_BYTES:], reference_hash=reference_hash)

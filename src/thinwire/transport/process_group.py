@@ -346,17 +346,19 @@ class _Transfer:
 
     def _drive_receive(self, room: torch.Tensor) -> None:
         self.works[0].wait(_FOREVER)
-        expected = HEADER_BYTES + self._envelope.payload_bytes
-        if expected <= OPENING_BYTES:
+        limit, stated = self._envelope.payload_bytes, _stated_payload_bytes(room)
+        if self._envelope.takes_less:
+            limit = min(limit, stated)
+        if HEADER_BYTES + limit <= OPENING_BYTES:
             # Copied, so that a small payload does not keep the whole room.
-            arrived = room[:expected].clone()
-        elif _stated_payload_bytes(room) == self._envelope.payload_bytes:
-            for part in _parts(room)[1:]:
+            arrived = room[: HEADER_BYTES + limit].clone()
+        elif stated == limit:
+            arrived = room[: HEADER_BYTES + limit]
+            for part in _parts(arrived)[1:]:
                 self._post(partial(dist.irecv, part), group_src=self._rank, tag=self._tags[1])
             self.asked.set()
             for work in self.works[1:]:
                 work.wait(_FOREVER)
-            arrived = room
         else:
             # The peer means another message: nothing more is asked for, and the check finds what differs.
             arrived = room[:OPENING_BYTES]

@@ -110,12 +110,12 @@ class _Entry:
         self._has_ended = False
         self._has_missed = False
 
-    def end(self, *, error: str) -> None:
+    def end(self, *, error: str, received: Received | None = None) -> None:
         """Write the end; only the first call counts."""
         with self._lock:
             if not self._has_ended:
                 self._has_ended = True
-                self._write(error)
+                self._write(error, received)
 
     def miss(self, *, error: str) -> None:
         """Write that a deadline ran out; the transfer may still end well, and is then counted."""
@@ -124,8 +124,9 @@ class _Entry:
                 self._has_missed = True
                 self._write(error)
 
-    def _write(self, error: str) -> None:
+    def _write(self, error: str, received: Received | None = None) -> None:
         envelope = self._envelope
+        payload_bytes = envelope.payload_bytes if received is None else received.payload.numel()
         self._log.add(
             Transfer(
                 direction=self._direction,
@@ -134,8 +135,8 @@ class _Entry:
                 round_id=envelope.round_id,
                 fragment=envelope.fragment,
                 phase=envelope.phase,
-                payload_bytes=envelope.payload_bytes,
-                wire_bytes=HEADER_BYTES + envelope.payload_bytes,
+                payload_bytes=payload_bytes,
+                wire_bytes=HEADER_BYTES + payload_bytes,
                 started_s=self._started_s,
                 finished_s=self._clock(),
                 error=error,
@@ -160,7 +161,7 @@ class _Recorded:
         except TransportError as error:
             self._entry.end(error=str(error))
             raise
-        self._entry.end(error="")
+        self._entry.end(error="", received=received)
         return received
 
     def settle(self) -> None:
