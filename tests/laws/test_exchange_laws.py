@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinwire.averaging.delivery import Delivery
 from thinwire.averaging.exchange import AllGather, TwoPhase, cheapest, shard_bounds
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import NAMES, by_name, float32
@@ -29,10 +30,11 @@ def average(exchange, tensors, *, hashes=None):
     def replica_main(transport):
         recording = RecordingTransport(transport)
         peers = AllReplicas().peers(round_id=0, me=transport.replica, alive=range(transport.num_replicas))
-        steps = exchange.steps(
-            tensors[transport.replica], peers=peers, transport=recording, round_id=0, seed=transport.replica,
-            reference_hash=hashes[transport.replica] if hashes else 0,
-        )  # fmt: skip
+        reference_hash = hashes[transport.replica] if hashes else 0
+        delivery = Delivery(
+            peers=peers, transport=recording, round_id=0, seed=transport.replica, reference_hash=reference_hash
+        )
+        steps = exchange.steps(tensors[transport.replica], delivery)
         result = launch(steps, round=ROUND, deadline_s=5, in_background=False).result()
         return result, recording.log.totals("sent").payload_bytes
 

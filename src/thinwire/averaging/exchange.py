@@ -9,70 +9,38 @@ compute the same bits (arXiv 2501.18512, section 2.4: unreduced 4-bit payloads, 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from thinwire.averaging.topology import Peers
-from thinwire.codecs.base import Codec
-from thinwire.errors import NonFiniteError
+from thinwire.averaging.decoding import check_finite, decode, mean_of
+from thinwire.averaging.delivery import Average, Delivery, Steps, Wait
+from thinwire.averaging.hop import Hop, Ramp, ShardedHop, codec_at, most_bytes
+from thinwire.codecs.base import Codec, NeedsLayout
+from thinwire.codecs.memory import Memory
+from thinwire.errors import CheckpointError
 from thinwire.shared_random import derive_seed
-from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
+
+Shapes = Sequence[torch.Size]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """What an exchange must see done before it goes on: receives, then sends."""
-
-    receives: tuple[Pending, ...]
-    sends: tuple[Pending, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Average:
-    """The result of an exchange.
-
-    Attributes:
-        mean: float32, `(numel,)`: the mean over the members, the same bits on all of them.
-        reference_hashes: What each member said its reference was, by replica.
-    """
-
-    mean: torch.Tensor
-    reference_hashes: dict[int, int]
-
-
-Steps = Generator[Wait, Sequence[Received], Average]
-
-
-class Exchange(Protocol):
-    """How a tensor becomes its mean over the peers."""
+class BoundExchange(Protocol):
+    """An exchange with what it remembers, on one replica."""
 
     @property
-    def codec(self) -> Codec:
-        """The code of the payloads."""
+    def has_memory(self) -> bool:
+        """Whether anything is remembered from one round to the next."""
         ...
 
-    def steps(
-        self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
-        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
-        spread_s: float = 0.0,
-    ) -> Steps:  # fmt: skip
-        """Return the generator that averages `tensor` over `peers`.
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """Return the generator that averages `tensor` over the peers.
 
         Args:
             tensor: Floating, `(numel,)`, the same size on all members.
-            peers: Who takes part.
-            transport: Carries the messages.
-            round_id: The round's number, the same on all members.
-            fragment: The fragment's number.
-            kind: What the messages belong to.
-            reference_hash: Hash of the value that the tensor refers to, told to the peers.
-            seed: Selects the random stream of a stochastic codec; must differ between replicas and rounds.
-            must_be_finite: Whether NaN or infinity in a payload is an error that names its sender.
-            spread_s: Seconds over which this replica may spread what it sends.
+            delivery: Who takes part, and what the messages are.
 
         Raises:
             NonFiniteError: A replica sent NaN or infinity, and it must not or the codec cannot carry it.
@@ -83,44 +51,92 @@ class Exchange(Protocol):
         """Return the payload bytes that one replica sends for a tensor of `numel` elements, at most."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back.
+
+        Raises:
+            CheckpointError: It does not fit.
+        """
+        ...
+
+
+class Exchange(Protocol):
+    """How a tensor becomes its mean over the peers, as a value; `bind` makes what it remembers."""
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
+        """Return the exchange for one replica.
+
+        Args:
+            shapes: The shapes of the tensors that each fragment's vector is made of.
+            replica: This replica's number.
+            num_replicas: How many take part.
+
+        Raises:
+            ValueError: The parts do not go together.
+        """
+        ...
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllGather:
     """Everyone sends its whole payload to everyone and sums what comes, in float32.
 
     Each value is coded once. A replica sends `(M - 1)` payloads, which is the least for 2 replicas and grows with M.
+
+    Args:
+        codec: The code, or codes that change with the step.
+        memory: What the sender remembers of what its code dropped; None for nothing.
+        keeps_parts: Whether the result holds each member's own part beside the mean.
     """
 
-    codec: Codec
+    codec: Codec | Ramp
+    memory: Memory | None = None
+    keeps_parts: bool = False
 
-    def steps(
-        self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
-        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
-        spread_s: float = 0.0,
-    ) -> Steps:  # fmt: skip
-        """See `Exchange.steps`."""
-        numel, device = tensor.numel(), tensor.device
-        own = self.codec.encode(tensor, seed=seed)
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
+        """See `Exchange.bind`."""
+        hops = [
+            {"out": Hop(_laid_out(self.codec, tensors), self.memory.bind(_numel(tensors)) if self.memory else None)}
+            for tensors in shapes
+        ]
+        return _BoundAllGather(self, hops)
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """See `BoundExchange.steps`; without memory."""
+        return self.through(Hop(self.codec), tensor, delivery)
+
+    def through(self, hop: Hop, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """Return the generator of a round whose payloads pass a hop."""
+        numel, device, peers, transport = tensor.numel(), tensor.device, delivery.peers, delivery.transport
+        codec = hop.codec(delivery.step)
+        own = hop.encode(tensor, step=delivery.step, seed=delivery.seed)
         del tensor  # while the round is in flight, only its payload takes memory
-        envelope = Envelope(
-            kind=kind, round_id=round_id, fragment=fragment, codec_id=self.codec.wire_id, numel=numel,
-            payload_bytes=own.numel(), reference_hash=reference_hash, spread_s=spread_s,
-        )  # fmt: skip
-        receives = tuple(transport.receive(source=peer, envelope=envelope) for peer in peers.others)
-        on_host = own.cpu()
+        expected = delivery.receiving(codec, numel=numel)
+        receives = tuple(transport.receive(source=peer, envelope=expected) for peer in peers.others)
+        envelope, on_host = delivery.sending(own, codec=codec, numel=numel), own.cpu()
         sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
         received = yield Wait(receives=receives, sends=sends)
         by_replica = dict(zip(peers.others, received, strict=True))
         payloads = {peer: message.payload for peer, message in by_replica.items()} | {peers.me: own}
-        mean = _mean(self.codec, payloads, peers=peers, numel=numel, device=device, what=envelope.describe())
-        if must_be_finite:
-            _check_finite(mean, self.codec, payloads, what=envelope.describe())
+        mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=delivery.describe())
+        if delivery.must_be_finite:
+            check_finite(mean, codec, payloads, what=delivery.describe())
+        parts = {p: codec.decode(payloads[p].to(device), numel=numel) for p in peers.members if self.keeps_parts}
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
-        return Average(mean=mean, reference_hashes=hashes | {peers.me: reference_hash})
+        hashes[peers.me] = delivery.reference_hash
+        return Average(mean=hop.received(mean), reference_hashes=hashes, parts=parts)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `Exchange.sent_bytes`."""
-        return (num_replicas - 1) * self.codec.payload_bytes(numel)
+        """See `BoundExchange.sent_bytes`."""
+        return (num_replicas - 1) * most_bytes(self.codec, numel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,63 +146,90 @@ class TwoPhase:
     A replica sends at most `2 (M - 1) / M` payloads, however many replicas there are, and each value is coded twice.
     The owner too goes on with the decoded mean, not with its exact one, so that all replicas hold the same bits.
     Shards are whole codec blocks, so a shard's payload is the same bytes as that part of the whole payload.
+
+    Args:
+        codec: The code, or codes that change with the step.
+        memory: What a sender remembers of what the first coding dropped; None for nothing.
+        owner_memory: What a shard's owner remembers of what the second one dropped.
+
+    Raises:
+        ValueError: The codec is sparse.
     """
 
-    codec: Codec
+    codec: Codec | Ramp
+    memory: Memory | None = None
+    owner_memory: Memory | None = None
 
-    def steps(
-        self, tensor: torch.Tensor, *, peers: Peers, transport: Transport, round_id: int, fragment: int = 0,
-        kind: Kind = Kind.ROUND, reference_hash: int = 0, seed: int = 0, must_be_finite: bool = False,
-        spread_s: float = 0.0,
-    ) -> Steps:  # fmt: skip
-        """See `Exchange.steps`."""
-        flat, numel, device = tensor.reshape(-1), tensor.numel(), tensor.device
-        shards = shard_bounds(numel, num_shards=len(peers.members), block=self.codec.block)
+    def __post_init__(self) -> None:
+        """Refuse codes whose mean would be cut a second time."""
+        codec = codec_at(self.codec, 1)
+        if codec.is_sparse:
+            raise ValueError(
+                f"{codec.name} payloads cannot be averaged on the way, because replicas keep different entries and the "
+                f"mean would be cut again; use AllGather as the exchange"
+            )
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
+        """See `Exchange.bind`."""
+        hops = []
+        for tensors in shapes:
+            numel = _numel(tensors)
+            block = codec_at(self.codec, 1).block
+            start, stop = shard_bounds(numel, num_shards=num_replicas, block=block)[replica]
+            out = self.memory.bind(numel) if self.memory else None
+            mean = self.owner_memory.bind(stop - start) if self.owner_memory else None
+            hops.append({"out": ShardedHop(self.codec, out), "mean": Hop(self.codec, mean)})
+        return _BoundTwoPhase(self, hops)
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """See `BoundExchange.steps`; without memory."""
+        return self.through(ShardedHop(self.codec), Hop(self.codec), tensor, delivery)
+
+    def through(self, out: ShardedHop, back: Hop, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """Return the generator of a round whose parts pass the hop `out`, and their means the hop `back`."""
+        flat, device, peers, transport = tensor.reshape(-1), tensor.device, delivery.peers, delivery.transport
+        codec, what, me = out.codec(delivery.step), delivery.describe(), delivery.peers.me
+        delivery = replace(delivery, spread_s=delivery.spread_s / 2)  # the second phase takes as long again
+        shards = shard_bounds(flat.numel(), num_shards=len(peers.members), block=codec.block)
         bounds = dict(zip(peers.members, shards, strict=True))
-        blank = Envelope(
-            kind=kind, round_id=round_id, fragment=fragment, codec_id=self.codec.wire_id,
-            reference_hash=reference_hash, spread_s=spread_s / 2,  # the second phase takes as long again
-        )  # fmt: skip
-
-        def envelope(owner: int, phase: int) -> Envelope:
-            size = bounds[owner][1] - bounds[owner][0]
-            return replace(blank, phase=phase, numel=size, payload_bytes=self.codec.payload_bytes(size))
-
-        mine = envelope(peers.me, 0)
-        receives = tuple(transport.receive(source=peer, envelope=mine) for peer in peers.others)
-        sends = []
-        for owner in peers.others:
-            part = self.codec.encode(flat[slice(*bounds[owner])], seed=derive_seed(seed, "shard", owner)).cpu()
-            sends.append(transport.send(part, to=owner, envelope=envelope(owner, 0)))
-        own = self.codec.encode(flat[slice(*bounds[peers.me])], seed=derive_seed(seed, "shard", peers.me))
-        del tensor, flat  # while the round is in flight, only its payload takes memory
-        received = yield Wait(receives=receives, sends=tuple(sends))
+        sizes = {owner: stop - start for owner, (start, stop) in bounds.items()}
+        expected = delivery.receiving(codec, numel=sizes[me])
+        receives = tuple(transport.receive(source=peer, envelope=expected) for peer in peers.others)
+        coded = out.encode_shards(flat, bounds, step=delivery.step, seed=delivery.seed)
+        sends = tuple(
+            transport.send(coded[o].cpu(), to=o, envelope=delivery.sending(coded[o], codec=codec, numel=sizes[o]))
+            for o in peers.others
+        )
+        own = coded[me]
+        del tensor, flat, coded  # while the round is in flight, only its payload takes memory
+        received = yield Wait(receives=receives, sends=sends)
         hashes = {peer: message.reference_hash for peer, message in zip(peers.others, received, strict=True)}
-        payloads = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)}
-        payloads[peers.me] = own
-        what = mine.describe()
-        shard = _mean(self.codec, payloads, peers=peers, numel=mine.numel, device=device, what=what)
-        if must_be_finite:
-            _check_finite(shard, self.codec, payloads, what=what)
+        payloads = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {me: own}
+        shard = mean_of(codec, payloads, peers=peers, numel=sizes[me], device=device, what=what)
+        if delivery.must_be_finite:
+            check_finite(shard, codec, payloads, what=what)
 
         # a fresh stream: the mean must not be rounded with the draws that rounded the parts
-        coded = self.codec.encode(shard, seed=derive_seed(seed, "mean"))
-        receives = tuple(transport.receive(source=peer, envelope=envelope(peer, 1)) for peer in peers.others)
-        on_host = coded.cpu()
-        sends = [transport.send(on_host, to=peer, envelope=envelope(peers.me, 1)) for peer in peers.others]
-        received = yield Wait(receives=receives, sends=tuple(sends))
-        parts = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {
-            peers.me: coded
-        }
-        mean = _assemble(self.codec, parts, bounds, device=device, what=what)
-        return Average(mean=mean, reference_hashes=hashes | {peers.me: reference_hash})
+        own = back.encode(shard, step=delivery.step, seed=derive_seed(delivery.seed, "mean"))
+        receives = tuple(
+            transport.receive(source=p, envelope=delivery.receiving(codec, numel=sizes[p], phase=1))
+            for p in peers.others
+        )
+        envelope, on_host = delivery.sending(own, codec=codec, numel=sizes[me], phase=1), own.cpu()
+        sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
+        received = yield Wait(receives=receives, sends=sends)
+        parts = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {me: own}
+        whole = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
+        for owner, (start, stop) in bounds.items():
+            whole[start:stop] = decode(codec, parts[owner].to(device), numel=sizes[owner], peer=owner, what=what)
+        return Average(mean=out.received(whole), reference_hashes=hashes | {me: delivery.reference_hash})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `Exchange.sent_bytes`."""
+        """See `BoundExchange.sent_bytes`."""
         if num_replicas == 1:
             return 0
-        bounds = shard_bounds(numel, num_shards=num_replicas, block=self.codec.block)
-        sizes = [self.codec.payload_bytes(stop - start) for start, stop in bounds]
+        bounds = shard_bounds(numel, num_shards=num_replicas, block=codec_at(self.codec, 1).block)
+        sizes = [most_bytes(self.codec, stop - start) for start, stop in bounds]
         return max(sum(sizes) - own + (num_replicas - 1) * own for own in sizes)
 
 
@@ -195,7 +238,8 @@ def cheapest(codec: Codec, *, num_replicas: int) -> AllGather | TwoPhase:
 
     All-gather sends `(M - 1)` payloads, two-phase `2 (M - 1) / M`. Two-phase codes each value a second time and waits
     for two messages in a row; that is worth it once it halves the bytes at least, which is for more than 4 replicas. A
-    lossless codec loses nothing by the second coding, so there it is worth it as soon as it saves bytes.
+    lossless codec loses nothing by the second coding, so there it is worth it as soon as it saves bytes. A sparse one
+    cannot be coded twice.
 
     Example:
         >>> from thinwire.codecs import e3m0
@@ -203,7 +247,7 @@ def cheapest(codec: Codec, *, num_replicas: int) -> AllGather | TwoPhase:
         ('AllGather', 'TwoPhase')
     """
     limit = 2 if codec.is_lossless_for_float32 else 4
-    return AllGather(codec=codec) if num_replicas <= limit else TwoPhase(codec=codec)
+    return AllGather(codec=codec) if num_replicas <= limit or codec.is_sparse else TwoPhase(codec=codec)
 
 
 def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, int]]:
@@ -218,43 +262,71 @@ def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, 
     return list(pairwise(cuts))
 
 
-def _mean(
-    codec: Codec, payloads: dict[int, torch.Tensor], *, peers: Peers, numel: int, device: torch.device, what: str
-) -> torch.Tensor:
-    total = torch.zeros(numel, dtype=torch.float32, device=device)
-    for peer in peers.members:  # one order everywhere: float addition is not associative
-        total += _decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
-    return total.div_(len(peers.members))
+class _Bound:
+    """What an exchange remembers, by fragment and hop."""
+
+    def __init__(self, spec: Exchange, hops: Sequence[Mapping[str, Hop]]) -> None:
+        self._spec = spec
+        self._hops = hops
+
+    @property
+    def has_memory(self) -> bool:
+        return any(hop.has_memory for hops in self._hops for hop in hops.values())
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        return self._spec.sent_bytes(numel, num_replicas=num_replicas)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            str(fragment): {name: hop.state_dict() for name, hop in hops.items() if hop.has_memory}
+            for fragment, hops in enumerate(self._hops)
+            if self.has_memory
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own = self.state_dict()
+        if set(state) != set(own) or any(set(state[key]) != set(own[key]) for key in own):
+            raise CheckpointError(
+                f"the checkpoint remembers {_names(state)} of its exchanges, this run {_names(own)}; resume with its "
+                f"method"
+            )
+        for fragment, hops in state.items():
+            for name, vectors in hops.items():
+                self._hops[int(fragment)][name].load_state_dict(vectors)
 
 
-def _assemble(
-    codec: Codec, parts: dict[int, torch.Tensor], bounds: dict[int, tuple[int, int]], *, device: torch.device, what: str
-) -> torch.Tensor:
-    whole = torch.empty(max(stop for _, stop in bounds.values()), dtype=torch.float32, device=device)
-    for owner, (start, stop) in bounds.items():
-        whole[start:stop] = _decode(codec, parts[owner].to(device), numel=stop - start, peer=owner, what=what)
-    return whole
+class _BoundAllGather(_Bound):
+    _spec: AllGather
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        return self._spec.through(self._hops[delivery.fragment]["out"], tensor, delivery)
 
 
-def _check_finite(mean: torch.Tensor, codec: Codec, payloads: dict[int, torch.Tensor], *, what: str) -> None:
-    # the sum is finite only if every element is; decoding again to find the culprit happens once, in a run that ends
-    if bool(torch.isfinite(mean.sum())) or bool(torch.isfinite(mean).all()):
-        return
-    for peer, payload in payloads.items():
-        if not bool(torch.isfinite(codec.decode(payload, numel=mean.numel())).all()):
-            raise NonFiniteError(_diverged(peer, what=what))
-    raise NonFiniteError(f"{what}: the sum of the replicas' payloads overflows float32; lower the learning rate")
+class _BoundTwoPhase(_Bound):
+    _spec: TwoPhase
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        hops = self._hops[delivery.fragment]
+        out = hops["out"]
+        assert isinstance(out, ShardedHop)
+        return self._spec.through(out, hops["mean"], tensor, delivery)
 
 
-def _diverged(peer: int, *, what: str) -> str:
-    return (
-        f"{what}: replica {peer} sent NaN or infinity; its model has diverged: look at its loss, lower its learning "
-        f"rate or clip its gradients, and resume from a checkpoint before that"
-    )
+def _numel(shapes: Shapes) -> int:
+    return sum(shape.numel() for shape in shapes)
 
 
-def _decode(codec: Codec, payload: torch.Tensor, *, numel: int, peer: int, what: str) -> torch.Tensor:
-    try:
-        return codec.decode(payload, numel=numel)
-    except NonFiniteError as failure:
-        raise NonFiniteError(_diverged(peer, what=what)) from failure
+def _names(state: Mapping[str, Any]) -> str:
+    return ", ".join(f"{fragment}/{name}" for fragment, hops in state.items() for name in hops) or "nothing"
+
+
+def _laid_out(code: Codec | Ramp, shapes: Shapes) -> Codec | Ramp:
+    """Tell a code that depends on the tensors' shapes what they are."""
+    if isinstance(code, Ramp):
+        return Ramp(codecs=tuple((start, laid_out(codec, shapes)) for start, codec in code.codecs))
+    return laid_out(code, shapes)
+
+
+def laid_out(codec: Codec, shapes: Shapes) -> Codec:
+    """Return the codec for vectors that are made of tensors of these shapes."""
+    return codec.laid_out(shapes) if isinstance(codec, NeedsLayout) else codec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -86,4 +87,13 @@ class Codec(Protocol):
             PayloadError: The payload's size does not fit `numel`, or its content is not this codec's.
             NonFiniteError: The payload says that the tensor held NaN or infinity, and the codec cannot carry it.
         """
+        ...
+
+
+@runtime_checkable
+class NeedsLayout(Protocol):
+    """A codec that depends on the shapes of the tensors that a vector is made of."""
+
+    def laid_out(self, shapes: Sequence[torch.Size]) -> Codec:
+        """Return the codec for vectors that are tensors of these shapes, one behind the other in row-major order."""
         ...

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from thinwire.averaging.exchange import Average
+from thinwire.averaging.delivery import Average, Delivery
+from thinwire.averaging.exchange import BoundExchange, Exchange
+from thinwire.averaging.topology import Peers
 from thinwire.errors import CheckpointError, DesyncError
 from thinwire.shared_random import derive_seed
 from thinwire.sync.deadlines import Deadlines
@@ -46,6 +49,7 @@ class Engine:
 
     Args:
         model: The replica's model.
+        inner: Its optimizer, for methods that read or replace what it remembers.
         method: The five parts.
         transport: Joins the replicas.
         deadlines: Turns measured times into deadlines.
@@ -58,14 +62,17 @@ class Engine:
 
     def __init__(
         self, model: nn.Module, *, method: Method, transport: Transport, deadlines: Deadlines, seed: int = 0,
-        pace: bool = False,
+        pace: bool = False, inner: torch.optim.Optimizer | None = None,
     ) -> None:  # fmt: skip
         self.method = method
         self.transport = transport
-        self.view = method.view.bind(model)
+        self.view = method.view.bind(model, inner=inner)
         self.num_fragments = self.view.parameters.num_fragments
-        self.exchange = method.exchange(transport.num_replicas)
-        self.update = method.update(transport.num_replicas).bind(self.view)
+        self._exchanges = [self._bind(e, channel) for channel, e in enumerate(method.exchanges(transport.num_replicas))]
+        self._last_exchange = self._exchanges[0]
+        if method.last_exchange is not None:
+            self._last_exchange = self._bind(method.last_exchange(transport.num_replicas), 0)
+        self.update = method.update(transport.num_replicas).bind(self.view, inner=inner)
         self.statistics = SyncStatistics()
         self.deadlines = deadlines
         self._alive = tuple(range(transport.num_replicas))
@@ -78,6 +85,11 @@ class Engine:
     def in_flight(self) -> tuple[Round, ...]:
         """The rounds between launch and apply, in the order of their launch."""
         return tuple(flight.round for flight in self._in_flight.values())
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether any exchange remembers what it dropped."""
+        return any(exchange.has_memory for exchange in self._exchanges)
 
     def advance(self, step: int) -> None:
         """Launch and apply what is due at inner step `step`, counted from 1.
@@ -110,30 +122,45 @@ class Engine:
         # numbers that no scheduled round has or will have: those count launches, at most one a step and fragment
         first = (1 << 40) + step * self.num_fragments
         for fragment in range(self.num_fragments):
-            self._launch(Round(id=first + fragment, fragment=fragment, launch_step=step, apply_step=step))
+            round = Round(id=first + fragment, fragment=fragment, launch_step=step, apply_step=step)
+            self._launch(round, is_last=True)
         for number in list(self._in_flight):
             self._apply(number, is_last=True)
 
-    def _launch(self, round: Round) -> None:
+    def _bind(self, exchange: Exchange, channel: int) -> BoundExchange:
+        shapes = [self.view.shapes(fragment=fragment, channel=channel) for fragment in range(self.num_fragments)]
+        return exchange.bind(shapes, replica=self.transport.replica, num_replicas=self.transport.num_replicas)
+
+    def _launch(self, round: Round, *, is_last: bool = False) -> None:
         began_s = time.perf_counter()
-        peers = self.method.topology.peers(round_id=round.id, me=self.transport.replica, alive=self._alive)
-        steps = self.exchange.steps(
-            self.view.read(round.fragment),
+        me = self.transport.replica
+        exchange = self._last_exchange if is_last else self._exchanges[round.channel]
+        if is_last:  # whoever a replica exchanged with before: the last word is about all of them
+            tensor, peers = self.view.read_last(round.fragment), Peers(me=me, members=self._alive)
+        else:
+            peers = self.method.topology.peers(round_id=round.id, me=me, alive=self._alive)
+            tensor = self.view.read(round)
+        num_bytes = exchange.sent_bytes(tensor.numel(), num_replicas=len(peers.members))
+        delivery = Delivery(
             peers=peers,
             transport=self.transport,
             round_id=round.id,
             fragment=round.fragment,
-            reference_hash=self.view.reference_hash(round.fragment, step=round.launch_step),
-            # gradients may be infinite: a GradScaler looks for that; a pseudo-gradient may not
-            must_be_finite=self.method.view.moment == "after_inner_step",
-            seed=derive_seed(self._seed, "round", round.id, self.transport.replica),
+            step=round.launch_step,
+            reference_hash=self.view.reference_hash(round),
+            # gradients may be infinite: a GradScaler looks for that; what is remembered may not
+            must_be_finite=self.method.view.moment == "after_inner_step" or exchange.has_memory,
+            seed=derive_seed(self._seed, "round", round.id, me),
             spread_s=self._spread_s(round),
         )
         # while this round is on its way, at most an interval of inner steps passes, here and at the peers
-        num_bytes = self.exchange.sent_bytes(self.view.numel(round.fragment), num_replicas=len(peers.members))
         deadline_s = self.deadlines.deadline_s(steps=self.method.schedule.sync_interval, num_bytes=num_bytes)
         in_background = self.transport.runs_in_background
-        self._in_flight[round.id] = launch(steps, round=round, deadline_s=deadline_s, in_background=in_background)
+        steps = exchange.steps(tensor, delivery)
+        del tensor  # the generator holds it as long as it needs it
+        self._in_flight[round.id] = launch(
+            steps, round=round, deadline_s=deadline_s, in_background=in_background, num_bytes=num_bytes
+        )
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
 
@@ -147,7 +174,10 @@ class Engine:
         average = self._arrival(flight)
         del self._in_flight[number]
         began_s = time.perf_counter()
-        (self.update.merge if is_last else self.update.apply)(flight.round.fragment, average.mean)
+        if is_last:
+            self.update.merge(flight.round.fragment, average.mean)
+        else:
+            self.update.apply(flight.round, average)
         self.statistics.rounds_applied += 1
         self.statistics.applying_s += time.perf_counter() - began_s
 
@@ -155,8 +185,7 @@ class Engine:
         began_s = time.perf_counter()
         average = flight.result()
         self.statistics.stalled_s += time.perf_counter() - began_s
-        num_bytes = self.exchange.sent_bytes(self.view.numel(flight.round.fragment), num_replicas=len(self._alive))
-        self.deadlines.observe_round(flight.duration_s, num_bytes=num_bytes)
+        self.deadlines.observe_round(flight.duration_s, num_bytes=flight.num_bytes)
         check_agreement(average.reference_hashes, round=flight.round)
         return average
 
@@ -165,13 +194,16 @@ class Engine:
         flights = []
         for flight in self._in_flight.values():
             average = self._arrival(flight)
-            flights.append({"id": flight.round.id, "mean": average.mean, "round": _round_to_state(flight.round)})
+            flights.append(
+                {"id": flight.round.id, **_average_to_state(average), "round": _round_to_state(flight.round)}
+            )
         return {
             "method": self.method.describe(num_replicas=self.transport.num_replicas),
             "replica": self.transport.replica,
             "num_replicas": self.transport.num_replicas,
             "global": self.view.parameters.state_dict(),
             "update": self.update.state_dict(),
+            "exchanges": {str(channel): exchange.state_dict() for channel, exchange in enumerate(self._exchanges)},
             "in_flight": flights,
         }
 
@@ -191,10 +223,13 @@ class Engine:
                 raise CheckpointError(f"the checkpoint's {field} is {state.get(field)!r}, this run's is {expected!r}")
         self.view.parameters.load_state_dict(state["global"])
         self.update.load_state_dict(state["update"])
+        for channel, exchange in enumerate(self._exchanges):
+            exchange.load_state_dict(state["exchanges"][str(channel)])
         self._in_flight = {}
         for flight in state["in_flight"]:
             round = Round(**flight["round"])
-            average = Average(mean=flight["mean"].clone(), reference_hashes={})
+            parts = {int(replica): part.clone() for replica, part in flight.get("parts", {}).items()}
+            average = Average(mean=flight["mean"].clone(), reference_hashes={}, parts=parts)
             self._in_flight[round.id] = Arrived(average, round=round)
 
 
@@ -221,10 +256,16 @@ def check_agreement(hashes: Mapping[int, int], *, round: Round) -> None:
     )
 
 
+def _average_to_state(average: Average) -> dict[str, Any]:
+    parts = {str(replica): part for replica, part in average.parts.items()}
+    return {"mean": average.mean, **({"parts": parts} if parts else {})}
+
+
 def _round_to_state(round: Round) -> dict[str, int]:
     return {
         "id": round.id,
         "fragment": round.fragment,
         "launch_step": round.launch_step,
         "apply_step": round.apply_step,
+        "channel": round.channel,
     }

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Protocol
 
-from thinwire.averaging.exchange import Average, Steps, Wait
+from thinwire.averaging.delivery import Average, Steps, Wait
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Received
 
@@ -22,6 +22,11 @@ class InFlight(Protocol):
     @property
     def duration_s(self) -> float:
         """Seconds from launch to arrival, 0 where nobody measured or nothing has arrived."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes that this replica sends, at most."""
         ...
 
     def poll(self) -> bool:
@@ -45,10 +50,12 @@ class Background:
         first: What it waits for first.
         round: The round.
         deadline_s: Seconds until a peer counts as hung.
+        num_bytes: Payload bytes that this replica sends, at most.
     """
 
-    def __init__(self, steps: Steps, first: Wait, *, round: Round, deadline_s: float) -> None:
+    def __init__(self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0) -> None:
         self.round = round
+        self.num_bytes = num_bytes
         self.duration_s = 0.0
         self._average: Average | None = None
         self._failure: BaseException | None = None
@@ -83,8 +90,9 @@ class Background:
 class Inline:
     """Drives an exchange from the training loop itself, in one deterministic order."""
 
-    def __init__(self, steps: Steps, first: Wait, *, round: Round, deadline_s: float) -> None:
+    def __init__(self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0) -> None:
         self.round = round
+        self.num_bytes = num_bytes
         self.duration_s = 0.0
         self._steps = steps
         self._wait = first
@@ -114,6 +122,7 @@ class Arrived:
     """A round whose result came from a checkpoint."""
 
     duration_s = 0.0
+    num_bytes = 0
 
     def __init__(self, average: Average, *, round: Round) -> None:
         self.round = round
@@ -128,7 +137,9 @@ class Arrived:
         return self._average
 
 
-def launch(steps: Steps, *, round: Round, deadline_s: float, in_background: bool) -> Background | Inline | Arrived:
+def launch(
+    steps: Steps, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0
+) -> Background | Inline | Arrived:
     """Start an exchange: encode and begin to send at once, then let it be driven.
 
     Args:
@@ -136,12 +147,14 @@ def launch(steps: Steps, *, round: Round, deadline_s: float, in_background: bool
         round: The round.
         deadline_s: Seconds until a peer counts as hung.
         in_background: Whether a thread drives it.
+        num_bytes: Payload bytes that this replica sends, at most.
     """
     try:
         first = next(steps)
     except StopIteration as stop:
         return Arrived(stop.value, round=round)
-    return (Background if in_background else Inline)(steps, first, round=round, deadline_s=deadline_s)
+    kind = Background if in_background else Inline
+    return kind(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes)
 
 
 def _complete(wait: Wait, *, until_s: float) -> list[Received]:

@@ -22,18 +22,26 @@ class Method:
         topology: With whom.
         view: What.
         exchange: In which code and along which messages; a function of the number of replicas, since the cheapest
-            exchange depends on it.
+            exchange depends on it. Where rounds have channels, one exchange a channel.
         update: How the result is applied; a function of the number of replicas, since good outer learning rates do.
+        last_exchange: How the final exchange travels, where it must not be as the first channel does: a code that sends
+            a small part at a time would leave most of the last steps' work behind.
     """
 
     name: str
     schedule: Schedule
     topology: Topology
     view: View
-    exchange: Callable[[int], Exchange]
+    exchange: Callable[[int], Exchange | tuple[Exchange, ...]]
     update: Callable[[int], Update]
+    last_exchange: Callable[[int], Exchange] | None = None
+
+    def exchanges(self, num_replicas: int) -> tuple[Exchange, ...]:
+        """Return one exchange a channel."""
+        found = self.exchange(num_replicas)
+        return found if isinstance(found, tuple) else (found,)
 
     def describe(self, *, num_replicas: int) -> str:
         """Return the parts in one line, the same on all replicas that run the same method."""
-        parts = (self.schedule, self.topology, self.view, self.exchange(num_replicas), self.update(num_replicas))
+        parts = [self.schedule, self.topology, self.view, *self.exchanges(num_replicas), self.update(num_replicas)]
         return f"{self.name}: " + " | ".join(repr(part) for part in parts)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.averaging.delivery import Delivery
 from thinwire.averaging.exchange import TwoPhase
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import float32
@@ -84,8 +85,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
         agree(model, description=description, transport=self.transport, deadline_s=deadline_s)
         self._engine = Engine(
-            model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed, pace=pace
-        )
+            model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed, pace=pace,
+            inner=inner,
+        )  # fmt: skip
         self._steps_done = 0
         self._buffer_rounds = 0
         self._gradient_rounds = 0
@@ -143,6 +145,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step() after close(); build a new DistributedOptimizer to train on")
         if self._holds_global:
             raise RuntimeError("step() inside global_parameters(); leave the with block first, then train on")
+        if self._engine.has_memory and hasattr(self, "found_inf"):
+            raise ValueError(
+                f"{self.method.name} remembers what it did not send, and a GradScaler's infinite gradients would spoil "
+                f"that for ever; train in bfloat16 without GradScaler, or take a method without memory"
+            )
         self._observe_time()
         self._steps_done += 1
         if self.method.view.moment == "after_inner_step":
@@ -150,12 +157,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine.advance(self._steps_done)
             return result
         if closure is not None:
-            return self._inner_step(self._averaging(closure))
+            return self._closure_step(self._averaging(closure))
         self._unscale()
         if not self._has_averaged:
             self._average_gradients()
         self._has_averaged = False
-        return self._inner_step(None)
+        return None if self._engine.update.replaces_inner_step else self._inner_step(None)
 
     def average_gradients(self) -> None:
         """Average the gradients now instead of in the next `step`: to clip the mean, as one process would.
@@ -205,8 +212,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         me = self.transport.replica
         steps = TwoPhase(codec=float32()).steps(
-            flatten(buffers), peers=Peers(me=me, members=tuple(range(self.transport.num_replicas))),
-            transport=self.transport, round_id=self._buffer_rounds, kind=Kind.BUFFERS,
+            flatten(buffers),
+            Delivery(
+                peers=Peers(me=me, members=tuple(range(self.transport.num_replicas))), transport=self.transport,
+                round_id=self._buffer_rounds, kind=Kind.BUFFERS,
+            ),
         )  # fmt: skip
         round = Round(id=self._buffer_rounds, fragment=0, launch_step=self._steps_done, apply_step=self._steps_done)
         self._buffer_rounds += 1
@@ -295,6 +305,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return loss
 
         return averaged
+
+    def _closure_step(self, averaged: Callable[[], Any]) -> Any:
+        return averaged() if self._engine.update.replaces_inner_step else self._inner_step(averaged)
 
     def _average_gradients(self) -> None:
         # counted apart from steps: an inner optimizer may call its closure several times a step

@@ -18,6 +18,7 @@ class Round:
     Attributes:
         id: Running number, the same on all replicas, in the order of launches.
         fragment: The fragment that is exchanged.
+        channel: What of it: a method that sends several things, each in its own code, numbers them from 0.
         launch_step: The step after which every replica reads and sends the fragment.
         apply_step: The step after which this replica applies the result.
     """
@@ -26,6 +27,7 @@ class Round:
     fragment: int
     launch_step: int
     apply_step: int
+    channel: int = 0
 
 
 class Schedule(Protocol):
@@ -51,7 +53,13 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EveryStep:
-    """Exchange everything at every step, and wait for it."""
+    """Exchange everything at every step, and wait for it.
+
+    Args:
+        num_channels: How many things of each fragment.
+    """
+
+    num_channels: int = 1
 
     @property
     def sync_interval(self) -> int:
@@ -62,9 +70,15 @@ class EveryStep:
         """Every number of fragments and replicas fits."""
 
     def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return one round a fragment."""
-        first = (step - 1) * num_fragments
-        return [Round(id=first + f, fragment=f, launch_step=step, apply_step=step) for f in range(num_fragments)]
+        """Return one round a fragment and channel."""
+        num_rounds = num_fragments * self.num_channels
+        return [
+            Round(
+                id=(step - 1) * num_rounds + number, fragment=number // self.num_channels,
+                channel=number % self.num_channels, launch_step=step, apply_step=step,
+            )
+            for number in range(num_rounds)
+        ]  # fmt: skip
 
     def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
         """Return what was launched after the same step."""

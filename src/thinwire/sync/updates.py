@@ -7,26 +7,38 @@ from typing import Any, Protocol
 
 import torch
 
+from thinwire.averaging.delivery import Average
 from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import load_vectors
 from thinwire.sync.outer import OuterOptimizer
+from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, BoundView
 
 
 class BoundUpdate(Protocol):
     """An update with its state (momenta) on one replica."""
 
-    def apply(self, fragment: int, mean: torch.Tensor) -> None:
-        """Apply a round's mean.
+    @property
+    def replaces_inner_step(self) -> bool:
+        """Whether `apply` does the inner step too, so that nobody else must."""
+        ...
+
+    def apply(self, round: Round, average: Average) -> None:
+        """Apply a round's result.
 
         Args:
-            fragment: The fragment.
-            mean: float32, `(numel,)`, on the model's device; may be overwritten.
+            round: The round.
+            average: Its mean is float32, `(numel,)`, on the model's device, and may be overwritten.
         """
         ...
 
     def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """Take a mean in as it is, without the memory of earlier rounds: the last word of a run; see `apply`."""
+        """Take a mean in as it is, without the memory of earlier rounds: the last word of a run.
+
+        Args:
+            fragment: The fragment.
+            mean: Of what the view's `read_last` gave; float32, `(numel,)`, on the model's device; may be overwritten.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,21 +57,33 @@ class BoundUpdate(Protocol):
 class Update(Protocol):
     """How a mean is applied, as a value; `bind` attaches it to a view."""
 
-    def bind(self, view: BoundView) -> BoundUpdate:
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundUpdate:
         """Return the update on a view.
 
+        Args:
+            view: What is exchanged.
+            inner: The replica's optimizer.
+
         Raises:
-            ValueError: The update does not go with the view.
+            ValueError: The update does not go with the view or the optimizer.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InnerStep:
-    """The mean becomes the gradient that the inner optimizer steps with."""
+    """The mean becomes the gradient that the inner optimizer steps with.
 
-    def bind(self, view: BoundView) -> BoundInnerStep:
+    Args:
+        has_momentum_already: Whether the mean is a momentum itself, so that the inner optimizer must have none.
+    """
+
+    has_momentum_already: bool = False
+
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundInnerStep:
         """See `Update.bind`."""
+        if self.has_momentum_already and inner is not None:
+            check_momentum_free(inner)
         if not isinstance(view, BoundGradient):
             raise ValueError(
                 "InnerStep() applies mean gradients, but the view reads pseudo-gradients; use Gradient() as the view, "
@@ -74,13 +98,18 @@ class BoundInnerStep:
     def __init__(self, view: BoundGradient) -> None:
         self._view = view
 
-    def apply(self, fragment: int, mean: torch.Tensor) -> None:
+    @property
+    def replaces_inner_step(self) -> bool:
+        """Never."""
+        return False
+
+    def apply(self, round: Round, average: Average) -> None:
         """See `BoundUpdate.apply`."""
-        self._view.write(mean)
+        self._view.write(round, average.mean)
 
     def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """See `BoundUpdate.merge`; gradients have no memory."""
-        self._view.write(mean)
+        """There is no final exchange of gradients."""
+        raise NotImplementedError("gradients are exchanged at every step; nothing is left for a final exchange")
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing is remembered."""
@@ -114,7 +143,7 @@ class OuterStep:
         if not 0 <= self.blend < 1:
             raise ValueError(f"blend must be in [0, 1), got {self.blend}; 1 would never take the global value in")
 
-    def bind(self, view: BoundView) -> BoundOuterStep:
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundOuterStep:
         """See `Update.bind`."""
         if isinstance(view, BoundGradient):
             raise ValueError(
@@ -133,8 +162,14 @@ class BoundOuterStep:
         values = self._parameters.values
         self._momenta = [torch.zeros_like(value) for value in values] if spec.optimizer.has_momentum else []
 
-    def apply(self, fragment: int, mean: torch.Tensor) -> None:
+    @property
+    def replaces_inner_step(self) -> bool:
+        """Never: it comes after the inner steps."""
+        return False
+
+    def apply(self, round: Round, average: Average) -> None:
         """See `BoundUpdate.apply`."""
+        fragment, mean = round.fragment, average.mean
         value = self._parameters.values[fragment]
         momentum = self._momenta[fragment] if self._momenta else None
         if mean.device == value.device:
@@ -164,3 +199,22 @@ class BoundOuterStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `BoundUpdate.load_state_dict`."""
         load_vectors(state, self._momenta, what="outer momentum")
+
+
+def check_momentum_free(inner: torch.optim.Optimizer) -> None:
+    """Refuse an inner optimizer that would apply momentum a second time.
+
+    Raises:
+        ValueError: It has momentum, or an average of gradients; names the option.
+    """
+    for group in inner.param_groups:
+        if group.get("momentum"):
+            found = f"momentum={group['momentum']}"
+        elif "betas" in group and group["betas"][0]:
+            found = f"betas={tuple(group['betas'])}"
+        else:
+            continue
+        raise ValueError(
+            f"this method carries momentum in what it sends, and the inner {type(inner).__name__} has {found}, which "
+            f"would apply it twice; give torch.optim.SGD(..., momentum=0) and the method's own momentum"
+        )

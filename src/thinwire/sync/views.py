@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -11,6 +12,7 @@ from torch import nn
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import GlobalParameters, checksum
+from thinwire.sync.schedule import Round
 from thinwire.transport.shards import flatten, local_shard
 
 
@@ -22,16 +24,20 @@ class BoundView(Protocol):
         """The fragments with their global values."""
         ...
 
-    def numel(self, fragment: int) -> int:
-        """Return how many elements `read` gives."""
+    def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
+        """Return the shapes of the tensors that `read` gives, one behind the other."""
         ...
 
-    def read(self, fragment: int) -> torch.Tensor:
-        """Return what is sent of a fragment: float32, `(numel(fragment),)`, a new tensor on the model's device."""
+    def read(self, round: Round) -> torch.Tensor:
+        """Return what is sent in a round: float32, one-dimensional, a new tensor on the model's device."""
         ...
 
-    def reference_hash(self, fragment: int, *, step: int) -> int:
-        """Return a hash of the global value that `read` refers to, 0 where none is told at this step."""
+    def read_last(self, fragment: int) -> torch.Tensor:
+        """Return what is sent of a fragment in the final exchange; see `read`."""
+        ...
+
+    def reference_hash(self, round: Round) -> int:
+        """Return a hash of the global value that `read` refers to, 0 where none is told in this round."""
         ...
 
 
@@ -43,11 +49,15 @@ class View(Protocol):
         """When rounds are launched and applied, seen from the inner optimizer's step."""
         ...
 
-    def bind(self, model: nn.Module) -> BoundView:
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundView:
         """Find the fragments in a model and return the view on it.
 
+        Args:
+            model: The replica's model.
+            inner: Its optimizer, for views on what that remembers.
+
         Raises:
-            ValueError: The model does not fit.
+            ValueError: The model or the optimizer does not fit.
         """
         ...
 
@@ -67,7 +77,7 @@ class PseudoGradient:
         """After the inner step."""
         return "after_inner_step"
 
-    def bind(self, model: nn.Module) -> BoundPseudoGradient:
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundPseudoGradient:
         """See `View.bind`."""
         return BoundPseudoGradient(GlobalParameters(model, self.fragments.partition(find_blocks(model))))
 
@@ -78,17 +88,21 @@ class BoundPseudoGradient:
     def __init__(self, parameters: GlobalParameters) -> None:
         self.parameters = parameters
 
-    def numel(self, fragment: int) -> int:
-        """See `BoundView.numel`."""
-        return self.parameters.numel(fragment)
+    def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
+        """See `BoundView.shapes`."""
+        return tuple(tensor.shape for tensor in self.parameters.locals(fragment))
 
-    def read(self, fragment: int) -> torch.Tensor:
+    def read(self, round: Round) -> torch.Tensor:
         """See `BoundView.read`."""
+        return self.parameters.pseudo_gradient(round.fragment)
+
+    def read_last(self, fragment: int) -> torch.Tensor:
+        """See `BoundView.read_last`."""
         return self.parameters.pseudo_gradient(fragment)
 
-    def reference_hash(self, fragment: int, *, step: int) -> int:
+    def reference_hash(self, round: Round) -> int:
         """See `BoundView.reference_hash`."""
-        return self.parameters.reference_hash(fragment)
+        return self.parameters.reference_hash(round.fragment)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,60 +114,88 @@ class Gradient:
 
     Args:
         hash_interval: Every how many steps the parameters are hashed to prove that replicas agree.
+        is_split: Whether matrices (tensors of two dimensions and more) travel in channel 0, and the rest with the flags
+            in channel 1: codes that drop most of a matrix would hurt biases and norms for few bytes.
     """
 
     hash_interval: int = 50
+    is_split: bool = False
 
     @property
     def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
         """Before the inner step."""
         return "before_inner_step"
 
-    def bind(self, model: nn.Module) -> BoundGradient:
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundGradient:
         """See `View.bind`."""
         names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
-        return BoundGradient(model, names, hash_interval=self.hash_interval)
+        return BoundGradient(self, model, names)
 
 
 class BoundGradient:
     """See `Gradient`."""
 
-    def __init__(self, model: nn.Module, names: tuple[str, ...], *, hash_interval: int) -> None:
+    def __init__(self, spec: Gradient, model: nn.Module, names: tuple[str, ...]) -> None:
         by_name = dict(model.named_parameters())
-        self._tensors = [by_name[name] for name in names]
-        self._hash_interval = hash_interval
+        tensors = [by_name[name] for name in names]
+        self._channels = [tensors]
+        if spec.is_split:
+            self._channels = [[t for t in tensors if t.dim() >= 2], [t for t in tensors if t.dim() < 2]]
+        self._tensors = [tensor for channel in self._channels for tensor in channel]
+        self._hash_interval = spec.hash_interval
+        self._arrived: list[torch.Tensor] = []
         # every replica holds the global values in its own parameters already: no second copy
         self.parameters = GlobalParameters(model, [names], has_values=False)
 
-    def numel(self, fragment: int) -> int:
-        """See `BoundView.numel`."""
-        return self.parameters.numel(0) + len(self._tensors)
+    def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
+        """See `BoundView.shapes`."""
+        shapes = [local_shard(tensor).shape for tensor in self._channels[channel]]
+        if self._is_last(channel):
+            shapes.append(torch.Size([len(self._tensors)]))
+        return tuple(shapes)
 
-    def read(self, fragment: int) -> torch.Tensor:
-        """Return all gradients and, behind them, one flag a parameter: 1 where it has a gradient."""
-        locals_ = self.parameters.locals(0)
-        gradients = [
-            torch.zeros_like(local) if parameter.grad is None else local_shard(parameter.grad)
-            for parameter, local in zip(self._tensors, locals_, strict=True)
-        ]
-        flags = torch.tensor([0.0 if p.grad is None else 1.0 for p in self._tensors])
-        return flatten([*gradients, flags], device=locals_[0].device)
+    def read(self, round: Round) -> torch.Tensor:
+        """Return a channel's gradients; behind the last, one flag a parameter: 1 where it has a gradient."""
+        tensors = self._channels[round.channel]
+        found = [local_shard(torch.zeros_like(t) if t.grad is None else t.grad) for t in tensors]
+        if self._is_last(round.channel):
+            found.append(torch.tensor([0.0 if t.grad is None else 1.0 for t in self._tensors]))
+        return flatten(found, device=local_shard(self._tensors[0]).device)
 
-    def write(self, mean: torch.Tensor) -> None:
-        """Put mean gradients into the parameters' `.grad`."""
-        start = 0
+    def read_last(self, fragment: int) -> torch.Tensor:
+        """There is no final exchange of gradients."""
+        raise NotImplementedError("gradients are exchanged at every step; nothing is left for a final exchange")
+
+    def write(self, round: Round, mean: torch.Tensor) -> None:
+        """Put mean gradients into the parameters' `.grad`, once the last channel's have come with the flags."""
+        self._arrived.append(mean)
+        if not self._is_last(round.channel):
+            return
         flags = mean[mean.numel() - len(self._tensors) :].tolist()
-        for parameter, local, flag in zip(self._tensors, self.parameters.locals(0), flags, strict=True):
-            part = mean[start : start + local.numel()].view(local.shape)
-            start += local.numel()
+        parts = [
+            part for channel, flat in zip(self._channels, self._arrived, strict=True) for part in _cut(flat, channel)
+        ]
+        self._arrived = []
+        for parameter, part, flag in zip(self._tensors, parts, flags, strict=True):
             if flag == 0:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             local_shard(parameter.grad).copy_(part)
 
-    def reference_hash(self, fragment: int, *, step: int) -> int:
+    def reference_hash(self, round: Round) -> int:
         """Hash the parameters at every `hash_interval`-th step."""
-        if step % self._hash_interval:
+        if round.launch_step % self._hash_interval or round.channel:
             return 0
         return checksum(flatten(self.parameters.locals(0)).cpu())
+
+    def _is_last(self, channel: int) -> bool:
+        return channel == len(self._channels) - 1
+
+
+def _cut(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    start = 0
+    for tensor in tensors:
+        shape = local_shard(tensor).shape
+        yield flat[start : start + shape.numel()].view(shape)
+        start += shape.numel()

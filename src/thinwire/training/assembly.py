@@ -132,7 +132,7 @@ def check(config: TrainConfig) -> None:
     pattern = getattr(method.view, "fragments", Pattern(num_fragments=1))
     num_fragments = len(pattern.partition(find_blocks(model)))
     method.schedule.check(num_fragments=num_fragments, num_replicas=config.num_replicas)
-    method.exchange(config.num_replicas)
+    method.exchanges(config.num_replicas)
     method.update(config.num_replicas)
 
 

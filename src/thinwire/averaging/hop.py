@@ -1,0 +1,119 @@
+"""One hop of an exchange: a code, and what the sender remembers of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs.base import Codec
+from thinwire.codecs.memory import BoundMemory
+from thinwire.shared_random import derive_seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ramp:
+    """Codes that change with the step: the warm-up of a density.
+
+    Args:
+        codecs: The first step of each code, ascending from 1, and the code. All have the same `wire_id`.
+
+    Raises:
+        ValueError: The steps do not ascend from 1, or the codes are of several kinds.
+    """
+
+    codecs: tuple[tuple[int, Codec], ...]
+
+    def __post_init__(self) -> None:
+        """Check the steps."""
+        starts = [start for start, _ in self.codecs]
+        if not starts or starts[0] != 1 or sorted(set(starts)) != starts:
+            raise ValueError(f"the codes' first steps must ascend from 1, got {starts}")
+        if len({codec.wire_id for _, codec in self.codecs}) > 1:
+            raise ValueError("a ramp is made of one kind of code, only its numbers change")
+
+    def at(self, step: int) -> Codec:
+        """Return the code at a step."""
+        return [codec for start, codec in self.codecs if start <= max(step, 1)][-1]
+
+
+def codec_at(code: Codec | Ramp, step: int) -> Codec:
+    """Return the code that holds at a step."""
+    return code.at(step) if isinstance(code, Ramp) else code
+
+
+def most_bytes(code: Codec | Ramp, numel: int) -> int:
+    """Return the most payload bytes that `numel` elements take, at any step."""
+    codecs = [codec for _, codec in code.codecs] if isinstance(code, Ramp) else [code]
+    return max(codec.payload_bytes(numel) for codec in codecs)
+
+
+class Hop:
+    """Encodes for one hop.
+
+    Args:
+        code: The code.
+        memory: What stands before it; None for nothing.
+    """
+
+    def __init__(self, code: Codec | Ramp, memory: BoundMemory | None = None) -> None:
+        self._code = code
+        self._memory = memory
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether anything is remembered."""
+        return self._memory is not None
+
+    def codec(self, step: int) -> Codec:
+        """Return the code at a step."""
+        return codec_at(self._code, step)
+
+    def encode(self, x: torch.Tensor, *, step: int, seed: int) -> torch.Tensor:
+        """Encode a vector after what is remembered; remember what that leaves."""
+        codec = self.codec(step)
+        if self._memory is None:
+            return codec.encode(x, seed=seed)
+        payload = codec.encode(self._memory.before(x), seed=seed)
+        self._memory.after(codec.decode(payload, numel=x.numel()))
+        return payload
+
+    def received(self, mean: torch.Tensor) -> torch.Tensor:
+        """Return what is applied, from the mean of what all sent."""
+        return mean if self._memory is None else self._memory.received(mean)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return what is remembered."""
+        return {} if self._memory is None else self._memory.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take it back."""
+        if self._memory is not None:
+            self._memory.load_state_dict(state)
+
+
+class ShardedHop(Hop):
+    """A hop on which a vector leaves in parts, one an owner; what is remembered is the whole vector's."""
+
+    def encode_shards(
+        self, x: torch.Tensor, bounds: Mapping[int, tuple[int, int]], *, step: int, seed: int
+    ) -> dict[int, torch.Tensor]:
+        """Encode each owner's part of a vector, this replica's own among them.
+
+        Args:
+            x: Floating, `(numel,)`.
+            bounds: First element and end of each owner's part.
+            step: Tells which code holds.
+            seed: Selects the random stream.
+        """
+        codec = self.codec(step)
+        wanted = x if self._memory is None else self._memory.before(x)
+        coded = {
+            owner: codec.encode(wanted[start:stop], seed=derive_seed(seed, "shard", owner))
+            for owner, (start, stop) in bounds.items()
+        }
+        if self._memory is not None:
+            parts = [codec.decode(coded[owner], numel=stop - start) for owner, (start, stop) in bounds.items()]
+            self._memory.after(torch.cat(parts))
+        return coded

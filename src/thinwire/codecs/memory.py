@@ -1,0 +1,224 @@
+"""What a sender remembers between rounds: what its code dropped, and the momentum that grows in it.
+
+A memory stands before a codec: `before` turns what shall be sent into what is encoded, `after` is told what the
+receivers will decode from it, and `received` turns the mean of what all sent into what is applied. One memory belongs
+to one hop: a method that codes a mean a second time has a second one there.
+
+| memory | encoded | kept |
+| --- | --- | --- |
+| `ErrorFeedback()` | `x + decay * e` | `e`: what the code dropped (EF-SGD, arXiv 1901.09847) |
+| `MomentumCorrection()` | `v = v + u`, `u = m u + g` | `u`, `v`, both cleared where sent (arXiv 1712.01887) |
+| `Shift()` | `x - g` | `g`, which the receivers keep too (EF21, arXiv 2106.05203) |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from thinwire.errors import CheckpointError
+
+
+class BoundMemory(Protocol):
+    """A memory with its vectors, for one vector of a fixed size."""
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is to be encoded: float32, `(numel,)`, a new tensor; `x` is this round's."""
+        ...
+
+    def after(self, sent: torch.Tensor) -> None:
+        """Take note of what the receivers decode: float32, `(numel,)`."""
+        ...
+
+    def received(self, mean: torch.Tensor) -> torch.Tensor:
+        """Turn the mean of what all sent into what is applied: float32, `(numel,)`."""
+        ...
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the vectors by name."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take them back.
+
+        Raises:
+            CheckpointError: They are others, or of another size.
+        """
+        ...
+
+
+class Memory(Protocol):
+    """A memory as a value; `bind` makes its vectors."""
+
+    def bind(self, numel: int) -> BoundMemory:
+        """Return an empty memory for vectors of `numel` elements."""
+        ...
+
+
+class _Vectors:
+    """Named float32 vectors that start at zero, on the device of what they are used with."""
+
+    def __init__(self, numel: int, *names: str) -> None:
+        self._numel = numel
+        self._vectors = {name: torch.zeros(numel) for name in names}
+
+    def _there(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        self._vectors[name] = found = self._vectors[name].to(like.device)
+        return found
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """See `BoundMemory.state_dict`."""
+        return dict(self._vectors)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """See `BoundMemory.load_state_dict`."""
+        if set(state) != set(self._vectors):
+            raise CheckpointError(
+                f"the checkpoint holds the vectors {sorted(state)} of a memory, this run has {sorted(self._vectors)}"
+            )
+        for name, vector in self._vectors.items():
+            if state[name].shape != vector.shape:
+                raise CheckpointError(
+                    f"the checkpoint's {name} has {state[name].numel()} elements, this run's {vector.numel()}"
+                )
+            self._vectors[name] = state[name].to(vector.device, torch.float32).clone()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFeedback:
+    """Add what was dropped before, and keep what is dropped now: `w = x + decay * e; e = w - sent`.
+
+    With `decay` 1 all that was ever dropped is sent in the end: the sum of what was sent and the residual is the sum
+    of what came in. A smaller one forgets, and makes the residual a momentum (SparseLoCo, DeMo).
+
+    Args:
+        decay: Share of the residual that is kept, in (0, 1].
+
+    Raises:
+        ValueError: It is out of its range.
+    """
+
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be in (0, 1], got {self.decay}; 1 forgets nothing")
+
+    def bind(self, numel: int) -> BoundMemory:
+        """See `Memory.bind`."""
+        return _BoundErrorFeedback(self, numel)
+
+
+class _BoundErrorFeedback(_Vectors):
+    def __init__(self, spec: ErrorFeedback, numel: int) -> None:
+        super().__init__(numel, "residual")
+        self._decay = spec.decay
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        residual = self._there("residual", x).mul_(self._decay).add_(x)
+        return residual.clone()
+
+    def after(self, sent: torch.Tensor) -> None:
+        self._there("residual", sent).sub_(sent)
+
+    def received(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentumCorrection:
+    """Let the momentum grow where nothing is sent (Deep Gradient Compression, arXiv 1712.01887, section 3).
+
+    Heavy ball: `u = m u + g; v = v + u`. Nesterov: `u = m (u + g); v = v + u + g`. `v` is encoded; where an element was
+    sent, `v` is cleared, and with `masks` also `u` (momentum factor masking). What is applied must not have momentum
+    again.
+
+    Args:
+        momentum: m, in [0, 1).
+        nesterov: Which of the two.
+        masks: Whether sending an element clears its momentum.
+        clip_norm: Longest gradient that is taken in (local clipping); longer ones are scaled down. None clips nothing.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    masks: bool = True
+    clip_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be positive, got {self.clip_norm}; None clips nothing")
+
+    def bind(self, numel: int) -> BoundMemory:
+        """See `Memory.bind`."""
+        return _BoundMomentumCorrection(self, numel)
+
+
+class _BoundMomentumCorrection(_Vectors):
+    def __init__(self, spec: MomentumCorrection, numel: int) -> None:
+        super().__init__(numel, "momentum", "velocity")
+        self._spec = spec
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        gradient, m = self._clipped(x), self._spec.momentum
+        u, v = self._there("momentum", x), self._there("velocity", x)
+        if self._spec.nesterov:
+            u.add_(gradient).mul_(m)
+            v.add_(u).add_(gradient)
+        else:
+            u.mul_(m).add_(gradient)
+            v.add_(u)
+        return v.clone()
+
+    def after(self, sent: torch.Tensor) -> None:
+        u, v = self._there("momentum", sent), self._there("velocity", sent)
+        stays = sent == 0
+        v.mul_(stays)
+        if self._spec.masks:
+            u.mul_(stays)
+
+    def received(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean
+
+    def _clipped(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self._spec.clip_norm is None:
+            return gradient
+        factor: torch.Tensor = self._spec.clip_norm / gradient.norm().clamp(min=self._spec.clip_norm)
+        return gradient * factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """Send the difference to a state that both ends hold (EF21, arXiv 2106.05203, Algorithm 1).
+
+    `c = C(x - g); g = g + c` at the sender, and the receivers add the mean of all `c` to the mean of all `g`, which is
+    what is applied. Unlike a residual, a state that differs between the two ends would stay wrong for ever.
+    """
+
+    def bind(self, numel: int) -> BoundMemory:
+        """See `Memory.bind`."""
+        return _BoundShift(numel)
+
+
+class _BoundShift(_Vectors):
+    def __init__(self, numel: int) -> None:
+        super().__init__(numel, "own", "mean")
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        return x - self._there("own", x)
+
+    def after(self, sent: torch.Tensor) -> None:
+        self._there("own", sent).add_(sent)
+
+    def received(self, mean: torch.Tensor) -> torch.Tensor:
+        return self._there("mean", mean).add_(mean).clone()
