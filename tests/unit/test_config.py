@@ -99,7 +99,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
         ({"warmup_steps": -1}, "--warmup-steps must be at least 0"),
         ({"checkpoint_every": -1}, "--checkpoint-every must be at least 0"),
         ({"tokenizer": "words"}, "--tokenizer must be one of bpe, bytes, got 'words'"),
-        ({"inner_optimizer": "adam"}, "--inner-optimizer must be one of adamw, sgd"),
+        ({"inner_optimizer": "adamx"}, "--inner-optimizer must be one of adamw, adam, sgd, plain-sgd"),
         ({"lr": 0.0}, "--lr must be positive"),
         ({"lr": float("nan")}, "--lr must be positive"),
         ({"clip_norm": float("nan")}, "--clip-norm must be at least 0"),
@@ -126,6 +126,11 @@ def test_a_value_out_of_its_range_is_refused_with_value_and_limit(options: dict[
         ({"blend": 1.0}, r"blend must be in \[0, 1\)"),
         ({"outer_lr": 0.0}, "outer lr must be in"),
         ({"method": "diloco", "overlap_steps": "2"}, "--overlap-steps does not go with --method diloco"),
+        (
+            {"method_option": ("outer_lr=0.5",), "outer_lr": 0.5},
+            "outer_lr is given by --method-option and by",
+        ),
+        ({"method_option": ("density=0.5",)}, "streaming_diloco has no option 'density'"),
         ({"method": "diloco", "pace": True}, "--pace does not go with --method diloco: it waits for every exchange"),
         (
             {"overlap_steps": "0", "pace": True},

@@ -1,22 +1,89 @@
-"""`thinwire methods`: the methods with one line each."""
+"""`thinwire methods`: the methods in a table, or all that is to be said of one."""
 
 from __future__ import annotations
 
+import dataclasses
+import json as json_format
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli.words import read_words
+
+_WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodsOptions:
+    """List the methods that `thinwire train --method` knows, or explain one: its paper, equations and options."""
+
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """The method to explain."""
+    json: bool = False
+    """Print one JSON object on stdout instead of text."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print each method's name and the first line of its documentation."""
-    if arguments and arguments[0] not in ("-h", "--help"):
-        print(f"thinwire methods: takes no options, got {arguments[0]!r}", file=sys.stderr)
-        return 2
-    if arguments:
-        print("usage: thinwire methods\n\nList the methods that `thinwire train --method` knows.")
-        return 0
-    from thinwire.methods import RECIPES
+    """Run the command; see `thinwire methods --help`.
 
-    width = max(map(len, RECIPES))
-    for name, recipe in RECIPES.items():
-        print(f"{name.ljust(width)}  {(recipe.__doc__ or '').strip().splitlines()[0]}")
+    Returns:
+        0, or 2 for wrong options.
+    """
+    from thinwire.methods import RECIPES, recipe
+
+    try:
+        options = read_words(MethodsOptions, arguments, prog="thinwire methods")
+        names = tuple(RECIPES)
+        if options.name is not None:
+            recipe(options.name)
+            names = (options.name.replace("_", "-").lower(),)
+    except ValueError as error:
+        print(f"thinwire methods: {error}", file=sys.stderr)
+        return 2
+    found = {name: _facts(name) for name in names}
+    if options.json:
+        print(json_format.dumps(found))
+    elif options.name is None:
+        _print_table(found)
+    else:
+        _explain(names[0])
     return 0
+
+
+def _facts(name: str) -> dict[str, str]:
+    from thinwire.methods import about, recipe
+
+    first = (recipe(name).__doc__ or "").strip().splitlines()[0]
+    return {"does": first, **dataclasses.asdict(about(name))}
+
+
+def _print_table(found: dict[str, dict[str, str]]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = {
+        "does": "what it does", "paper": "paper", "exchanged": "what is exchanged when",
+        "bits": "bits a parameter and step", "memory": "extra copies", "restrictions": "restrictions",
+    }  # fmt: skip
+    table.add_column("method", no_wrap=True)
+    for title in columns.values():
+        table.add_column(title, overflow="fold")
+    for name, facts in found.items():
+        table.add_row(name, *(facts[column] for column in columns))
+    console.print(table)
+
+
+def _explain(name: str) -> None:
+    from thinwire.methods import about, options_of, recipe, story
+
+    card = about(name)
+    print(f"{name} ({card.paper})\n\n{story(name)}\n")
+    print(f"exchanged: {card.exchanged}\nbits a parameter and step: {card.bits}")
+    print(f"extra copies of the parameters: {card.memory}\nrestrictions: {card.restrictions}\n")
+    print("options (thinwire train --method-option NAME=VALUE, or the option of that name):")
+    for option, kind in options_of(recipe(name)).items():
+        print(f"  {option}: {kind}")

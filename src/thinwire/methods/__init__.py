@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import sys
 from collections.abc import Callable
 
+from thinwire.methods.about import About
 from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.diloco import diloco
 from thinwire.methods.local_sgd import local_sgd
+from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.method import Method
@@ -38,4 +42,42 @@ def recipe(name: str) -> Callable[..., Method]:
     raise ValueError(f"unknown method {name!r}{hint} There are: {', '.join(RECIPES)}")
 
 
-__all__ = ["RECIPES", "Method", "all_reduce", "default_outer_lr", "diloco", "local_sgd", "recipe", "streaming_diloco"]
+def about(name: str) -> About:
+    """Return the card of a method, by its name.
+
+    Raises:
+        ValueError: No method has this name; names the nearest ones.
+
+    Example:
+        >>> about("diloco").paper
+        'arXiv 2311.08105'
+    """
+    module = sys.modules[recipe(name).__module__]
+    card: About = module.ABOUT
+    return card
+
+
+def story(name: str) -> str:
+    """Return what a method's file says of it: the paper, its equations, what we changed.
+
+    Raises:
+        ValueError: No method has this name; names the nearest ones.
+    """
+    return inspect.cleandoc(sys.modules[recipe(name).__module__].__doc__ or "")
+
+
+__all__ = [
+    "RECIPES",
+    "About",
+    "Method",
+    "about",
+    "all_reduce",
+    "default_outer_lr",
+    "diloco",
+    "local_sgd",
+    "options_of",
+    "parse_options",
+    "recipe",
+    "story",
+    "streaming_diloco",
+]

@@ -9,10 +9,18 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
+from thinwire.methods.about import About
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
 from thinwire.sync.views import Gradient
+
+ABOUT = About(
+    paper="-",
+    exchanged="gradients, at every step",
+    bits="64 (M - 1) / M",
+    memory="0",
+)
 
 
 def all_reduce(*, codec: Codec | None = None) -> Method:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
+from thinwire.methods.about import About
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
@@ -23,6 +24,13 @@ from thinwire.sync.outer import Nesterov, OuterOptimizer
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient
+
+ABOUT = About(
+    paper="arXiv 2311.08105",
+    exchanged="pseudo-gradients, every H steps",
+    bits="64 (M - 1) / M / H",
+    memory="2 (global value, outer momentum)",
+)
 
 
 def diloco(

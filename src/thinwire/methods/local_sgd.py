@@ -10,12 +10,20 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
+from thinwire.methods.about import About
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer import PlainSGD
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient
+
+ABOUT = About(
+    paper="arXiv 1805.09767",
+    exchanged="pseudo-gradients, every H steps",
+    bits="64 (M - 1) / M / H",
+    memory="1 (global value)",
+)
 
 
 def local_sgd(*, sync_interval: int = 100, codec: Codec | None = None) -> Method:

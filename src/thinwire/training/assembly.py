@@ -53,7 +53,15 @@ def make_method(config: TrainConfig) -> Method:
     if config.pace:
         _check_pace(config, takes)
     if config.codec is not None:
+        if "codec" not in takes:
+            raise ValueError(
+                f"--codec does not go with --method {config.method}: its code is a part of it; leave it out"
+            )
         arguments["codec"] = codecs.by_name(config.codec)
+    for name, value in methods.parse_options(recipe, config.method_option).items():
+        if name in arguments:
+            raise ValueError(f"{name} is given by --method-option and by {flag(name)}; give it once")
+        arguments[name] = value
     return recipe(**arguments)
 
 
@@ -77,7 +85,7 @@ def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.dev
 
 
 def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW or SGD with decay on matrices only.
+    """Build the inner optimizer, with decay on matrices only.
 
     Gains and biases have a scale of their own, which decay would pull to zero.
     """
@@ -88,8 +96,10 @@ def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.O
     ]
     groups = [group for group in groups if group["params"]]
     assert config.lr is not None
-    if config.inner_optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
+    if config.inner_optimizer in ("sgd", "plain-sgd"):
+        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9 if config.inner_optimizer == "sgd" else 0.0)
+    if config.inner_optimizer == "adam":
+        return torch.optim.Adam(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 

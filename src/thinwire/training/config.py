@@ -61,6 +61,8 @@ class TrainConfig:
     """Learning rate of the outer Nesterov step. Default: 0.6 below 8 replicas, 0.8 from there."""
     outer_momentum: float | None = None
     """Momentum of the outer Nesterov step. Default: 0.9."""
+    method_option: tuple[str, ...] = ()
+    """NAME=VALUE of an option that only this method has, see `thinwire methods NAME`; may be repeated."""
     final_exchange: bool = True
     """Exchange everything once more after the last step, so that no work is lost."""
 
@@ -78,8 +80,8 @@ class TrainConfig:
     """Decay of weight matrices; norms' gains are left alone."""
     clip_norm: float = 1.0
     """Largest norm of a replica's gradient; 0 clips nothing."""
-    inner_optimizer: str = "adamw"
-    """adamw, or sgd (with momentum 0.9)."""
+    inner_optimizer: str | None = None
+    """adamw, adam, sgd (with momentum 0.9) or plain-sgd (without). Default: what goes with the method."""
     seed: int = 0
     """Of the first weights, the order of the data and stochastic codecs."""
 
@@ -171,7 +173,7 @@ class TrainConfig:
 
 _CHOICES = {
     "tokenizer": ("bpe", "bytes"),
-    "inner_optimizer": ("adamw", "sgd"),
+    "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd"),
     "schedule": ("cosine", "constant"),
     "autocast": ("none", "bf16"),
     "exchange": ("auto", "all-gather", "two-phase"),
@@ -186,6 +188,10 @@ _LEAST = {
 # Peak learning rates of AdamW. nano's was tried: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
 _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
+
+_LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
+# Methods that an AdamW would spoil.
+_INNER: dict[str, str] = {}
 
 
 def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:
@@ -208,12 +214,14 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     replicas = world_size if world_size is not None else (2 if config.replicas is None else config.replicas)
     is_nano = config.model == "nano"
     steps = config.steps
-    lr = _LR.get(config.model, 3e-4) if config.inner_optimizer != "sgd" else 0.02
+    inner = config.inner_optimizer or _INNER.get(config.method.replace("_", "-"), "adamw")
+    lr = _LR_OF_SGD.get(inner) or _LR.get(config.model, 3e-4)
     filled: dict[str, Any] = {
         "replicas": replicas,
         "batch_size": 8,
         "seq_len": 128 if is_nano else 1024,
         "lr": lr,
+        "inner_optimizer": inner,
         "warmup_steps": min(1000, steps // 10),
         "eval_every": max(1, math.ceil(steps / 6)),
         "checkpoint_every": 100 if is_nano else 500,
@@ -234,10 +242,13 @@ def meaning(config: TrainConfig) -> dict[str, Any]:
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
     """Return the options as JSON values."""
-    return {
-        field.name: str(value) if isinstance(value := getattr(config, field.name), Path) else value
-        for field in dataclasses.fields(config)
-    }
+    return {field.name: _json_value(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 def from_json(values: Mapping[str, Any]) -> TrainConfig:
@@ -254,11 +265,15 @@ def from_json(values: Mapping[str, Any]) -> TrainConfig:
     for name, value in values.items():
         if not _has_type(value, fields[name]):
             raise ValueError(f"{name} must be {fields[name]}, got {value!r}")
+        if isinstance(value, list):
+            value = tuple(value)
         arguments[name] = Path(value) if "Path" in fields[name] and value is not None else value
     return TrainConfig(**arguments)
 
 
 def _has_type(value: Any, annotation: str) -> bool:
+    if annotation.startswith("tuple[str"):
+        return isinstance(value, list) and all(isinstance(part, str) for part in value)
     kinds: dict[str, tuple[type, ...]] = {
         "int": (int,), "float": (int, float), "str": (str,), "Path": (str,), "bool": (bool,), "None": (type(None),)
     }  # fmt: skip

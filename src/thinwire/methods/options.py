@@ -1,0 +1,122 @@
+"""Arguments of a recipe from text, as a command line gives them."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from thinwire.codecs import Codec, by_name
+from thinwire.sync.method import Method
+
+_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+def parse_options(recipe: Callable[..., Method], texts: Sequence[str]) -> dict[str, Any]:
+    """Turn `name=value` texts into a recipe's arguments, by its signature.
+
+    Args:
+        recipe: A function of `thinwire.methods`.
+        texts: Such as `"density=0.01"`, `"codec=e3m0"`, `"nesterov=yes"`; `_` and `-` are the same in names.
+
+    Raises:
+        ValueError: A text is no `name=value`, the recipe has no such argument, or the value is not of its type.
+
+    Example:
+        >>> from thinwire.methods import diloco
+        >>> parse_options(diloco, ["outer-lr=0.7", "sync_interval=50"])
+        {'outer_lr': 0.7, 'sync_interval': 50}
+    """
+    hints = typing.get_type_hints(recipe)
+    names = [name for name in inspect.signature(recipe).parameters if _can_read(hints[name])]
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, sign, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not sign or not value:
+            raise ValueError(f"an option of a method is written NAME=VALUE, got {text!r}")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{recipe.__name__} has no option {name!r}{hint} It has: {', '.join(names)}")
+        if name in found:
+            raise ValueError(f"the option {name} is given twice")
+        found[name] = _read(value.strip(), hints[name], name=name)
+    return found
+
+
+def options_of(recipe: Callable[..., Method]) -> dict[str, str]:
+    """Return a recipe's options that text can give, each with its type and default in words.
+
+    Example:
+        >>> from thinwire.methods import local_sgd
+        >>> options_of(local_sgd)
+        {'sync_interval': 'int, 100', 'codec': 'codec, its own'}
+    """
+    hints = typing.get_type_hints(recipe)
+    found = {}
+    for name, parameter in inspect.signature(recipe).parameters.items():
+        if _can_read(hints[name]):
+            default = "its own" if parameter.default is None else str(parameter.default)
+            found[name] = f"{' or '.join(_kinds(hints[name]))}, {default}"
+    return found
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _kinds(hint: Any) -> list[str]:
+    words = []
+    for member in _members(hint):
+        if member is Codec:
+            words.append("codec")
+        elif typing.get_origin(member) is Literal:
+            words.append("/".join(str(value) for value in typing.get_args(member)))
+        elif _is_numbers(member):
+            words.append("numbers joined by commas")
+        elif member in (int, float, bool, str):
+            words.append(member.__name__)
+    return words
+
+
+def _can_read(hint: Any) -> bool:
+    return bool(_kinds(hint))
+
+
+def _is_numbers(member: Any) -> bool:
+    return typing.get_origin(member) in (tuple, Sequence) and typing.get_args(member)[0] in (int, float)
+
+
+def _read(text: str, hint: Any, *, name: str) -> Any:
+    reasons = []
+    for member in _members(hint):
+        try:
+            return _read_as(text, member)
+        except ValueError as error:
+            reasons.append(str(error))
+    problem = next((reason for reason in reasons if "codec" in reason), "")
+    raise ValueError(problem or f"the option {name} must be {' or '.join(_kinds(hint))}, got {text!r}")
+
+
+def _read_as(text: str, member: Any) -> Any:
+    if member is Codec:
+        return by_name(text)
+    if _is_numbers(member):
+        return tuple(typing.get_args(member)[0](part) for part in text.split(","))
+    if member in (int, float, str):
+        return member(text)
+    words: dict[str, Any] = {}
+    if member is bool:
+        words = _WORDS
+    elif member is type(None):
+        words = {"none": None}
+    elif typing.get_origin(member) is Literal:
+        words = {str(value): value for value in typing.get_args(member)}
+    if text not in words:
+        raise ValueError(text)
+    return words[text]
