@@ -27,6 +27,7 @@ class Delivery:
         seed: Selects the random stream of a stochastic codec; must differ between replicas and rounds.
         must_be_finite: Whether NaN or infinity in a payload is an error that names its sender.
         spread_s: Seconds over which this replica may spread what it sends.
+        first_phase: Number of the first message: an exchange that is made of two others tells their messages apart.
     """
 
     peers: Peers
@@ -39,6 +40,7 @@ class Delivery:
     seed: int = 0
     must_be_finite: bool = False
     spread_s: float = 0.0
+    first_phase: int = 0
 
     def sending(self, payload: torch.Tensor, *, codec: Codec, numel: int, phase: int = 0) -> Envelope:
         """Return the envelope of a payload that this replica sends."""
@@ -56,7 +58,8 @@ class Delivery:
 
     def _envelope(self, codec: Codec, *, numel: int, phase: int, payload_bytes: int, takes_less: bool) -> Envelope:
         return Envelope(
-            kind=self.kind, round_id=self.round_id, fragment=self.fragment, phase=phase, codec_id=codec.wire_id,
+            kind=self.kind, round_id=self.round_id, fragment=self.fragment, phase=self.first_phase + phase,
+            codec_id=codec.wire_id,
             numel=numel, payload_bytes=payload_bytes, reference_hash=self.reference_hash, takes_less=takes_less,
             spread_s=self.spread_s,
         )  # fmt: skip

@@ -73,7 +73,7 @@ def _as_shown() -> type[Any]:
             kind = next(part for part in typing.get_args(hints[name]) if part is not type(None))
             # the help text itself says what stands in for it
             hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=kind.__name__.upper(), help_behavior_hint="")]
-    hints["method_option"] = tyro.conf.UseAppendAction[hints["method_option"]]
+    hints["method_option"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
     members = {"__annotations__": hints, "__doc__": TrainConfig.__doc__, **fields}
     # a subclass, so that the parser finds the help texts beside the fields
     return dataclasses.dataclass(frozen=True, kw_only=True)(type("TrainConfig", (TrainConfig,), members))

@@ -198,6 +198,49 @@ class _BoundMomentumCorrection(_Vectors):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Momentum:
+    """Send the momentum instead of the gradient: `u = m u + g`, and `u`, or `g + m u` with Nesterov.
+
+    For what is sent whole beside a channel of `MomentumCorrection`: the mean of momenta is the momentum of the mean.
+
+    Args:
+        momentum: m, in [0, 1).
+        nesterov: Which of the two.
+
+    Raises:
+        ValueError: It is out of its range.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual")
+
+    def bind(self, numel: int) -> BoundMemory:
+        """See `Memory.bind`."""
+        return _BoundMomentum(self, numel)
+
+
+class _BoundMomentum(_Vectors):
+    def __init__(self, spec: Momentum, numel: int) -> None:
+        super().__init__(numel, "momentum")
+        self._spec = spec
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        momentum = self._there("momentum", x).mul_(self._spec.momentum).add_(x)
+        return x + self._spec.momentum * momentum if self._spec.nesterov else momentum.clone()
+
+    def after(self, sent: torch.Tensor) -> None:
+        pass
+
+    def received(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
     """Send the difference to a state that both ends hold (EF21, arXiv 2106.05203, Algorithm 1).
 

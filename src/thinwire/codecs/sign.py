@@ -106,7 +106,7 @@ class Sign:
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
         size, whole = self._whole(flat.numel())
         parts = []
-        for part in flat[:whole].split(max(1, _CHUNK // size) * size) if whole else ():
+        for part in torch.split(flat[:whole], max(1, _CHUNK // size) * size) if whole else ():
             parts.append(self._encode_rows(part.view(-1, size)).view(-1))
         if whole < flat.numel():
             parts.append(self._encode_rows(flat[whole:].view(1, -1)).view(-1))
@@ -134,7 +134,7 @@ class Sign:
 
     def _encode_rows(self, x: torch.Tensor) -> torch.Tensor:
         sums, bits = [], []
-        for part in x.split(_CHUNK, dim=1):  # a multiple of 8, so bits of parts concatenate
+        for part in torch.split(x, _CHUNK, dim=1):  # a multiple of 8, so bits of parts concatenate
             narrow = part.to(torch.float32)
             wide = narrow.to(torch.float64)
             sums.append(ordered_sum(wide.abs() if self.scale == "mean" else wide * wide))

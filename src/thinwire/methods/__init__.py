@@ -9,10 +9,14 @@ from collections.abc import Callable
 
 from thinwire.methods.about import About
 from thinwire.methods.all_reduce import all_reduce
+from thinwire.methods.demo import demo
+from thinwire.methods.dgc import dgc
 from thinwire.methods.diloco import diloco
 from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.outer_learning_rate import default_outer_lr
+from thinwire.methods.power_sgd import power_sgd
+from thinwire.methods.sparse_loco import sparse_loco
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.method import Method
 
@@ -21,6 +25,10 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "local-sgd": local_sgd,
     "diloco": diloco,
     "streaming-diloco": streaming_diloco,
+    "sparse-loco": sparse_loco,
+    "power-sgd": power_sgd,
+    "dgc": dgc,
+    "demo": demo,
 }
 
 
@@ -73,11 +81,15 @@ __all__ = [
     "about",
     "all_reduce",
     "default_outer_lr",
+    "demo",
+    "dgc",
     "diloco",
     "local_sgd",
     "options_of",
     "parse_options",
+    "power_sgd",
     "recipe",
+    "sparse_loco",
     "story",
     "streaming_diloco",
 ]

@@ -76,9 +76,11 @@ class InnerStep:
 
     Args:
         has_momentum_already: Whether the mean is a momentum itself, so that the inner optimizer must have none.
+        takes_sign: Whether the inner optimizer gets only the mean's signs.
     """
 
     has_momentum_already: bool = False
+    takes_sign: bool = False
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundInnerStep:
         """See `Update.bind`."""
@@ -89,13 +91,14 @@ class InnerStep:
                 "InnerStep() applies mean gradients, but the view reads pseudo-gradients; use Gradient() as the view, "
                 "or OuterStep() as the update"
             )
-        return BoundInnerStep(view)
+        return BoundInnerStep(self, view)
 
 
 class BoundInnerStep:
     """See `InnerStep`."""
 
-    def __init__(self, view: BoundGradient) -> None:
+    def __init__(self, spec: InnerStep, view: BoundGradient) -> None:
+        self._takes_sign = spec.takes_sign
         self._view = view
 
     @property
@@ -105,7 +108,7 @@ class BoundInnerStep:
 
     def apply(self, round: Round, average: Average) -> None:
         """See `BoundUpdate.apply`."""
-        self._view.write(round, average.mean)
+        self._view.write(round, average.mean.sign_() if self._takes_sign else average.mean)
 
     def merge(self, fragment: int, mean: torch.Tensor) -> None:
         """There is no final exchange of gradients."""

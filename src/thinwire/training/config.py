@@ -189,9 +189,12 @@ _LEAST = {
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
 _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
 
+# Methods without a sync interval.
+_EVERY_STEP = ("all-reduce", "power-sgd", "dgc", "demo")
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
 # Methods that an AdamW would spoil.
-_INNER: dict[str, str] = {}
+_INNER = {"dgc": "plain-sgd", "demo": "plain-sgd"}
+_LR_OF_METHOD = {"demo": 1e-3}
 
 
 def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:
@@ -214,8 +217,9 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     replicas = world_size if world_size is not None else (2 if config.replicas is None else config.replicas)
     is_nano = config.model == "nano"
     steps = config.steps
-    inner = config.inner_optimizer or _INNER.get(config.method.replace("_", "-"), "adamw")
-    lr = _LR_OF_SGD.get(inner) or _LR.get(config.model, 3e-4)
+    method = config.method.replace("_", "-").lower()
+    inner = config.inner_optimizer or _INNER.get(method, "adamw")
+    lr = _LR_OF_METHOD.get(method) or _LR_OF_SGD.get(inner) or _LR.get(config.model, 3e-4)
     filled: dict[str, Any] = {
         "replicas": replicas,
         "batch_size": 8,
@@ -229,7 +233,7 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
         "cache_dir": home / ".cache" / "thinwire",
         "out": Path("runs") / f"{config.method}-{config.model.rsplit('/', 1)[-1].replace(':', '-')}-seed{config.seed}",
     }
-    if config.method.replace("_", "-") not in ("all-reduce",):
+    if method not in _EVERY_STEP:
         filled["sync_interval"] = 30 if is_nano else 100
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     return dataclasses.replace(config, **missing)

@@ -1,0 +1,90 @@
+"""What every method promises: replicas agree, the loss falls, a resumed run is the same run, bytes stay in bounds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire
+from tests.reference.loops import same, values, wrap
+from tests.reference.small_models import build, loss_of
+from thinwire.methods import RECIPES, recipe
+from thinwire.transport.loopback import LoopbackTransport
+from thinwire.transport.recording import RecordingTransport
+
+# Arguments that let a method show all its phases within 12 steps, and its inner optimizer.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "local-sgd": {"sync_interval": 4},
+    "diloco": {"sync_interval": 4},
+    "streaming-diloco": {"sync_interval": 5, "overlap_steps": 3, "layers_per_fragment": 2},
+    "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
+    "power-sgd": {"rank": 2},
+    "dgc": {"density": 0.1, "warmup_steps": 6, "clip_norm": 1.0, "nesterov": True},
+    "demo": {"k": 4, "chunk": 8},
+}
+SIGN_SGD_LR = 0.01
+LR = {"dgc": 0.02, "demo": SIGN_SGD_LR}
+STEPS = 12
+
+
+def inner_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if name in LR:
+        return torch.optim.SGD(model.parameters(), lr=LR[name])
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | None = None) -> list[dict[str, Any]]:
+    """Train; with `stop`, go on in new objects from the state after that step."""
+
+    def replica_main(loopback: LoopbackTransport) -> dict[str, Any]:
+        transport, model = RecordingTransport(loopback), build(kind)
+        optimizer = wrap(model, transport, recipe(name)(**ARGUMENTS.get(name, {})), inner_of(name, model))
+        losses = []
+        for step in range(1, STEPS + 1):
+            loss = loss_of(model, step=step % 3, replica=transport.replica)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == stop:
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                model = build(kind, seed=5)
+                model.load_state_dict(saved[0])
+                method = recipe(name)(**ARGUMENTS.get(name, {}))
+                optimizer = wrap(model, transport, method, inner_of(name, model))
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+        optimizer.close(final_exchange=True)
+        with optimizer.global_parameters():
+            return {"values": values(model), "losses": losses, "sent": transport.log.totals("sent").payload_bytes}
+
+    return list(thinwire.run_replicas(replicas, replica_main))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_replicas_end_with_the_same_bits_and_a_lower_loss(name: str, replicas: int) -> None:
+    found = train(name, replicas)
+    assert all(same(found[0]["values"], other["values"]) for other in found)
+    assert not same(found[0]["values"], list(build("transformer").parameters()))
+    first, last = (sum(sum(r["losses"][part]) for r in found) for part in (slice(0, 3), slice(-3, None)))
+    assert last < first, f"{first} -> {last}"
+    assert (found[0]["sent"] == 0) == (replicas == 1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", ["unused", "conv", "linear"])
+def test_models_with_convolutions_and_without_gradients_train(name: str, kind: str) -> None:
+    one, other = train(name, 2, kind=kind)
+    assert same(one["values"], other["values"])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("stop", [2, 5, 8, 11])
+def test_a_run_that_goes_on_from_its_state_ends_with_the_same_bits(name: str, stop: int) -> None:
+    whole, resumed = train(name, 2), train(name, 2, stop=stop)
+    for one, other in zip(whole, resumed, strict=True):
+        assert same(one["values"], other["values"])
