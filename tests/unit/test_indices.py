@@ -34,14 +34,20 @@ def entropy_bits_per_index(density: float) -> float:
     return -math.log2(density) - rest * math.log2(rest) / density
 
 
-def slow_gaps(indices: Indices, parameter: int) -> bytes:
-    """Write a set's Rice-coded gaps as the format says, bit by bit."""
-    low, high, before = "", "", -1
-    for index in indices.tolist():
-        gap, before = index - before - 1, index
-        low += "".join(str(gap >> place & 1) for place in range(parameter))
-        high += "0" * (gap >> parameter) + "1"
-    written = bytes([parameter]) + len(indices).to_bytes(5, "little")
+def slow_bits(gaps: list[int], parameter: int) -> tuple[str, str]:
+    low = "".join("".join(str(gap >> place & 1) for place in range(parameter)) for gap in gaps)
+    return low, "".join("0" * (gap >> parameter) + "1" for gap in gaps)
+
+
+def slow_encode(indices: Indices) -> bytes:
+    """Write a set as the format says, bit by bit, with the best of all parameters."""
+    gaps = (np.diff(indices, prepend=-1) - 1).tolist()
+    written, low, high = len(indices).to_bytes(5, "little"), "", ""
+    for start in range(0, len(gaps), 256):
+        choices = [slow_bits(gaps[start : start + 256], parameter) for parameter in range(16)]
+        sizes = [len(choice[0]) + len(choice[1]) for choice in choices]
+        best = sizes.index(min(sizes))
+        written, low, high = written + bytes([best]), low + choices[best][0], high + choices[best][1]
     for bits in (low, high):
         bits += "0" * (-len(bits) % 8)
         written += bytes(int(bits[start : start + 8][::-1], 2) for start in range(0, len(bits), 8))
@@ -66,7 +72,11 @@ def test_every_density_comes_back_within_its_bound(numel: int, density: float) -
         indices = random_indices(numel, density=density, seed=seed)
         written = encode_indices(indices, numel=numel)
         assert np.array_equal(decode_indices(written, numel=numel, name="x"), indices)
-        assert len(written) <= max_index_bytes(len(indices), numel=numel) <= HEADER_BYTES + math.ceil(numel / 8) + 1
+        assert (
+            len(written)
+            <= max_index_bytes(len(indices), numel=numel)
+            <= HEADER_BYTES + math.ceil(numel / 8) + 1 + -(-len(indices) // 256)
+        )
 
 
 def test_the_bound_is_nearly_reached_by_the_worst_set() -> None:
@@ -74,23 +84,22 @@ def test_the_bound_is_nearly_reached_by_the_worst_set() -> None:
     assert max_index_bytes(50, numel=1000) - len(encode_indices(worst, numel=1000)) <= 8
 
 
-def test_gaps_are_the_bytes_of_the_slow_implementation() -> None:
-    for seed, density in enumerate((0.001, 0.01, 0.05, 0.1)):
-        indices = random_indices(5000, density=density, seed=seed)
-        written = encode_indices(indices, numel=5000)
-        assert bytes(written) == slow_gaps(indices, int(written[0]))
-        sizes = [len(slow_gaps(indices, parameter)) for parameter in range(16)]
-        assert len(written) <= min(sizes) + 1, "the best parameter, but for the ends at a byte"
+@pytest.mark.parametrize("density", [0.0, 0.001, 0.01, 0.1, 0.3, 0.7, 1.0])
+def test_sets_are_the_bytes_of_the_slow_implementation(density: float) -> None:
+    for seed in range(3):
+        indices = random_indices(3000 + seed, density=density, seed=seed)
+        indices = indices[(indices < 1000) | (indices % 7 == 0)]  # groups that differ
+        assert bytes(encode_indices(indices, numel=3000 + seed)) == slow_encode(indices)
 
 
 def test_where_many_are_chosen_a_bitmap_is_sent() -> None:
     indices = random_indices(800, density=0.6, seed=1)
     bitmap = bytes(sum((8 * byte + bit in indices) << bit for bit in range(8)) for byte in range(100)).rstrip(b"\0")
-    header = bytes([0]) + len(indices).to_bytes(5, "little")
+    header = len(indices).to_bytes(5, "little") + bytes(2)
     assert bytes(encode_indices(indices, numel=800)) == header + bitmap
 
 
-@pytest.mark.parametrize(("density", "limit"), [(0.1, 1.02), (0.01, 1.01), (0.001, 1.02)])
+@pytest.mark.parametrize(("density", "limit"), [(0.1, 1.03), (0.01, 1.01), (0.001, 1.02)])
 def test_random_positions_cost_little_more_than_their_entropy(density: float, limit: float) -> None:
     indices = random_indices(4_000_000, density=density, seed=3)
     bits = 8 * len(encode_indices(indices, numel=4_000_000)) / len(indices)
@@ -103,7 +112,7 @@ def test_clustered_positions_cost_less_than_random_ones() -> None:
     clustered = np.sort(np.concatenate([row + random_indices(1000, density=0.5, seed=int(row)) for row in rows]))
     spread = random_indices(4_000_000, density=len(clustered) / 4_000_000, seed=5)
     costs = [len(encode_indices(found, numel=4_000_000)) / len(found) for found in (clustered, spread)]
-    assert costs[0] < 0.5 * costs[1]
+    assert costs[0] < 0.7 * costs[1]
 
 
 def damaged(written: Bytes, changes: dict[int, int]) -> Bytes:
@@ -113,23 +122,24 @@ def damaged(written: Bytes, changes: dict[int, int]) -> Bytes:
     return copy
 
 
-GOOD = encode_indices(index_set(3, 70), numel=100)  # r = 5: 67, 0 are low parts of 5 bits, 9 is the unary part
+# r = 4: the low parts 3, 2, 0 in 12 bits, the high parts 0, 4, 0
+GOOD = encode_indices(index_set(3, 70, 71), numel=100)
 
 
 @pytest.mark.parametrize(
     ("data", "match"),
     [
-        (GOOD[:5], "header"),
-        (damaged(GOOD, {0: 60}), "parameter 60 is too large"),
-        (damaged(GOOD, {0: 7}), "parameter 7 is too large"),
-        (damaged(GOOD, {1: 101}), "101 indices of 100"),
-        (damaged(GOOD, {1: 3}), "2 gaps instead of 3"),
-        (damaged(GOOD, {1: 1}), "2 gaps instead of 1"),
-        (GOOD[:7], "2 gaps take more than 1 bytes"),
-        (GOOD[:8], "0 gaps instead of 2"),
+        (GOOD[:4], "header"),
+        (GOOD[:5], "parameters"),
+        (damaged(GOOD, {5: 60}), "parameters"),
+        (damaged(GOOD, {5: 5}), "lead out of the tensor"),
+        (damaged(GOOD, {0: 101}), "101 indices of 100"),
+        (damaged(GOOD, {0: 4}), "3 gaps instead of 4"),
+        (damaged(GOOD, {0: 2}), "3 gaps instead of 2"),
+        (GOOD[:7], "3 gaps in 1 bytes"),
+        (GOOD[:8], "0 gaps instead of 3"),
         (damaged(GOOD, {7: 128}), "fills up a byte"),
-        (damaged(GOOD, {8: 0x81}), "lead out of the tensor"),
-        (damaged(GOOD, {6: 0xFF, 7: 3}), "lead out of the tensor"),
+        (damaged(GOOD, {6: 0xFF, 7: 0x0F}), "lead out of the tensor"),
         (np.append(GOOD, np.uint8(0)), "bytes follow the last gap"),
     ],
 )
@@ -138,10 +148,10 @@ def test_other_bytes_are_refused(data: Bytes, match: str) -> None:
         decode_indices(data, numel=100, name="x")
 
 
-@given(data=st.binary(max_size=60), numel=st.integers(1, 10**12), count=st.integers(0, 40), parameter=st.integers(0, 9))
+@given(data=st.binary(max_size=60), numel=st.integers(1, 10**12), count=st.integers(0, 9), parameter=st.integers(0, 50))
 @settings(max_examples=400, deadline=None)
 def test_any_bytes_are_an_ascending_set_or_refused(data: bytes, numel: int, count: int, parameter: int) -> None:
-    body = bytes([parameter]) + count.to_bytes(5, "little") + data
+    body = count.to_bytes(5, "little") + bytes([parameter]) * bool(count) + data
     try:
         indices = decode_indices(np.frombuffer(body, dtype=np.uint8), numel=numel, name="x")
     except PayloadError:
