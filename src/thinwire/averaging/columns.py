@@ -88,7 +88,7 @@ def middle_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def mean_around(values: Sequence[torch.Tensor], centre: torch.Tensor, *, num_kept: int) -> torch.Tensor:
-    """Return the mean of the `num_kept` values that lie closest to the centre, as float64; of two as close, the smaller.
+    """Return the mean of the `num_kept` values closest to the centre, as float64; of two as close, the smaller counts.
 
     Args:
         values: Sorted rows, float32.

@@ -2,7 +2,7 @@
 
 The distances come from the matrix of inner products, see `gram`: two vectors that differ by less than about 1e-8 of
 their length are as good as equal. A vector with infinity or NaN is infinitely far from all. Of vectors with the same
-score, the replica with the lower number wins.
+score, the one that is closer to its further neighbours wins, then the replica with the lower number.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Bulyan:
 
     Example:
         >>> Bulyan(num_bad=1)(torch.tensor([[1.0], [1.5], [2.0], [1.75], [1e9], [1.25], [1.5]]))
-        tensor([1.5833])
+        tensor([1.5000])
     """
 
     num_bad: int
@@ -164,7 +164,9 @@ def _ranked(distances: Sequence[Sequence[float]], among: Sequence[int], *, num_b
     """Sort replicas by Krum's score, the best first; Python's sort keeps the order of equals."""
     num_near = max(1, len(among) - num_bad - 2)
 
-    def score(replica: int) -> float:
-        return sum(sorted(distances[replica][other] for other in among if other != replica)[:num_near])
+    def score(replica: int) -> tuple[float, list[float]]:
+        near = sorted(distances[replica][other] for other in among if other != replica)
+        # With one neighbour, two that are each other's nearest always have one score; the others then decide.
+        return sum(near[:num_near]), near[num_near:]
 
     return sorted(among, key=score)
