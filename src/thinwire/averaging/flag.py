@@ -34,7 +34,7 @@ LENGTHS: tuple[Lengths, ...] = ("median", "unit", "given")
 _LEAST_SHARE = 1e-12
 # Keeps the weight of a vector that the subspace holds whole from becoming infinite.
 _SMOOTHING = 1e-7
-_LEAST_PROGRESS = 1e-10
+_LEAST_PROGRESS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,74 +113,66 @@ class FlagAggregator:
         kept = [place for place in count if values[place] > _LEAST_SHARE * values[0]]
         if not kept:
             return combine(stack, [0.0] * num_replicas)
-        # each unit vector in an orthonormal basis of what they span
+        # each unit vector in an orthonormal basis of what they span, and what its coordinates are of that basis
         points = [[math.sqrt(values[place]) * vectors[place][row] for place in kept] for row in count]
+        duals = [[vectors[place][row] / math.sqrt(values[place]) for place in kept] for row in count]
+        num_columns = self.num_columns or num_replicas // 2 + 1
+        points, duals = _aligned(points, duals, flag=self, num_columns=num_columns)
         factors = {"median": [statistics.median_low(lengths)] * num_replicas, "unit": [1.0] * num_replicas}
         factor = factors.get(self.lengths, lengths)
-        total = [sum(factor[row] * points[row][axis] for row in count) for axis in range(len(kept))]
-        projected = _project(total, _subspace(points, self, num_columns=self.num_columns or num_replicas // 2 + 1))
-        coefficients = [
-            scales[row] * sum(
-                vectors[place][row] * entry / math.sqrt(values[place])
-                for place, entry in zip(kept, projected, strict=True)
-            )
-            for row in count
-        ]  # fmt: skip
+        axes = range(min(num_columns, len(kept)))
+        projected = [sum(factor[row] * points[row][axis] for row in count) for axis in axes]
+        coefficients = [scales[row] * sum(duals[row][axis] * projected[axis] for axis in axes) for row in count]
         return combine(stack, coefficients, divisor=num_replicas)
 
 
-def _subspace(points: Matrix, flag: FlagAggregator, *, num_columns: int) -> Matrix:
-    """Return an orthonormal basis of the best subspace, as rows in the coordinates of the points."""
-    terms = [(1.0, point) for point in points if any(point)]
-    terms += _pairs(points, weight=flag.pair_weight)
-    size = len(points[0])
-    if num_columns >= size:
-        return [[float(row == column) for column in range(size)] for row in range(size)]
-    best, least = Matrix(), math.inf
+def _aligned(points: Matrix, duals: Matrix, *, flag: FlagAggregator, num_columns: int) -> tuple[Matrix, Matrix]:
+    """Turn the coordinates so that the first `num_columns` axes span the best subspace."""
+    best, least = (points, duals), math.inf
+    terms = _terms(points, pair_weight=flag.pair_weight)
     weights = [weight for weight, _ in terms]
     for _ in range(flag.num_iterations):
-        basis = eigenvectors(_scatter([point for _, point in terms], weights, size=size))[1][:num_columns]
-        misses = [max(0.0, 1.0 - _square(_along(point, basis))) for _, point in terms]
+        axes = eigenvectors(_scatter([point for _, point in terms], weights))[1]
+        # From turn to turn there is less left to turn, so each decomposition is cheaper than the one before.
+        points, duals = _turned(points, axes), _turned(duals, axes)
+        terms = _terms(points, pair_weight=flag.pair_weight)
+        misses = [_square(point[num_columns:]) for _, point in terms]
         objective = sum(weight * math.sqrt(miss) for (weight, _), miss in zip(terms, misses, strict=True))
         if objective >= least * (1 - _LEAST_PROGRESS):
             break
-        best, least = basis, objective
+        best, least = (points, duals), objective
         weights = [weight / math.sqrt(miss + _SMOOTHING) for (weight, _), miss in zip(terms, misses, strict=True)]
     return best
 
 
-def _pairs(points: Matrix, *, weight: float) -> list[tuple[float, list[float]]]:
-    """Return the unit vectors between the points with their weight; each stands for both of its directions."""
-    if not weight or len(points) < 2:
-        return []
-    pairs = []
+def _terms(points: Matrix, *, pair_weight: float) -> list[tuple[float, list[float]]]:
+    """Return the unit vectors whose shares count, with their weight; a pair stands for both of its directions."""
+    terms = [(1.0, point) for point in points if any(point)]
+    if not pair_weight:
+        return terms
     for number, first in enumerate(points):
         for second in points[:number]:
             between = [a - b for a, b in zip(first, second, strict=True)]
             length = math.sqrt(_square(between))
             if length > math.sqrt(_LEAST_SHARE):
-                pairs.append((2 * weight / (len(points) * (len(points) - 1)), [entry / length for entry in between]))
-    return pairs
+                weight = 2 * pair_weight / (len(points) * (len(points) - 1))
+                terms.append((weight, [entry / length for entry in between]))
+    return terms
 
 
-def _scatter(points: Sequence[Sequence[float]], weights: Sequence[float], *, size: int) -> Matrix:
+def _scatter(points: Sequence[Sequence[float]], weights: Sequence[float]) -> Matrix:
+    size = len(points[0])
     rows = [[0.0] * size for _ in range(size)]
     for point, weight in zip(points, weights, strict=True):
-        for row, entry in zip(rows, point, strict=True):
-            scaled = weight * entry
-            for column, other in enumerate(point):
-                row[column] += scaled * other
-    # rounding must not make it less than symmetric
+        for place, entry in enumerate(point):
+            scaled, row = weight * entry, rows[place]
+            for other in range(place, size):
+                row[other] += scaled * point[other]
     return [[rows[min(a, b)][max(a, b)] for b in range(size)] for a in range(size)]
 
 
-def _along(point: Sequence[float], basis: Matrix) -> list[float]:
-    return [sum(a * b for a, b in zip(point, axis, strict=True)) for axis in basis]
-
-
-def _project(point: Sequence[float], basis: Matrix) -> list[float]:
-    steps = _along(point, basis)
-    return [sum(step * axis[place] for step, axis in zip(steps, basis, strict=True)) for place in range(len(point))]
+def _turned(points: Matrix, axes: Matrix) -> Matrix:
+    return [[sum(a * b for a, b in zip(point, axis, strict=True)) for axis in axes] for point in points]
 
 
 def _square(point: Sequence[float]) -> float:

@@ -116,7 +116,7 @@ class Bulyan:
 
     Example:
         >>> Bulyan(num_bad=1)(torch.tensor([[1.0], [1.5], [2.0], [1.75], [1e9], [1.25], [1.5]]))
-        tensor([1.5000])
+        tensor([1.4167])
     """
 
     num_bad: int
