@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from thinwire.averaging.attacks import Attack, attack
+from thinwire.averaging.attacks import ATTACKS, Attack, attack
 from thinwire.averaging.flag import FlagAggregator
 from thinwire.averaging.krum import Bulyan, Krum, MultiKrum
 from thinwire.averaging.robust import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
