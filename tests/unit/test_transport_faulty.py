@@ -218,9 +218,15 @@ def test_faults_inside_a_recording_transport_are_in_the_log() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"kind": "explode"}, "kind must be one of delay, drop, corrupt, die, fall_silent, got 'explode'"),
+        ({"kind": "explode"}, "kind must be one of delay, drop, corrupt, forge, die, fall_silent, got 'explode'"),
         ({"kind": "delay"}, "delay_s must be positive"),
         ({"kind": "drop", "delay_s": 1.0}, "delay_s must be positive for a delay and 0 otherwise, got 1.0"),
+        ({"kind": "forge"}, "and for nothing else, got forge=None for forge"),
+        ({"kind": "drop", "forge": lambda payload, envelope: payload}, "for drop with direction=None"),
+        (
+            {"kind": "forge", "forge": lambda payload, envelope: payload, "direction": "received"},
+            "with direction=received",
+        ),
         ({"kind": "die", "direction": "sent"}, "leave direction and fragment out"),
         ({"kind": "fall_silent", "fragment": 1}, "leave direction and fragment out"),
     ],
@@ -241,3 +247,16 @@ def test_a_script_that_the_transport_cannot_play_is_refused() -> None:
         FaultyTransport(LoopbackWorld(2).transports[0], [Fault(kind="delay", delay_s=1)])
     with pytest.raises(ValueError, match="no `tamper`"):
         FaultyTransport(Opaque(), [Fault(kind="corrupt")])
+
+
+def test_a_lie_passes_every_check_and_leaves_the_true_payload_alone() -> None:
+    def forge(payload: torch.Tensor, envelope: Envelope) -> torch.Tensor:
+        return payload.add_(envelope.round_id)
+
+    pair = Pair(Fault(kind="forge", replica=0, round_id=3, forge=forge))
+    for round_id in (2, 3):
+        received = pair.pass_on(envelope_of(round_id, reference_hash=9))
+        assert received is not None and received.reference_hash == 9
+        assert torch.equal(received.payload, payload() + (3 if round_id == 3 else 0))
+    # what the liar receives is what was sent
+    assert not pair.ends[0].script[0].hits(envelope_of(3), replica=0, peer=1, direction="received")  # type: ignore[attr-defined]

@@ -15,8 +15,9 @@ from thinwire.events import Direction
 from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
 from thinwire.transport.message import pack, unpack
 
-FaultKind = Literal["delay", "drop", "corrupt", "die", "fall_silent"]
-FAULT_KINDS: tuple[FaultKind, ...] = ("delay", "drop", "corrupt", "die", "fall_silent")
+FaultKind = Literal["delay", "drop", "corrupt", "forge", "die", "fall_silent"]
+FAULT_KINDS: tuple[FaultKind, ...] = ("delay", "drop", "corrupt", "forge", "die", "fall_silent")
+Forge = Callable[[torch.Tensor, Envelope], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,10 @@ class Fault:
 
     Attributes:
         kind: `"delay"`: the message starts (sent) or arrives (received) `delay_s` later. `"drop"`: it is lost; the
-            sender notices nothing. `"corrupt"`: one byte is flipped, so that the receiver's check refuses it. `"die"`:
-            from `round_id` on, the connection to `peer` is broken. `"fall_silent"`: from `round_id` on, nothing passes
-            to or from `peer`, without a sign.
+            sender notices nothing. `"corrupt"`: one byte is flipped, so that the receiver's check refuses it.
+            `"forge"`: the replica lies; what it sends is another payload, which passes every check. `"die"`: from
+            `round_id` on, the connection to `peer` is broken. `"fall_silent"`: from `round_id` on, nothing passes to
+            or from `peer`, without a sign.
         replica: The replica whose transport breaks, so that all replicas can be given one script.
         peer: The other replica.
         direction: `"sent"` or `"received"`, seen from `replica`; a death has none.
@@ -35,9 +37,12 @@ class Fault:
         fragment: The fragment.
         delay_s: Seconds of a delay.
         byte: Which byte of the message is flipped, counted from its start (header) or, negative, from its end.
+        forge: Makes the payload of a lie (uint8, as many bytes) of the true one and its envelope; only sent messages
+            are hit. `thinwire.averaging.attacks` has ready ones.
 
     Raises:
-        ValueError: The kind is unknown, a delay is not positive, or a death is given a direction or fragment.
+        ValueError: The kind is unknown, a delay is not positive, a lie has no `forge` or is received, or a death is
+            given a direction or fragment.
 
     Example:
         >>> Fault(kind="drop", round_id=3, peer=1, direction="sent").kind
@@ -52,6 +57,7 @@ class Fault:
     fragment: int | None = None
     delay_s: float = 0.0
     byte: int = -1
+    forge: Forge | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in FAULT_KINDS:
@@ -59,6 +65,11 @@ class Fault:
         if (self.kind == "delay") != (self.delay_s > 0):
             raise ValueError(
                 f"delay_s must be positive for a delay and 0 otherwise, got {self.delay_s} for {self.kind}"
+            )
+        if (self.kind == "forge") != (self.forge is not None) or (self.forge and self.direction == "received"):
+            raise ValueError(
+                f"forge must be given for a lie, which is sent, and for nothing else, got forge={self.forge} for "
+                f"{self.kind} with direction={self.direction}; thinwire.averaging.attacks has ready ones"
             )
         if self.is_death and (self.direction is not None or self.fragment is not None):
             raise ValueError(f"{self.kind} ends a whole connection; leave direction and fragment out")
@@ -68,8 +79,15 @@ class Fault:
         """Whether it lasts from its round on."""
         return self.kind in ("die", "fall_silent")
 
+    def forged(self, payload: torch.Tensor, envelope: Envelope) -> torch.Tensor:
+        """Return what a lie sends instead of a payload; the payload itself stays as it is."""
+        assert self.forge is not None, "only a lie is forged"
+        return self.forge(payload.clone(), envelope)
+
     def hits(self, envelope: Envelope, *, replica: int, peer: int, direction: Direction) -> bool:
         """Tell whether a message is hit."""
+        if self.kind == "forge" and direction == "received":
+            return False
         pairs = ((self.replica, replica), (self.peer, peer), (self.direction, direction))
         if any(wanted is not None and wanted != found for wanted, found in pairs):
             return False
@@ -137,6 +155,8 @@ class FaultyTransport:
                 return _Gone()
             case "corrupt":
                 return self._send_corrupt(payload, to=to, envelope=envelope, fault=cast(Fault, fault))
+            case "forge":
+                return self._send_whole(cast(Fault, fault).forged(payload, envelope), to=to, envelope=envelope)
             case "delay":
                 delay_s = cast(Fault, fault).delay_s
                 return _Later(lambda: self._send_whole(payload, to=to, envelope=envelope), delay_s, self._sleep)
