@@ -55,7 +55,7 @@ def match_and_merge(
     Raises:
         ValueError: The weights are no row for these neighbours, a state dict is not one of this architecture, there is
             no batch where one is needed, or the model holds an operation that matching does not understand.
-        NonFiniteError: A neighbour's parameters or activations hold NaN or infinity.
+        NonFiniteError: A model's parameters, buffers or activations hold NaN or infinity; `own` is as it was.
         MissingExtra: scipy is not installed.
 
     Example:
@@ -70,6 +70,11 @@ def match_and_merge(
         raise ValueError(f"method must be one of {', '.join(get_args(MergeMethod))}, got {method!r}")
     own_weight = _check_weights(neighbours, weights)
     _check_states(own, neighbours)
+    for whose, state in {
+        "this replica": own.state_dict(),
+        **{f"replica {r}": s for r, s in neighbours.items()},
+    }.items():
+        _check_finite(state, whose=whose)
     held = list(batches)  # a shuffling loader would show every model other samples
     if not held and (method != "none" or has_statistics(own)):
         raise ValueError("batches must hold at least one batch, got 0: matching and BatchNorm need forward passes")
@@ -230,11 +235,6 @@ def _average(
         total = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * own_weight
         for replica in order:
             total.add_(neighbours[replica][name].to(total), alpha=weights[replica])
-        if not bool(torch.isfinite(total.sum())) and not bool(torch.isfinite(total).all()):
-            raise NonFiniteError(
-                f"the merged {name} holds NaN or infinity; a neighbour's model or this one has diverged: look at their "
-                f"losses and resume from a checkpoint before that"
-            )
         merged.append((tensor, total))
     for tensor, total in merged:  # only now: a refusal must not leave half a merge behind
         tensor.copy_(total)
@@ -274,3 +274,13 @@ def _check_states(own: nn.Module, neighbours: Mapping[int, State]) -> None:
                 raise ValueError(
                     f"the model of replica {replica} has {name} of shape {shapes}; all must build the same model"
                 )
+
+
+def _check_finite(state: State, *, whose: str) -> None:
+    for name, tensor in state.items():
+        # the sum is finite only if every element is, up to an overflow
+        if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(
+                f"{name} of {whose} holds NaN or infinity; its model has diverged: look at its loss, lower its learning "
+                f"rate or clip its gradients, and resume from a checkpoint before that"
+            )
