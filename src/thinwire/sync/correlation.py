@@ -88,5 +88,6 @@ class _Recorder(fx.Interpreter):
 
 def _features(output: torch.Tensor, observation: Observation) -> torch.Tensor:
     """Return an output as `(num_units, num_observations)`."""
-    units = output.unflatten(observation.dim, (-1, observation.block))
-    return units.movedim(observation.dim, 0).flatten(start_dim=1)
+    shape = output.shape
+    split = (*shape[: observation.dim], -1, observation.block, *shape[observation.dim + 1 :])
+    return output.reshape(split).movedim(observation.dim, 0).flatten(start_dim=1)

@@ -70,11 +70,9 @@ def match_and_merge(
         raise ValueError(f"method must be one of {', '.join(get_args(MergeMethod))}, got {method!r}")
     own_weight = _check_weights(neighbours, weights)
     _check_states(own, neighbours)
-    for whose, state in {
-        "this replica": own.state_dict(),
-        **{f"replica {r}": s for r, s in neighbours.items()},
-    }.items():
-        _check_finite(state, whose=whose)
+    _check_finite(own.state_dict(), whose="this replica")
+    for replica, state in neighbours.items():
+        _check_finite(state, whose=f"replica {replica}")
     held = list(batches)  # a shuffling loader would show every model other samples
     if not held and (method != "none" or has_statistics(own)):
         raise ValueError("batches must hold at least one batch, got 0: matching and BatchNorm need forward passes")
@@ -120,7 +118,7 @@ def match_activations(
         NonFiniteError: The activations hold NaN or infinity.
     """
     reference, other = copy.deepcopy(own), copy.deepcopy(own)
-    other.load_state_dict(dict(neighbour), strict=False)
+    other.load_state_dict(dict(neighbour))
     for model in (reference, other):
         reset_statistics(model.eval(), batches)
     one, two = (find_permutations(model, sample=batches[0]) for model in (reference, other))
@@ -281,6 +279,6 @@ def _check_finite(state: State, *, whose: str) -> None:
         # the sum is finite only if every element is, up to an overflow
         if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
             raise NonFiniteError(
-                f"{name} of {whose} holds NaN or infinity; its model has diverged: look at its loss, lower its learning "
-                f"rate or clip its gradients, and resume from a checkpoint before that"
+                f"{name} of {whose} holds NaN or infinity; its model has diverged: look at its loss, lower its "
+                f"learning rate or clip its gradients, and resume from a checkpoint before that"
             )

@@ -102,7 +102,7 @@ def find_permutations(model: nn.Module, *, sample: torch.Tensor) -> PermutationG
     try:
         traced = _trace(model)
         with torch.no_grad():
-            ShapeProp(traced).propagate(sample)  # type: ignore[no-untyped-call]
+            ShapeProp(traced).propagate(sample)
     finally:
         for module, mode in was_training.items():
             module.training = mode
