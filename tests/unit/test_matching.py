@@ -254,9 +254,25 @@ def test_what_cannot_be_done_is_refused_with_the_remedy() -> None:
         match_and_merge(model, {1: model.state_dict()}, HALVES, [])
     with pytest.raises(ValueError, match="at least one batch, got 0"):
         match_and_merge(ResNet(), {}, {0: 1.0}, [], method="none")
+    with pytest.raises(ValueError, match="batches must hold tensors of inputs, got tuple; leave out the labels"):
+        match_and_merge(model, {}, {0: 1.0}, [(random(4, 6), torch.zeros(4))])  # type: ignore[list-item]
     groups = find_permutations(model, sample=random(4, 6)).groups
     with pytest.raises(ValueError, match="must hold each of 0 to 6 once"):
         permute(model.state_dict(), groups, [torch.zeros(7, dtype=torch.int64), torch.arange(5)])
+
+
+def test_a_sharded_model_is_refused() -> None:
+    from torch import distributed
+    from torch.distributed.tensor import DeviceMesh, distribute_tensor
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 2)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), DeviceMesh("cpu", [0])))
+        with pytest.raises(ValueError, match="weight is a shard, and units can only be matched in whole models"):
+            match_and_merge(model, {}, {0: 1.0}, [random(3, 4)])
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_without_scipy_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,6 +147,48 @@ def test_tied_tensors_move_under_all_their_names() -> None:
     assert {"second.weight", "alias.weight", "second.bias", "alias.bias", "out.weight"} == names
 
 
+def test_a_parameter_that_is_used_without_a_module_keeps_the_order_of_its_units() -> None:
+    class Scaled(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(7))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(self.second(self.first(rows) * self.scale))
+            return out
+
+    (group,) = find_permutations(Scaled(), sample=ROWS.float()).groups
+    assert group.num_units == 5
+
+
+def test_a_layer_used_on_the_input_and_on_hidden_units_keeps_their_order() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.inner, self.out = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(4, 2)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(self.inner(self.shared(self.shared(rows).relu())).relu())
+            return out
+
+    (group,) = find_permutations(Both(), sample=ROWS.float()).groups
+    assert {axis.name for axis in group.axes} == {"inner.weight", "inner.bias", "out.weight"}
+
+
+def test_norms_with_different_blocks_for_the_same_entries_keep_their_order() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.mid = nn.Conv2d(2, 4, 7), nn.BatchNorm1d(16), nn.Linear(16, 16)
+            self.out = nn.Linear(16, 2)
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.out(self.norm(self.mid(self.norm(self.conv(images).flatten(1)))))
+            return out
+
+    assert find_permutations(Twice().double(), sample=IMAGES).groups == ()
+
+
 def test_a_single_layer_has_no_hidden_units() -> None:
     assert find_permutations(nn.Linear(6, 2), sample=ROWS.float()).groups == ()
 
@@ -182,6 +224,11 @@ class Does(nn.Module):
         (nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(2), nn.MaxPool1d(2), nn.BatchNorm1d(4), nn.Flatten(0, 1)),
          r"4 \(Flatten\) flattens with other dimensions"),
         (nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(1), nn.MaxPool1d(2)), r"2 \(MaxPool1d\) pools over the units"),
+        (nn.Sequential(nn.Conv2d(2, 4, 3), nn.utils.spectral_norm(nn.Conv2d(4, 4, 3))),
+         "weight of 1 is computed from other tensors"),
+        (nn.Sequential(nn.Linear(8, 5), nn.BatchNorm2d(2)), r"1 \(BatchNorm2d\) has parameters for dimension 1"),
+        (nn.Sequential(nn.Linear(8, 5), nn.Conv2d(2, 2, 3, groups=2)), r"1 \(Conv2d\) reads across positions"),
+        (nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(0, 1)), r"1 \(Flatten\) flattens with other dimensions"),
         (Does(lambda _, x: torch.cat([x, x], dim=1)), "cat.* is not understood"),
         (Does(lambda _, x: x[:, :2]), "getitem.* is not understood"),
         (Does(lambda _, x: x.chunk(2, dim=1)[0]), "chunk.* is not understood"),

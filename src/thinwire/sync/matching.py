@@ -26,6 +26,7 @@ from thinwire.errors import MissingExtra, NonFiniteError
 from thinwire.sync.batch_norm import has_statistics, reset_statistics
 from thinwire.sync.correlation import correlations
 from thinwire.sync.permutation_graph import Axis, PermutationGroup, find_permutations
+from thinwire.transport.shards import local_shard
 
 MergeMethod = Literal["activations", "weights", "none"]
 Permutations = Sequence[torch.Tensor]
@@ -40,8 +41,7 @@ def match_and_merge(
 ) -> None:  # fmt: skip
     """Average a model with those of its neighbours in place, after their units were brought into its own order.
 
-    Integer buffers and tensors that the state dict does not hold stay one's own. Parameters must be whole on every
-    rank; shards of FSDP cannot be permuted.
+    Integer buffers and tensors that the state dict does not hold stay one's own.
 
     Args:
         own: The model, any device. Its parameters and buffers are overwritten; its training mode is kept.
@@ -53,8 +53,9 @@ def match_and_merge(
             weights (arXiv 2209.04836), "none" averages as it is.
 
     Raises:
-        ValueError: The weights are no row for these neighbours, a state dict is not one of this architecture, there is
-            no batch where one is needed, or the model holds an operation that matching does not understand.
+        ValueError: The weights are no row for these neighbours, a state dict is not one of this architecture, the model
+            is sharded, there is no batch where one is needed or it is no tensor, or the model holds an operation that
+            matching does not understand.
         NonFiniteError: A model's parameters, buffers or activations hold NaN or infinity; `own` is as it was.
         MissingExtra: scipy is not installed.
 
@@ -68,12 +69,16 @@ def match_and_merge(
     """
     if method not in get_args(MergeMethod):
         raise ValueError(f"method must be one of {', '.join(get_args(MergeMethod))}, got {method!r}")
+    _check_whole(own)
     own_weight = _check_weights(neighbours, weights)
     _check_states(own, neighbours)
     _check_finite(own.state_dict(), whose="this replica")
     for replica, state in neighbours.items():
         _check_finite(state, whose=f"replica {replica}")
     held = list(batches)  # a shuffling loader would show every model other samples
+    other = next((batch for batch in held if not isinstance(batch, torch.Tensor)), None)
+    if other is not None:
+        raise ValueError(f"batches must hold tensors of inputs, got {type(other).__name__}; leave out the labels")
     if not held and (method != "none" or has_statistics(own)):
         raise ValueError("batches must hold at least one batch, got 0: matching and BatchNorm need forward passes")
     if method != "none" and neighbours:
@@ -258,6 +263,15 @@ def _check_weights(neighbours: Mapping[int, State], weights: Mapping[int, float]
     if not all(weight >= 0 for weight in weights.values()) or not math.isclose(sum(weights.values()), 1, abs_tol=1e-6):
         raise ValueError(f"weights must be at least 0 and sum to 1, got {dict(weights)}; take a row of a mixing matrix")
     return weights[rest[0]]
+
+
+def _check_whole(own: nn.Module) -> None:
+    for name, tensor in own.state_dict().items():
+        if type(local_shard(tensor)) is not type(tensor.detach()):
+            raise ValueError(
+                f"{name} is a shard, and units can only be matched in whole models; average without DIMAT, or do not "
+                f"shard the model inside a replica"
+            )
 
 
 def _check_states(own: nn.Module, neighbours: Mapping[int, State]) -> None:

@@ -177,7 +177,12 @@ class _Walk:
         tensor = getattr(self._modules[str(node.target)], attribute)
         if tensor is None:
             return
-        name = self._aliases.get(f"{node.target}.{attribute}", f"{node.target}.{attribute}")
+        if f"{node.target}.{attribute}" not in self._aliases:
+            raise ValueError(
+                f"{attribute} of {node.target} is computed from other tensors (a weight or spectral norm), which "
+                f"matching cannot permute; remove that, or merge without matching (method='none')"
+            )
+        name = self._aliases[f"{node.target}.{attribute}"]
         if flow is None:
             flow = Flow(space=self._units.new(tensor.shape[dim], is_fixed=True), dim=dim)
         known = self._axes.setdefault((name, dim), flow)
@@ -207,7 +212,7 @@ class _Walk:
                     axes=tuple(
                         Axis(name=alias, dim=dim, block=flow.block)
                         for (name, dim), flow in moved
-                        for alias in names.get(name, [name])
+                        for alias in names[name]
                     ),
                     observations=tuple(Observation(node=node, dim=flow.dim, block=flow.block) for node, flow in seen),
                 )
