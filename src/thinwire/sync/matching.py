@@ -1,0 +1,298 @@
+"""Averaging models whose units have no common order: match first, then average (DIMAT, arXiv 2404.08079).
+
+Two networks that were trained apart compute similar things with units in a different order, and their plain average
+computes nothing. `match_and_merge` finds, for every group of units, the permutation of a neighbour's units that
+correlates best with one's own on some batches of data, permutes the neighbour, averages with the weights of a mixing
+matrix, and measures the statistics of BatchNorm anew. One's own model is the reference, so two neighbours that merge
+with each other do not end with the same parameters, also where their weights are symmetric.
+
+What differs from the shipped code: units are watched wherever a layer reads them and the correlations are summed
+(there: one place for each group, written down by hand for each architecture); statistics are summed in float64; dropout
+stays off while BatchNorm is measured; the baselines measure BatchNorm anew too; weight matching compares with one's own
+model (there: with what was merged so far, scaled by its weights), in the order of the groups (there: a random one).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from thinwire.errors import MissingExtra, NonFiniteError
+from thinwire.sync.batch_norm import has_statistics, reset_statistics
+from thinwire.sync.correlation import correlations
+from thinwire.sync.permutation_graph import Axis, PermutationGroup, find_permutations
+from thinwire.transport.shards import local_shard
+
+MergeMethod = Literal["activations", "weights", "none"]
+Permutations = Sequence[torch.Tensor]
+State = Mapping[str, torch.Tensor]
+
+MAX_SWEEPS = 100
+
+
+def match_and_merge(
+    own: nn.Module, neighbours: Mapping[int, State], weights: Mapping[int, float], batches: Iterable[torch.Tensor],
+    *, method: MergeMethod = "activations",
+) -> None:  # fmt: skip
+    """Average a model with those of its neighbours in place, after their units were brought into its own order.
+
+    Integer buffers and tensors that the state dict does not hold stay one's own.
+
+    Args:
+        own: The model, any device. Its parameters and buffers are overwritten; its training mode is kept.
+        neighbours: State dicts by replica, with the names, shapes and dtypes of `own`'s.
+        weights: A row of a mixing matrix: one weight for each neighbour and one more for `own`; they sum to 1.
+        batches: Inputs for the forward passes, on `own`'s device; the more, the better the statistics. Replicas need
+            not use the same ones. With BatchNorm every batch needs at least two samples.
+        method: "activations" matches units by the correlation of what they compute, "weights" by the products of their
+            weights (arXiv 2209.04836), "none" averages as it is.
+
+    Raises:
+        ValueError: The weights are no row for these neighbours, a state dict is not one of this architecture, the model
+            is sharded, there is no batch where one is needed or it is no tensor, or the model holds an operation that
+            matching does not understand.
+        NonFiniteError: A model's parameters, buffers or activations hold NaN or infinity; `own` is as it was.
+        MissingExtra: scipy is not installed.
+
+    Example:
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> neighbour = {"weight": model.weight.detach() + 1}
+        >>> before = model.weight.detach().clone()
+        >>> match_and_merge(model, {1: neighbour}, {0: 0.5, 1: 0.5}, [torch.ones(3, 2)])
+        >>> torch.allclose(model.weight, before + 0.5)
+        True
+    """
+    if method not in get_args(MergeMethod):
+        raise ValueError(f"method must be one of {', '.join(get_args(MergeMethod))}, got {method!r}")
+    _check_whole(own)
+    own_weight = _check_weights(neighbours, weights)
+    _check_states(own, neighbours)
+    _check_finite(own.state_dict(), whose="this replica")
+    for replica, state in neighbours.items():
+        _check_finite(state, whose=f"replica {replica}")
+    held = list(batches)  # a shuffling loader would show every model other samples
+    other = next((batch for batch in held if not isinstance(batch, torch.Tensor)), None)
+    if other is not None:
+        raise ValueError(f"batches must hold tensors of inputs, got {type(other).__name__}; leave out the labels")
+    if not held and (method != "none" or has_statistics(own)):
+        raise ValueError("batches must hold at least one batch, got 0: matching and BatchNorm need forward passes")
+    if method != "none" and neighbours:
+        neighbours = _matched(own, neighbours, held, method=method)
+    _average(own, neighbours, weights, own_weight=own_weight)
+    reset_statistics(own, held)
+
+
+def _matched(
+    own: nn.Module, neighbours: Mapping[int, State], batches: Sequence[torch.Tensor], *, method: MergeMethod
+) -> dict[int, State]:
+    groups = find_permutations(own, sample=batches[0]).groups
+    matched: dict[int, State] = {}
+    for replica, state in neighbours.items():
+        if method == "activations":
+            permutations = match_activations(own, state, batches, replica=replica)
+        else:
+            permutations = match_weights(own, state, groups)
+        matched[replica] = permute(state, groups, permutations)
+    return matched
+
+
+def match_activations(
+    own: nn.Module, neighbour: State, batches: Sequence[torch.Tensor], *, replica: int = 0
+) -> list[torch.Tensor]:
+    """Return for every group the permutation of the neighbour's units that correlates best with one's own.
+
+    Both models see the same batches, with their BatchNorm statistics measured on them. Units that never change (dead
+    ones) correlate with nothing and take whatever places are left.
+
+    Args:
+        own: The reference; it is not changed.
+        neighbour: The neighbour's state dict.
+        batches: Inputs on the model's device.
+        replica: The neighbour's number, for messages.
+
+    Returns:
+        int64 tensors on the CPU, `(num_units,)`, in the order of the groups of `find_permutations`: entry i is the
+        neighbour's unit that takes the place of one's own unit i.
+
+    Raises:
+        NonFiniteError: The activations hold NaN or infinity.
+    """
+    reference, other = copy.deepcopy(own), copy.deepcopy(own)
+    other.load_state_dict(dict(neighbour))
+    for model in (reference, other):
+        reset_statistics(model.eval(), batches)
+    one, two = (find_permutations(model, sample=batches[0]) for model in (reference, other))
+    found = correlations(one, two, batches)
+    for group, score in zip(one.groups, found, strict=True):
+        if not bool(torch.isfinite(score).all()):
+            raise NonFiniteError(
+                f"matching with replica {replica}: activations at {group.observations[0].node} hold NaN or infinity; "
+                f"one of the two models has diverged: look at its loss and resume from a checkpoint before that"
+            )
+    return [assign(score) for score in found]
+
+
+def match_weights(own: nn.Module, neighbour: State, groups: Sequence[PermutationGroup]) -> list[torch.Tensor]:
+    """Return for every group the permutation of the neighbour's units whose weights are most like one's own.
+
+    The groups depend on each other, so they are solved in turn, each with the others held, until none changes for the
+    better: a local optimum (arXiv 2209.04836, algorithm 1). Only parameters count, not buffers.
+
+    Returns:
+        As `match_activations`.
+    """
+    mine = {name: value.detach().double() for name, value in own.named_parameters(remove_duplicate=False)}
+    theirs = {name: neighbour[name].detach().to(mine[name]) for name in mine if name in neighbour}
+    permutations = [torch.arange(group.num_units) for group in groups]
+    for _ in range(MAX_SWEEPS):
+        has_changed = False
+        for place, group in enumerate(groups):
+            score = torch.zeros(group.num_units, group.num_units, dtype=torch.float64)
+            others = [
+                (other, order) for j, (other, order) in enumerate(zip(groups, permutations, strict=True)) if j != place
+            ]
+            for axis in group.axes:
+                if axis.name in theirs:
+                    moved = _permuted(axis.name, theirs[axis.name], others)
+                    score += (_rows(mine[axis.name], axis) @ _rows(moved, axis).T).cpu()
+            found = assign(score)
+            units = torch.arange(group.num_units)
+            gain = score[units, found].sum() - score[units, permutations[place]].sum()
+            if float(gain) > 1e-12 * float(score.abs().sum()):  # less is rounding, and would turn in circles
+                permutations[place], has_changed = found, True
+        if not has_changed:
+            break
+    return permutations
+
+
+def assign(score: torch.Tensor) -> torch.Tensor:
+    """Return the permutation that maximises the sum of `score[i, permutation[i]]`.
+
+    Args:
+        score: Floating, `(num_units, num_units)`, finite.
+
+    Returns:
+        int64 on the CPU, `(num_units,)`.
+
+    Raises:
+        MissingExtra: scipy is not installed.
+
+    Example:
+        >>> assign(torch.tensor([[0.9, 0.8], [0.7, 0.1]])).tolist()  # 0.8 + 0.7 is more than 0.9 + 0.1
+        [1, 0]
+    """
+    try:
+        from scipy.optimize import linear_sum_assignment
+    except ModuleNotFoundError:
+        raise MissingExtra.of("scipy", extra="match") from None
+    _, columns = linear_sum_assignment(score.detach().double().cpu().numpy(), maximize=True)
+    return torch.as_tensor(columns, dtype=torch.int64)
+
+
+def permute(state: State, groups: Sequence[PermutationGroup], permutations: Permutations) -> dict[str, torch.Tensor]:
+    """Return a state dict whose units are permuted group by group; the model computes the same as before.
+
+    Args:
+        state: A state dict; it is not changed.
+        groups: The model's groups.
+        permutations: One for each group; entry i is the unit that moves to place i.
+
+    Raises:
+        ValueError: There is not one permutation of the right size for each group.
+    """
+    pairs = list(zip(groups, permutations, strict=True))
+    for group, order in pairs:
+        if sorted(order.tolist()) != list(range(group.num_units)):
+            raise ValueError(f"permutation must hold each of 0 to {group.num_units - 1} once, got {order.tolist()}")
+    return {name: _permuted(name, tensor, pairs) for name, tensor in state.items()}
+
+
+def _permuted(name: str, tensor: torch.Tensor, pairs: Iterable[tuple[PermutationGroup, torch.Tensor]]) -> torch.Tensor:
+    for group, order in pairs:
+        for axis in group.axes:
+            if axis.name == name:
+                columns = (order[:, None] * axis.block + torch.arange(axis.block)).reshape(-1)
+                tensor = tensor.index_select(axis.dim, columns.to(tensor.device))
+    return tensor
+
+
+def _rows(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return a tensor as one row for each unit of an axis."""
+    return tensor.movedim(axis.dim, 0).reshape(tensor.shape[axis.dim] // axis.block, -1)
+
+
+@torch.no_grad()
+def _average(
+    own: nn.Module, neighbours: Mapping[int, State], weights: Mapping[int, float], *, own_weight: float
+) -> None:
+    order, merged = sorted(neighbours), []
+    for name, tensor in _unique(own):
+        if not tensor.is_floating_point():
+            continue
+        # summed in float32 at least: bfloat16 would lose the light weights
+        total = tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * own_weight
+        for replica in order:
+            total.add_(neighbours[replica][name].to(total), alpha=weights[replica])
+        merged.append((tensor, total))
+    for tensor, total in merged:  # only now: a refusal must not leave half a merge behind
+        tensor.copy_(total)
+
+
+def _unique(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a state dict with their names; one that has several names comes once."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+
+def _check_weights(neighbours: Mapping[int, State], weights: Mapping[int, float]) -> float:
+    """Return the weight of one's own model, the only one that is no neighbour's."""
+    rest = sorted(set(weights) - set(neighbours))
+    if len(rest) != 1 or not set(neighbours) <= set(weights):
+        raise ValueError(
+            f"weights must hold each neighbour and one replica more, this one, got {sorted(weights)} for the "
+            f"neighbours {sorted(neighbours)}"
+        )
+    if not all(weight >= 0 for weight in weights.values()) or not math.isclose(sum(weights.values()), 1, abs_tol=1e-6):
+        raise ValueError(f"weights must be at least 0 and sum to 1, got {dict(weights)}; take a row of a mixing matrix")
+    return weights[rest[0]]
+
+
+def _check_whole(own: nn.Module) -> None:
+    for name, tensor in own.state_dict().items():
+        if type(local_shard(tensor)) is not type(tensor.detach()):
+            raise ValueError(
+                f"{name} is a shard, and units can only be matched in whole models; average without DIMAT, or do not "
+                f"shard the model inside a replica"
+            )
+
+
+def _check_states(own: nn.Module, neighbours: Mapping[int, State]) -> None:
+    wanted = own.state_dict()
+    for replica, state in neighbours.items():
+        for name in sorted(set(wanted) ^ set(state)):
+            where = "lacks" if name in wanted else "has an unknown"
+            raise ValueError(f"the model of replica {replica} {where} {name}; all must build the same model")
+        for name, tensor in wanted.items():
+            if tensor.shape != state[name].shape:
+                shapes = f"{tuple(state[name].shape)} instead of {tuple(tensor.shape)}"
+                raise ValueError(
+                    f"the model of replica {replica} has {name} of shape {shapes}; all must build the same model"
+                )
+
+
+def _check_finite(state: State, *, whose: str) -> None:
+    for name, tensor in state.items():
+        # the sum is finite only if every element is, up to an overflow
+        if not bool(torch.isfinite(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(
+                f"{name} of {whose} holds NaN or infinity; its model has diverged: look at its loss, lower its "
+                f"learning rate or clip its gradients, and resume from a checkpoint before that"
+            )
