@@ -50,7 +50,12 @@ def random_tensors(replicas, numel, *, seed=0):
 @pytest.mark.parametrize("codec", NAMES)
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_all_replicas_get_the_same_bits_and_send_no_more_than_the_formula(name, codec, replicas):
-    exchange = EXCHANGES[name](codec=by_name(codec))
+    code = by_name(codec)
+    if code.is_sparse and name == "two-phase":
+        with pytest.raises(ValueError, match="cannot be averaged on the way"):
+            TwoPhase(codec=code)
+        return
+    exchange = EXCHANGES[name](codec=code)
     for numel in SIZES:
         results = average(exchange, random_tensors(replicas, numel))
         first = results[0][0].mean
@@ -60,7 +65,8 @@ def test_all_replicas_get_the_same_bits_and_send_no_more_than_the_formula(name, 
         for result, sent in results:
             assert torch.equal(result.mean, first)
             assert sent <= limit
-        assert max(sent for _, sent in results) == limit, "the formula is reached by one replica"
+        if code.has_fixed_size:
+            assert max(sent for _, sent in results) == limit, "the formula is reached by one replica"
 
 
 @pytest.mark.parametrize("name", EXCHANGES)

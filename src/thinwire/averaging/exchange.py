@@ -19,6 +19,7 @@ import torch
 from thinwire.averaging.decoding import check_finite, decode, mean_of
 from thinwire.averaging.delivery import Average, Delivery, Steps, Wait
 from thinwire.averaging.hop import Hop, Ramp, ShardedHop, codec_at, most_bytes
+from thinwire.averaging.robust import Aggregate
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.memory import Memory
 from thinwire.errors import CheckpointError
@@ -95,14 +96,18 @@ class AllGather:
         codec: The code, or codes that change with the step.
         memory: What the sender remembers of what its code dropped; None for nothing.
         keeps_parts: Whether the result holds each member's own part beside the mean.
+        aggregate: What stands in for the mean; None for the mean.
     """
 
     codec: Codec | Ramp
     memory: Memory | None = None
     keeps_parts: bool = False
+    aggregate: Aggregate | None = None
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         """See `Exchange.bind`."""
+        if self.aggregate is not None:
+            self.aggregate.check(num_replicas)
         hops = [
             {"out": Hop(_laid_out(self.codec, tensors), self.memory.bind(_numel(tensors)) if self.memory else None)}
             for tensors in shapes
@@ -126,13 +131,21 @@ class AllGather:
         received = yield Wait(receives=receives, sends=sends)
         by_replica = dict(zip(peers.others, received, strict=True))
         payloads = {peer: message.payload for peer, message in by_replica.items()} | {peers.me: own}
-        mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=delivery.describe())
+        what, parts = delivery.describe(), {}
+        if self.keeps_parts or self.aggregate is not None:
+            parts = {
+                peer: decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
+                for peer in peers.members
+            }
+        if self.aggregate is None:
+            mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=what)
+        else:
+            mean = self.aggregate(torch.stack([parts[peer] for peer in peers.members]))
         if delivery.must_be_finite:
-            check_finite(mean, codec, payloads, what=delivery.describe())
-        parts = {p: codec.decode(payloads[p].to(device), numel=numel) for p in peers.members if self.keeps_parts}
+            check_finite(mean, codec, payloads, what=what)
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
         hashes[peers.me] = delivery.reference_hash
-        return Average(mean=hop.received(mean), reference_hashes=hashes, parts=parts)
+        return Average(mean=hop.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""

@@ -16,6 +16,7 @@ from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.power_sgd import power_sgd
+from thinwire.methods.robust import robust
 from thinwire.methods.sparse_loco import sparse_loco
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.method import Method
@@ -29,6 +30,7 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "power-sgd": power_sgd,
     "dgc": dgc,
     "demo": demo,
+    "robust": robust,
 }
 
 
@@ -89,6 +91,7 @@ __all__ = [
     "parse_options",
     "power_sgd",
     "recipe",
+    "robust",
     "sparse_loco",
     "story",
     "streaming_diloco",

@@ -113,7 +113,7 @@ class Gradient:
     replica keeps none. One flag a parameter travels with the gradients to tell.
 
     Args:
-        hash_interval: Every how many steps the parameters are hashed to prove that replicas agree.
+        hash_interval: Every how many steps the parameters are hashed to prove that replicas agree; 0 for never.
         is_split: Whether matrices (tensors of two dimensions and more) travel in channel 0, and the rest with the flags
             in channel 1: codes that drop most of a matrix would hurt biases and norms for few bytes.
     """
@@ -185,7 +185,7 @@ class BoundGradient:
 
     def reference_hash(self, round: Round) -> int:
         """Hash the parameters at every `hash_interval`-th step."""
-        if round.launch_step % self._hash_interval or round.channel:
+        if not self._hash_interval or round.launch_step % self._hash_interval or round.channel:
             return 0
         return checksum(flatten(self.parameters.locals(0)).cpu())
 
