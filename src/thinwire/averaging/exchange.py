@@ -283,12 +283,15 @@ class BoundHops:
 
     @property
     def has_memory(self) -> bool:
+        """See `BoundExchange.has_memory`."""
         return any(hop.has_memory for hops in self._hops for hop in hops.values())
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`."""
         return self._spec.sent_bytes(numel, num_replicas=num_replicas)
 
     def shared_hash(self, fragment: int) -> int:
+        """See `BoundExchange.shared_hash`."""
         found = 0
         for hop in self._hops[fragment].values():
             if hop.shared is not None:
@@ -296,6 +299,7 @@ class BoundHops:
         return found
 
     def state_dict(self) -> dict[str, Any]:
+        """See `BoundExchange.state_dict`."""
         return {
             str(fragment): {name: hop.state_dict() for name, hop in hops.items() if hop.has_memory}
             for fragment, hops in enumerate(self._hops)
@@ -303,6 +307,7 @@ class BoundHops:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `BoundExchange.load_state_dict`."""
         own = self.state_dict()
         if set(state) != set(own) or any(set(state[key]) != set(own[key]) for key in own):
             raise CheckpointError(
@@ -332,6 +337,7 @@ class _BoundTwoPhase(BoundHops):
 
 
 def numel_of(shapes: Shapes) -> int:
+    """Return how many elements tensors of these shapes have together."""
     return sum(shape.numel() for shape in shapes)
 
 

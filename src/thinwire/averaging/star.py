@@ -60,7 +60,10 @@ class Star:
             is_server = replica == self.server
             back = self.server_memory.bind(numel) if self.server_memory and is_server else None
             hops.append(
-                {"out": Hop(code_for(self.codec, tensors), out), "mean": Hop(code_for(self.server_codec, tensors), back)}
+                {
+                    "out": Hop(code_for(self.codec, tensors), out),
+                    "mean": Hop(code_for(self.server_codec, tensors), back),
+                }
             )
         return _BoundStar(self, hops)
 

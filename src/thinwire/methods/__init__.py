@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.diloco import diloco
+from thinwire.methods.ef21 import ef21, ef21_step_size
 from thinwire.methods.local_sgd import local_sgd
+from thinwire.methods.masha import masha1, masha2
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.method import Method
@@ -17,6 +19,9 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "local-sgd": local_sgd,
     "diloco": diloco,
     "streaming-diloco": streaming_diloco,
+    "ef21": ef21,
+    "masha1": masha1,
+    "masha2": masha2,
 }
 
 
@@ -38,4 +43,17 @@ def recipe(name: str) -> Callable[..., Method]:
     raise ValueError(f"unknown method {name!r}{hint} There are: {', '.join(RECIPES)}")
 
 
-__all__ = ["RECIPES", "Method", "all_reduce", "default_outer_lr", "diloco", "local_sgd", "recipe", "streaming_diloco"]
+__all__ = [
+    "RECIPES",
+    "Method",
+    "all_reduce",
+    "default_outer_lr",
+    "diloco",
+    "ef21",
+    "ef21_step_size",
+    "local_sgd",
+    "masha1",
+    "masha2",
+    "recipe",
+    "streaming_diloco",
+]

@@ -87,8 +87,8 @@ def ef21_step_size(
 ) -> float:  # fmt: skip
     """Return the largest step size that the theory allows: 1 / (L + L_mean xi(alpha)).
 
-    Here xi(alpha) = sqrt(1 - alpha) / (1 - sqrt(1 - alpha)). The arithmetic mean of the L_i is that of arXiv 2402.10774,
-    Theorem 3, the quadratic one, which is never smaller, that of arXiv 2106.05203.
+    Here xi(alpha) = sqrt(1 - alpha) / (1 - sqrt(1 - alpha)). The arithmetic mean of the L_i is in the bound of arXiv
+    2402.10774, the quadratic one, which is never smaller, in that of arXiv 2106.05203.
 
     Args:
         smoothness: L_i: the Lipschitz constant of each replica's gradient, positive.
@@ -126,6 +126,6 @@ def check_contractive(codec: Codec) -> None:
     """
     if getattr(codec, "scale", False):
         raise ValueError(
-            f"{codec.name} with scale=True multiplies what it keeps, so its error may be larger than what it codes, and "
-            f"error feedback would grow without end; take scale=False, or top_k()"
+            f"{codec.name} with scale=True multiplies what it keeps, so its error may be larger than what it codes, "
+            f"and error feedback would grow without end; take scale=False, or top_k()"
         )

@@ -5,17 +5,17 @@ Find z with F(z) = (1/M) sum_m F_m(z) = 0; for a minimisation F is the gradient,
 
     half = tau z + (1 - tau) w - gamma F(w)
     MASHA1: z = half - gamma Q_server(mean_m Q(F_m(half) - F_m(w)))               Q unbiased
-    MASHA2: z = half - C_server(mean_m C(gamma (F_m(half) - F_m(w)) + e_m) + e)   C contractive; e_m, e keep what it drops
+    MASHA2: z = half - C_server(mean_m C(gamma (F_m(half) - F_m(w)) + e_m) + e)   C contractive; e_m, e keep its loss
     with probability 1 - tau, by a coin that all replicas toss alike: w = z, and F_m(w) is exchanged dense
 
 The method asks for gradients at points of its own choice, so it needs `DistributedOptimizer.step(closure)`. The inner
 optimizer, torch.optim.SGD without momentum, only says gamma; of the order of sqrt(1 - tau) / L in theory.
 
-What we changed: without `server_codec` there is no server; everyone sends to everyone and computes the same mean, so that
-there is no second coding. With it, replica 0 is the server. F_m(w) is computed anew at each step rather than kept, on the
-same batch as F_m(half), which is the same number where the loss has no batches. With batches, F(w) is that of the batch
-at which w was taken, where the paper's stochastic version has all data. The exchange of F(w) comes at the start of the step
-after the coin.
+What we changed: without `server_codec` there is no server; everyone sends to everyone and computes the same mean, so
+that there is no second coding. With it, replica 0 is the server. F_m(w) is computed anew at each step rather than kept,
+on the same batch as F_m(half), which is the same number where the loss has no batches. With batches, F(w) is that of
+the batch at which w was taken, and the theory for exact operators does not hold. The exchange of F(w) comes at the start
+of the step after the coin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import AllGather, Exchange, cheapest
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas
-from thinwire.codecs import Codec, float32, random_k, top_k
+from thinwire.codecs import Codec, Sign, float32, random_k, top_k
 from thinwire.codecs.memory import ErrorFeedback, Memory
 from thinwire.methods.ef21 import check_contractive
 from thinwire.sync.extragradient import Extragradient
@@ -55,10 +55,10 @@ def masha1(
     """
     differences = random_k(scale=True) if codec is None else codec
     for code in (differences, server_codec):
-        if code is not None and code.is_sparse and not getattr(code, "scale", False):
+        if code is not None and (isinstance(code, Sign) or (code.is_sparse and not getattr(code, "scale", False))):
             raise ValueError(
-                f"{code.name} is biased: it drops elements and does not scale what it keeps, and MASHA1 has no error "
-                f"feedback to make up for that; take random_k(scale=True), or masha2()"
+                f"{code.name} is biased: what it drops is lost, because MASHA1 has no error feedback; take "
+                f"random_k(scale=True) or a code with stochastic rounding, or masha2()"
             )
     return _masha("masha1", differences, server_codec, refresh_probability, ascent=ascent, seed=seed, memory=None)
 
@@ -97,7 +97,9 @@ def _masha(
     seed: int, memory: Memory | None,
 ) -> Method:  # fmt: skip
     if refresh_probability is not None and not 0 < refresh_probability <= 1:
-        raise ValueError(f"refresh_probability must be in (0, 1], got {refresh_probability}; the code's density is usual")
+        raise ValueError(
+            f"refresh_probability must be in (0, 1], got {refresh_probability}; the code's density is usual"
+        )
     probability = min(1.0, codec.bits_per_element / 32) if refresh_probability is None else refresh_probability
     differences: Exchange = AllGather(codec=codec, memory=memory)
     if server_codec is not None:

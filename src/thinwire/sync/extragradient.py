@@ -127,7 +127,9 @@ def _learning_rate(inner: torch.optim.Optimizer) -> float:
 def _check_inner(inner: torch.optim.Optimizer, view: BoundOperator) -> None:
     remedy = "give torch.optim.SGD(model.parameters(), lr=...), which only says the step size"
     if type(inner) is not torch.optim.SGD:
-        raise ValueError(f"this method makes the whole step itself, and the inner {type(inner).__name__} none; {remedy}")
+        raise ValueError(
+            f"this method makes the whole step itself, and the inner {type(inner).__name__} none; {remedy}"
+        )
     for group in inner.param_groups:
         for name in ("momentum", "weight_decay", "nesterov", "maximize"):
             if group[name]:

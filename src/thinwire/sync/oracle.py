@@ -1,7 +1,7 @@
 """Methods that ask for gradients at points of their own choice, so that a closure gives them, not one backward pass.
 
-Such a method has a view whose moment is `around_closure`, and an update with a program: a generator that puts parameters
-in place, calls the oracle, hands out what is to be exchanged, gets the mean back, and finishes the step.
+Such a method has a view whose moment is `around_closure`, and an update with a program: a generator that puts
+parameters in place, calls the oracle, hands out what is to be exchanged, gets the mean back, and finishes the step.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
 from thinwire.transport.shards import flatten, local_shard
 
-
 Moment = Literal["before_inner_step", "after_inner_step", "around_closure"]
 """When rounds are launched and applied, seen from the inner optimizer's step.
 

@@ -54,7 +54,14 @@ def make_method(config: TrainConfig) -> Method:
         _check_pace(config, takes)
     if config.codec is not None:
         arguments["codec"] = codecs.by_name(config.codec)
-    return recipe(**arguments)
+    method = recipe(**arguments)
+    if method.view.moment == "around_closure":
+        raise ValueError(
+            f"--method {config.method} asks for gradients at points of its own choice, and is for saddle points and "
+            f"variational inequalities, which a language model is not; use thinwire.DistributedOptimizer and its "
+            f"step(closure)"
+        )
+    return method
 
 
 def _check_pace(config: TrainConfig, takes: Mapping[str, inspect.Parameter]) -> None:
