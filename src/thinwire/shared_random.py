@@ -45,8 +45,8 @@ def toss(probability: float, base: int, *labels: str | int) -> bool:
         *labels: What the coin is for, such as `"participation", round, replica`.
 
     Example:
-        >>> [toss(0.5, 17, "coin", number) for number in range(4)]
-        [True, True, False, True]
+        >>> [toss(0.5, 17, "coin", number) for number in range(6)]
+        [True, True, True, True, False, True]
     """
     return derive_seed(base, *labels) < probability * 2**63
 

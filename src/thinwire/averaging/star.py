@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from thinwire.averaging.hop import Hop, Ramp, most_bytes
 from thinwire.codecs.base import Codec
 from thinwire.codecs.memory import Memory, Shift
 from thinwire.shared_random import derive_seed
+from thinwire.transport.base import Received
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +104,7 @@ class Star:
     def _serve(
         self, payloads: dict[int, torch.Tensor], hashes: dict[int, int], codec: Codec, back: Hop, *, numel: int,
         device: torch.device, delivery: Delivery,
-    ) -> Steps:  # fmt: skip
+    ) -> Generator[Wait, Sequence[Received], torch.Tensor]:  # fmt: skip
         """Gather the members' payloads and hashes, send the coded mean to all, and return it."""
         peers, transport, what = delivery.peers, delivery.transport, delivery.describe()
         sources = [peer for peer in peers.senders if peer != peers.me]

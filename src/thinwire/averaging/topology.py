@@ -75,7 +75,7 @@ class Participation:
     Example:
         >>> half = Participation(probability=0.5, seed=3)
         >>> [half.peers(round_id=r, me=0, alive=[0, 1, 2]).senders for r in range(4)]
-        [(0, 1), (1,), (0, 1), (0, 1)]
+        [(0, 1, 2), (1, 2), (0, 1), ()]
     """
 
     probability: float

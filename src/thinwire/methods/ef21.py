@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from thinwire.averaging.exchange import AllGather, cheapest
+from thinwire.averaging.exchange import AllGather, Exchange, cheapest
 from thinwire.averaging.topology import AllReplicas, Participation, Topology
 from thinwire.codecs import Codec, float32, top_k
 from thinwire.codecs.memory import Shift
@@ -65,11 +65,11 @@ def ef21(
     # a replica that sends nothing counts with what it sent last, so vectors need their memory too
     vectors_memory = memory if participation != 1 or momentum else None
 
-    def exchange(num_replicas: int) -> tuple[AllGather, ...]:
-        vectors = AllGather(codec=float32(), memory=vectors_memory)
-        if vectors_memory is None:
-            return (AllGather(codec=differences, memory=memory), cheapest(float32(), num_replicas=num_replicas))
-        return (AllGather(codec=differences, memory=memory), vectors)
+    def exchange(num_replicas: int) -> tuple[Exchange, Exchange]:
+        vectors: Exchange = cheapest(float32(), num_replicas=num_replicas)
+        if vectors_memory is not None:
+            vectors = AllGather(codec=float32(), memory=vectors_memory)
+        return AllGather(codec=differences, memory=memory), vectors
 
     return Method(
         name="ef21",

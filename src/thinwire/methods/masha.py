@@ -14,8 +14,8 @@ optimizer, torch.optim.SGD without momentum, only says gamma; of the order of sq
 What we changed: without `server_codec` there is no server; everyone sends to everyone and computes the same mean, so
 that there is no second coding. With it, replica 0 is the server. F_m(w) is computed anew at each step rather than kept,
 on the same batch as F_m(half), which is the same number where the loss has no batches. With batches, F(w) is that of
-the batch at which w was taken, and the theory for exact operators does not hold. The exchange of F(w) comes at the start
-of the step after the coin.
+the batch at which w was taken, and the theory for exact operators does not hold. The exchange of F(w) comes at the
+start of the step after the coin.
 """
 
 from __future__ import annotations

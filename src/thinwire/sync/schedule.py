@@ -102,8 +102,8 @@ class RandomRefresh:
 
     Example:
         >>> schedule = RandomRefresh(probability=0.5)
-        >>> [[round.channel for round in schedule.launches(step, num_fragments=1)] for step in (1, 2, 3, 4)]
-        [[1, 0], [1, 0], [0], [0]]
+        >>> [[round.channel for round in schedule.launches(step, num_fragments=1)] for step in range(1, 7)]
+        [[1, 0], [0], [0], [0], [1, 0], [1, 0]]
     """
 
     probability: float
