@@ -64,7 +64,7 @@ class _Point(nn.Module):
 
 @dataclass(frozen=True)
 class Saddle:
-    """min_x max_y mean_m x'A_m y + a_m'x + b_m'y + strength/2 |x|^2 - strength/2 |y|^2 (arXiv 2110.03313, section 5.1)."""
+    """min_x max_y mean_m x'A_m y + a_m'x + b_m'y + strength/2 |x|^2 - strength/2 |y|^2 (arXiv 2110.03313)."""
 
     matrices: np.ndarray
     linear: np.ndarray
