@@ -11,6 +11,7 @@ import torch
 import thinwire
 from tests.reference.loops import same, values, wrap
 from tests.reference.small_models import build, loss_of
+from thinwire.codecs import random_k, top_k
 from thinwire.methods import RECIPES, recipe
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
@@ -24,9 +25,12 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "power-sgd": {"rank": 2},
     "dgc": {"density": 0.1, "warmup_steps": 6, "clip_norm": 1.0, "nesterov": True},
     "demo": {"k": 4, "chunk": 8},
+    "ef21": {"codec": top_k(density=0.2)},
+    "masha1": {"codec": random_k(density=0.5, scale=True)},
+    "masha2": {"codec": top_k(density=0.5)},
 }
 SIGN_SGD_LR = 0.01
-LR = {"dgc": 0.02, "demo": SIGN_SGD_LR}
+LR = {"dgc": 0.02, "demo": SIGN_SGD_LR, "masha1": 0.02, "masha2": 0.02}
 STEPS = 12
 
 
@@ -34,6 +38,21 @@ def inner_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if name in LR:
         return torch.optim.SGD(model.parameters(), lr=LR[name])
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def one_step(optimizer: thinwire.DistributedOptimizer, model: torch.nn.Module, *, data: int, replica: int) -> float:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, step=data, replica=replica)
+        loss.backward()
+        return loss
+
+    if optimizer.method.view.moment == "around_closure":
+        loss = optimizer.step(closure)
+    else:
+        loss = closure()
+        optimizer.step()
+    return float(loss)
 
 
 def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | None = None) -> list[dict[str, Any]]:
@@ -44,11 +63,7 @@ def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | No
         optimizer = wrap(model, transport, recipe(name)(**ARGUMENTS.get(name, {})), inner_of(name, model))
         losses = []
         for step in range(1, STEPS + 1):
-            loss = loss_of(model, step=step % 3, replica=transport.replica)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
+            losses.append(one_step(optimizer, model, data=step % 3, replica=transport.replica))
             if step == stop:
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
                 model = build(kind, seed=5)

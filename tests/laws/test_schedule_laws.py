@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.sync.fragments import BlockParameters, Pattern
-from thinwire.sync.schedule import EveryStep, Staggered
+from thinwire.sync.schedule import EveryStep, RandomRefresh, Staggered
 
 
 @st.composite
@@ -136,3 +136,26 @@ def test_strided_fragments_interleave_and_sequential_ones_do_not():
     parameters = BlockParameters(blocks=tuple((f"{i}",) for i in range(6)), rest=("embed",))
     assert Pattern(order="strided").partition(parameters) == (("0", "2", "4"), ("1", "3", "5"), ("embed",))
     assert Pattern(order="sequential").partition(parameters) == (("0", "1", "2"), ("3", "4", "5"), ("embed",))
+
+
+@given(probability=st.floats(0.01, 1), seed=st.integers(0, 1000))
+def test_a_random_refresh_comes_first_at_the_first_step_and_rounds_ascend(probability, seed):
+    schedule = RandomRefresh(probability=probability, seed=seed)
+    by_step = [schedule.launches(step, num_fragments=1, replica=step % 3) for step in range(1, 40)]
+    assert [round.channel for round in by_step[0]] == [1, 0]
+    ids = [round.id for rounds in by_step for round in rounds]
+    assert ids == sorted(set(ids))
+    for step, rounds in enumerate(by_step, start=1):
+        assert [round.channel for round in rounds] in ([0], [1, 0])
+        assert rounds == schedule.applies(step, num_fragments=1)
+        assert {(round.launch_step, round.apply_step) for round in rounds} == {(step, step)}
+
+
+def test_random_refreshes_come_as_often_as_they_should_and_refuse_what_they_cannot_do():
+    schedule = RandomRefresh(probability=0.2)
+    assert abs(sum(len(schedule.launches(t, num_fragments=1)) - 1 for t in range(1, 3001)) / 3000 - 0.2) < 0.03
+    with pytest.raises(ValueError, match="one fragment, got 2"):
+        schedule.check(num_fragments=2, num_replicas=3)
+    for bad in (0.0, 1.1):
+        with pytest.raises(ValueError, match=r"probability must be in \(0, 1\]"):
+            RandomRefresh(probability=bad)

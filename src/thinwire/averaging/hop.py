@@ -79,6 +79,11 @@ class Hop:
         self._memory.after(codec.decode(payload, numel=x.numel()))
         return payload
 
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """What is remembered and must be the same on all members, `(numel,)`; None for nothing."""
+        return None if self._memory is None else self._memory.shared
+
     def received(self, mean: torch.Tensor) -> torch.Tensor:
         """Return what is applied, from the mean of what all sent."""
         return mean if self._memory is None else self._memory.received(mean)

@@ -12,7 +12,9 @@ from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.demo import demo
 from thinwire.methods.dgc import dgc
 from thinwire.methods.diloco import diloco
+from thinwire.methods.ef21 import ef21, ef21_step_size
 from thinwire.methods.local_sgd import local_sgd
+from thinwire.methods.masha import masha1, masha2
 from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.power_sgd import power_sgd
@@ -30,6 +32,9 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "power-sgd": power_sgd,
     "dgc": dgc,
     "demo": demo,
+    "ef21": ef21,
+    "masha1": masha1,
+    "masha2": masha2,
     "robust": robust,
 }
 
@@ -86,7 +91,11 @@ __all__ = [
     "demo",
     "dgc",
     "diloco",
+    "ef21",
+    "ef21_step_size",
     "local_sgd",
+    "masha1",
+    "masha2",
     "options_of",
     "parse_options",
     "power_sgd",

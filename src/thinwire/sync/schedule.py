@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from thinwire.shared_random import toss
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
@@ -79,6 +81,56 @@ class EveryStep:
             )
             for number in range(num_rounds)
         ]  # fmt: skip
+
+    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return what was launched after the same step."""
+        return self.launches(step, num_fragments=num_fragments, replica=replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomRefresh:
+    """Exchange channel 0 at every step, and before it channel 1 now and then: at the first step, and by a shared coin.
+
+    The coin of step t decides on step t + 1; all replicas toss the same.
+
+    Args:
+        probability: With which a step is followed by a refresh, in (0, 1].
+        seed: Selects the coins; the same on all replicas.
+
+    Raises:
+        ValueError: `probability` is out of its range.
+
+    Example:
+        >>> schedule = RandomRefresh(probability=0.5)
+        >>> [[round.channel for round in schedule.launches(step, num_fragments=1)] for step in range(1, 7)]
+        [[1, 0], [0], [0], [0], [1, 0], [1, 0]]
+    """
+
+    probability: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if not 0 < self.probability <= 1:
+            raise ValueError(f"probability must be in (0, 1], got {self.probability}; 1 refreshes at every step")
+
+    @property
+    def sync_interval(self) -> int:
+        """Always 1."""
+        return 1
+
+    def check(self, *, num_fragments: int, num_replicas: int) -> None:
+        """Refuse several fragments."""
+        if num_fragments != 1:
+            raise ValueError(f"RandomRefresh() exchanges the model as one fragment, got {num_fragments}")
+
+    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return the refresh, where there is one, and the round of channel 0."""
+        first = 2 * (step - 1)
+        rounds = [Round(id=first + 1, fragment=0, launch_step=step, apply_step=step)]
+        if step == 1 or toss(self.probability, self.seed, "refresh", step - 1):
+            rounds.insert(0, Round(id=first, fragment=0, channel=1, launch_step=step, apply_step=step))
+        return rounds
 
     def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
         """Return what was launched after the same step."""

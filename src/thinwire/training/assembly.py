@@ -62,7 +62,14 @@ def make_method(config: TrainConfig) -> Method:
         if name in arguments:
             raise ValueError(f"{name} is given by --method-option and by {flag(name)}; give it once")
         arguments[name] = value
-    return recipe(**arguments)
+    method = recipe(**arguments)
+    if method.view.moment == "around_closure":
+        raise ValueError(
+            f"--method {config.method} asks for gradients at points of its own choice, and is for saddle points and "
+            f"variational inequalities, which a language model is not; use thinwire.DistributedOptimizer and its "
+            f"step(closure)"
+        )
+    return method
 
 
 def _check_pace(config: TrainConfig, takes: Mapping[str, inspect.Parameter]) -> None:

@@ -190,7 +190,7 @@ _LEAST = {
 _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
 
 # Methods without a sync interval.
-_EVERY_STEP = ("all-reduce", "power-sgd", "dgc", "demo", "robust")
+_EVERY_STEP = ("all-reduce", "power-sgd", "dgc", "demo", "robust", "ef21")
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
 # Methods that an AdamW would spoil.
 _INNER = {"dgc": "plain-sgd", "demo": "plain-sgd"}
