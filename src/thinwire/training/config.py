@@ -20,6 +20,9 @@ FREE = (
     "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace",
 )  # fmt: skip
 
+# Methods that exchange at every step, and so have no interval.
+_EVERY_STEP = ("all-reduce", "ef21", "masha1", "masha2")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -221,7 +224,7 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
         "cache_dir": home / ".cache" / "thinwire",
         "out": Path("runs") / f"{config.method}-{config.model.rsplit('/', 1)[-1].replace(':', '-')}-seed{config.seed}",
     }
-    if config.method.replace("_", "-") not in ("all-reduce",):
+    if config.method.replace("_", "-") not in _EVERY_STEP:
         filled["sync_interval"] = 30 if is_nano else 100
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     return dataclasses.replace(config, **missing)
