@@ -19,11 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.rows import check_payload, flatten, num_rows
+from thinwire.codecs.rows import check_payload, elements_at_once, flatten, num_rows
 from thinwire.codecs.top_k_rows import TopKRow
 from thinwire.codecs.values import RowFormat, check_format
-
-_ELEMENTS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +103,7 @@ class ChunkedTopK:
         whole = flat.numel() // self.chunk * self.chunk
         parts = [
             self._row.encode(part.to(torch.float32).view(-1, self.chunk)).view(-1)
-            for part in flat[:whole].split(self._step)
+            for part in torch.split(flat[:whole], self._step(flat.device) * self.chunk)
             if part.numel()
         ]
         if whole < flat.numel():
@@ -119,7 +117,7 @@ class ChunkedTopK:
         split = whole * self._row.row_bytes
         values = torch.empty(numel, dtype=torch.float32, device=payload.device)
         table = payload[:split].reshape(whole, self._row.row_bytes)
-        step = self._step // self.chunk
+        step = self._step(payload.device)
         for first in range(0, whole, step):
             decoded = self._row.decode(table[first : first + step], name=self.name)
             values[first * self.chunk : first * self.chunk + decoded.numel()] = decoded.view(-1)
@@ -127,9 +125,9 @@ class ChunkedTopK:
             values[numel - rest :] = self._last(rest).decode(payload[split:].reshape(1, -1), name=self.name).view(-1)
         return values
 
-    @property
-    def _step(self) -> int:
-        return _ELEMENTS_AT_ONCE // self.chunk * self.chunk
+    def _step(self, device: torch.device) -> int:
+        """Return how many whole chunks to handle at a time."""
+        return max(1, elements_at_once(device) // self.chunk)
 
 
 def chunked_top_k(*, k: int = 64, chunk: int = 4096, values: RowFormat = "float16") -> ChunkedTopK:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from thinwire.codecs import dct
-from thinwire.codecs.rows import check_payload, flatten, num_rows
+from thinwire.codecs.rows import check_payload, elements_at_once, flatten, num_rows
 from thinwire.codecs.top_k_rows import TopKRow
 from thinwire.codecs.values import RowFormat, check_format
 
@@ -148,7 +148,8 @@ class DctTopK:
         for region in self._regions(flat.numel()):
             chunks = region.view(flat).permute(0, 2, 1, 3).reshape(-1, region.height, region.width)
             row = self._row(region.height * region.width)
-            parts.append(row.encode(dct.transform(chunks).view(-1, row.size)).view(-1))
+            for some in torch.split(chunks, max(1, elements_at_once(flat.device) // row.size)):
+                parts.append(row.encode(dct.transform(some).view(-1, row.size)).view(-1))
         return torch.cat(parts)
 
     def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
@@ -159,10 +160,13 @@ class DctTopK:
         for region in self._regions(numel):
             row = self._row(region.height * region.width)
             stop = start + region.count * row.row_bytes
-            coefficients = row.decode(payload[start:stop].reshape(-1, row.row_bytes), name=self.name)
-            chunks = dct.inverse(coefficients.view(-1, region.height, region.width))
+            parts = []
+            table = payload[start:stop].reshape(-1, row.row_bytes)
+            for some in torch.split(table, max(1, elements_at_once(payload.device) // row.size)):
+                coefficients = row.decode(some, name=self.name)
+                parts.append(dct.inverse(coefficients.view(-1, region.height, region.width)))
             shape = (region.down, region.across, region.height, region.width)
-            region.view(values).copy_(chunks.view(shape).permute(0, 2, 1, 3))
+            region.view(values).copy_(torch.cat(parts).view(shape).permute(0, 2, 1, 3))
             start = stop
         return values
 

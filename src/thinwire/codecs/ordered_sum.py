@@ -23,7 +23,7 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
         [[7.0]]
     """
     if x.shape[1] > _SEGMENT:
-        parts = [ordered_sum(part) for part in x.split(_SEGMENT, dim=1)]
+        parts = [ordered_sum(part) for part in torch.split(x, _SEGMENT, dim=1)]
         return ordered_sum(torch.cat(parts, dim=1))
     if x.shape[1] == 0:
         return x.new_zeros(x.shape[0], 1)

@@ -145,7 +145,12 @@ def decode_rows(payload: torch.Tensor, *, numel: int, block: int, row_bytes: int
     return values
 
 
+def elements_at_once(device: torch.device) -> int:
+    """Return how many elements to handle at a time on a device; a multiple of 2**17."""
+    return _CHUNK.get(device.type, _CHUNK_ELSEWHERE)
+
+
 def _chunks(rows: int, *, block: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    step = _CHUNK.get(device.type, _CHUNK_ELSEWHERE) // block
+    step = elements_at_once(device) // block
     for first in range(0, rows, step):
         yield first, min(rows, first + step)

@@ -23,11 +23,10 @@ import torch
 
 from thinwire.codecs import bit_rows
 from thinwire.codecs.ordered_sum import ordered_sum
-from thinwire.codecs.rows import check_payload, flatten, num_rows
+from thinwire.codecs.rows import check_payload, elements_at_once, flatten, num_rows
 from thinwire.errors import NonFiniteError, PayloadError
 
 _SCALE_BYTES = 4
-_CHUNK = 2**17  # elements handled at once, so that temporaries stay in cache
 
 Scale = Literal["l2", "mean"]
 
@@ -105,8 +104,9 @@ class Sign:
         if flat.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
         size, whole = self._whole(flat.numel())
+        step = max(1, elements_at_once(flat.device) // size) * size
         parts = []
-        for part in flat[:whole].split(max(1, _CHUNK // size) * size) if whole else ():
+        for part in torch.split(flat[:whole], step) if whole else ():
             parts.append(self._encode_rows(part.view(-1, size)).view(-1))
         if whole < flat.numel():
             parts.append(self._encode_rows(flat[whole:].view(1, -1)).view(-1))
@@ -134,7 +134,7 @@ class Sign:
 
     def _encode_rows(self, x: torch.Tensor) -> torch.Tensor:
         sums, bits = [], []
-        for part in x.split(_CHUNK, dim=1):  # a multiple of 8, so bits of parts concatenate
+        for part in torch.split(x, elements_at_once(x.device), dim=1):  # a multiple of 8, so bits of parts concatenate
             narrow = part.to(torch.float32)
             wide = narrow.to(torch.float64)
             sums.append(ordered_sum(wide.abs() if self.scale == "mean" else wide * wide))
