@@ -20,7 +20,7 @@ from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundUpdate
 from thinwire.sync.views import Moment
-from thinwire.transport.shards import flatten, local_shard, unflatten_into
+from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
 
 Program = Generator[tuple[Round, torch.Tensor], Average, Any]
 
@@ -49,7 +49,6 @@ class Operator:
 
     Args:
         ascent: Parameters that maximise the loss, by name; the name of a module stands for all below it.
-        num_channels: How many things are exchanged, all of this size.
         hash_interval: Every how many steps the parameters are hashed to prove that replicas agree.
 
     Raises:
@@ -57,7 +56,6 @@ class Operator:
     """
 
     ascent: tuple[str, ...] = ()
-    num_channels: int = 2
     hash_interval: int = 50
 
     def __post_init__(self) -> None:
@@ -87,6 +85,7 @@ class BoundOperator:
                     f"ascent names {wanted!r}, but the model has no trainable parameter of that name or below it; it "
                     f"has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
                 )
+        self._model = model
         self._tensors = [by_name[name] for name in names]
         self._rises = [any(_is_below(name, wanted) for wanted in spec.ascent) for name in names]
         self._hash_interval = spec.hash_interval
@@ -129,6 +128,7 @@ class BoundOperator:
     def move_to(self, point: torch.Tensor) -> None:
         """Put parameters into the model."""
         unflatten_into(point, self.parameters.locals(0))
+        drop_gathered(self._model)
 
 
 def _is_below(name: str, wanted: str) -> bool:

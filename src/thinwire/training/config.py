@@ -20,6 +20,9 @@ FREE = (
     "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace",
 )  # fmt: skip
 
+# Methods that exchange at every step, and so have no interval.
+_EVERY_STEP = ("all-reduce", "ef21", "masha1", "masha2")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
