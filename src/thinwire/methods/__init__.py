@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 from thinwire.methods.about import About
 from thinwire.methods.all_reduce import all_reduce
+from thinwire.methods.co2 import co2
 from thinwire.methods.diloco import diloco
 from thinwire.methods.local_sgd import local_sgd
+from thinwire.methods.noloco import noloco
 from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.outer_learning_rate import default_outer_lr
+from thinwire.methods.slowmo import slowmo
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.method import Method
 
@@ -21,6 +24,9 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "local-sgd": local_sgd,
     "diloco": diloco,
     "streaming-diloco": streaming_diloco,
+    "slowmo": slowmo,
+    "co2": co2,
+    "noloco": noloco,
 }
 
 
@@ -72,12 +78,15 @@ __all__ = [
     "Method",
     "about",
     "all_reduce",
+    "co2",
     "default_outer_lr",
     "diloco",
     "local_sgd",
+    "noloco",
     "options_of",
     "parse_options",
     "recipe",
+    "slowmo",
     "story",
     "streaming_diloco",
 ]
