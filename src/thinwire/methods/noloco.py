@@ -108,6 +108,7 @@ def noloco(
         exchange=exchanges,
         update=lambda num_replicas: update,
         last_exchange=lambda num_replicas: cheapest(float32(), num_replicas=num_replicas),
+        has_common_value=False,
     )
 
 
