@@ -99,9 +99,10 @@ def test_co2_without_delay_is_slowmo_bit_for_bit(kind, replicas):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_co2_run_that_ends_between_two_rounds_keeps_its_last_steps(dtype):
     method = co2(sync_interval=5)
-    trained = train(method, replicas=3, count=13, dtype=dtype)
-    merged = train(method, replicas=3, count=13, final=True, dtype=dtype)
-    at_launch = train(method, replicas=3, count=10, final=True, dtype=dtype)
+    plain = {"kind": "linear", "replicas": 3, "dtype": dtype}
+    trained = train(method, count=13, **plain)
+    merged = train(method, count=13, final=True, **plain)
+    at_launch = train(method, count=10, final=True, **plain)
     for number, everywhere in enumerate(merged[0][1]):
         work = torch.stack([(local[number].float() - start[number].float()) for local, start in trained]).mean(0)
         tolerance = 1e-6 if dtype is torch.float32 else 2e-2

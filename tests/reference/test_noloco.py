@@ -36,9 +36,7 @@ def reference_noloco(*, kind, replicas, count, interval, tau, blend, beta, alpha
             sent[step] = [replica.difference() for replica in everyone]
         if (launched := step - tau) not in sent:
             continue
-        groups = RandomPairs(seed=seed, group_size=size).groups(
-            round_id=launched // interval - 1, alive=range(replicas)
-        )
+        drawn = RandomPairs(seed=seed, group_size=size)
         before = [replica.phi for replica in everyone]
         for members in drawn.groups(round_id=launched // interval - 1, alive=range(replicas)):
             mean_delta = mean_of([sent[launched][m] for m in members], codec)

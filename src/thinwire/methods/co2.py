@@ -7,13 +7,13 @@
         m(t) = Clip(beta m(t-1) + d(t) / Lambda(t), phi)           each element cut to [-phi, phi]
         x(t+1, 0) = x(t, 0) - alpha m(t)
 
-tau is our sync interval H, alpha the outer learning rate, beta the outer momentum. Lambda is the staleness gap: d(t) was
-measured from x(t-1, 0), but is applied at x(t, 0), and the farther these are apart, the less it counts. All replicas
-start every round from the same x(t, 0); nobody waits, unless an exchange takes longer than a whole round.
+tau is our sync interval H, alpha the outer learning rate, beta the outer momentum. Lambda is the staleness gap: d(t)
+was measured from x(t-1, 0), but is applied at x(t, 0), and the farther these are apart, the less it counts. All
+replicas start every round from the same x(t, 0); nobody waits, unless an exchange takes longer than a whole round.
 
 What the paper leaves open, and what we do:
-- At the first boundary (t = 0) nothing has arrived, so m stays 0 and x(1, 0) = x(0, 0): the second round starts from the
-  first parameters again. What the first one made is on its way, and is applied at the second boundary.
+- At the first boundary (t = 0) nothing has arrived, so m stays 0 and x(1, 0) = x(0, 0): the second round starts from
+  the first parameters again. What the first one made is on its way, and is applied at the second boundary.
 - Where a run ends, the round in flight is applied, and the final exchange adds what was trained since its launch.
 
 What we changed: what travels is the difference to x(t, 0), whose mean is the same, so a code applies to differences

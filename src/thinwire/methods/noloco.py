@@ -12,23 +12,24 @@ The last term pulls the replicas together. It sums to zero over a group, so the 
 on the mean of all pseudo-gradients, and with one group of all replicas this is DiLoCo with heavy-ball momentum.
 
 How far the pull may go: with random groups the variance of the replicas' distances follows a linear recursion of three
-moments, E phi^2, E phi delta and E delta^2. It shrinks as long as
+moments, E phi^2, E phi delta and E delta^2. In the mean square they come together as long as
 
     gamma < 2 (1 - alpha^2) / (1 + alpha - 2 alpha (1 - 1/n))
 
-which for pairs is 2 (1 - alpha^2). More is refused, also where few replicas would bear a little more. With the usual DiLoCo momentum of 0.9 and gamma = 0.7 replicas in pairs drift apart exponentially, and those are
-the defaults of the authors' builder; their experiments take alpha = 0.5. The rule is ours (it is not in the paper), and
-necessary only: the pseudo-gradients act on the distances too.
+which for pairs is 2 (1 - alpha^2). More is refused, also where few replicas would bear a little more. With the usual
+DiLoCo momentum of 0.9 and gamma = 0.7 replicas in pairs drift apart exponentially, and those are the defaults of the
+authors' builder; their experiments take alpha = 0.5. The rule comes from our own analysis (`largest_pull`), not from
+the paper, and it is necessary only: the pseudo-gradients act on the distances too.
 
-What is exchanged: phi is known a whole interval before it is needed, so it is sent right after the outer step and is on
-the wire while the inner steps run (the paper notes that it can be); only the pseudo-gradient has to be waited for, and
-with `overlap_steps` not even that. Every message goes from one member of a group to another. Only the last word of a
-run is about all replicas: the final exchange gives them the mean of their local parameters, where the paper ends with as
-many models as replicas.
+What is exchanged: phi is known a whole interval before it is needed, so it is sent right after the outer step and is
+on the wire while the inner steps run; only the pseudo-gradient has to be waited for, and with `overlap_steps` not even
+that. Every message goes from one member of a group to another. Only the last word of a run is about all replicas: the
+final exchange gives them the mean of their local parameters, where the paper ends with as many models as replicas. An
+evaluation before that is one of different models.
 
-What we changed: gamma = beta by default, as in the authors' code, where it is no number of its own; replicas that cannot
-be dealt into groups of n evenly form a smaller or a larger group, where the code refuses their number; groups are drawn
-by a hash of seed, outer step and replica. Left out: the random routing between pipeline stages, which is an exchange
+What we changed: gamma = beta by default, as in the authors' code, where it is no number of its own; replicas that
+cannot be dealt into groups of n evenly form a smaller or a larger group, where the code refuses their number; groups
+are drawn by a hash of seed, outer step and replica. Left out: the random routing between pipeline stages, which is an exchange
 inside the forward pass. Not changed: the momentum is a heavy ball, though the paper calls it a variant of Nesterov's.
 """
 
@@ -132,11 +133,16 @@ class SameGroup:
 def largest_pull(*, momentum: float, group_size: int) -> float:
     """Return the gamma from which on random groups no longer pull replicas together.
 
-    With a = E phi^2, b = E phi delta and d = E delta^2 of a replica's distance from the mean of all, and with
-    c = 1 - 1/n, one outer step gives `d' = alpha^2 d - 2 alpha gamma c b + gamma^2 c a`, `b' = alpha b - gamma c a + d'`
-    and `a' = a + 2 (alpha b - gamma c a) + d'`. At the limit these three have a fixed point that is not zero. That is
-    exact for infinitely many replicas. Among M of them c is `(M - number of groups) / (M - 1)`, since their distances
-    sum to zero; that is never less, also where groups are uneven, so a smaller world bears a little more.
+    With a = E phi^2, b = E phi delta and d = E delta^2 of a replica's distance from the mean of all, and c = 1 - 1/n,
+    one outer step gives
+
+        d' = alpha^2 d - 2 alpha gamma c b + gamma^2 c a
+        b' = alpha b - gamma c a + d'
+        a' = a + 2 (alpha b - gamma c a) + d'
+
+    At the limit these have a fixed point that is not zero. That is exact for infinitely many replicas. Among M of them
+    c is `(M - number of groups) / (M - 1)`, since their distances sum to zero. That is never less, also where groups
+    are uneven, so a smaller world bears a little more.
 
     Args:
         momentum: alpha, in [0, 1).
@@ -154,7 +160,7 @@ def _check_pull(pull: float, *, momentum: float, group_size: int) -> None:
     limit = largest_pull(momentum=momentum, group_size=group_size)
     if pull >= limit:
         raise ValueError(
-            f"pull must be below {limit:.4g} with outer_momentum {momentum} and groups of {group_size}, got {pull}: from "
-            f"there on random groups drive replicas apart instead of together; take outer_momentum 0.5 and a pull of "
-            f"0.7, or larger groups"
+            f"pull must be below {limit:.4g} with outer_momentum {momentum} and groups of {group_size}, got {pull}; "
+            f"from there on random groups drive replicas apart instead of together; take outer_momentum 0.5 and a pull "
+            f"of 0.7, or larger groups"
         )

@@ -60,6 +60,12 @@ def make_method(config: TrainConfig) -> Method:
             raise ValueError(f"{name} is given by --method-option and by {flag(name)}; give it once")
         arguments[name] = value
     method = recipe(**arguments)
+    _check_run(config, method, takes_overlap="overlap_steps" in takes)
+    return method
+
+
+def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> None:
+    """Refuse options of the run that the method has no use for, or cannot do with."""
     if not config.final_exchange and not method.has_common_value:
         raise ValueError(
             f"--no-final-exchange does not go with --method {config.method}: only that exchange makes one model of its "
@@ -67,10 +73,9 @@ def make_method(config: TrainConfig) -> Method:
         )
     if config.pace and not isinstance(config.overlaps, tuple) and not _overlaps(method):
         reason = _METHOD_OPTIONS["overlap_steps"]
-        if "overlap_steps" in takes:
+        if takes_overlap:
             reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
         raise ValueError(f"--pace does not go with --method {config.method}: {reason}; leave it out")
-    return method
 
 
 def _overlaps(method: Method) -> bool:
