@@ -29,8 +29,9 @@ evaluation before that is one of different models.
 
 What we changed: gamma = beta by default, as in the authors' code, where it is no number of its own; replicas that
 cannot be dealt into groups of n evenly form a smaller or a larger group, where the code refuses their number; groups
-are drawn by a hash of seed, outer step and replica. Left out: the random routing between pipeline stages, which is an exchange
-inside the forward pass. Not changed: the momentum is a heavy ball, though the paper calls it a variant of Nesterov's.
+are drawn by a hash of seed, outer step and replica. Left out: the random routing between pipeline stages, which is an
+exchange inside the forward pass. Not changed: the momentum is a heavy ball, though the paper calls it a variant of
+Nesterov's.
 """
 
 from __future__ import annotations
