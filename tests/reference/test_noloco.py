@@ -131,6 +131,8 @@ def spread_after(rounds, *, gamma, alpha, replicas=64, group_size=2, columns=100
         mean[order] = grouped.mean(1, keepdim=True).expand_as(grouped).reshape(replicas, columns)
         delta = alpha * delta - gamma * (phi - mean)
         phi = phi + delta
+        if phi.abs().max() > 1e12:
+            break
     return float(phi.std(0).square().mean().sqrt())
 
 

@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"method": "diloco", "sync_interval": 4},
     "all-reduce": {"method": "all-reduce"},
     "noloco": {"method": "noloco", "sync_interval": 5, "overlap_steps": "3"},
-    "noloco at every step": {"method": "noloco", "sync_interval": 1, "codec": "e3m0-stochastic"},
+    "noloco without overlap": {"method": "noloco", "sync_interval": 5, "codec": "e3m0-stochastic"},
     "co2": {"method": "co2", "sync_interval": 5},
     "sgd": {"method": "local-sgd", "sync_interval": 4, "inner_optimizer": "sgd"},
 }
