@@ -34,6 +34,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"method": "diloco", "sync_interval": 4},
     "all-reduce": {"method": "all-reduce"},
     "ef21": {"method": "ef21", "codec": "top-k"},
+    "noloco": {"method": "noloco", "sync_interval": 5, "overlap_steps": "3"},
+    "noloco without overlap": {"method": "noloco", "sync_interval": 5, "codec": "e3m0-stochastic"},
+    "co2": {"method": "co2", "sync_interval": 5},
     "sgd": {"method": "local-sgd", "sync_interval": 4, "inner_optimizer": "sgd"},
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -50,8 +49,6 @@ def make_method(config: TrainConfig) -> Method:
         if name not in takes:
             raise ValueError(f"{flag(name)} does not go with --method {config.method}: {reason}; leave it out")
         arguments[name] = value
-    if config.pace:
-        _check_pace(config, takes)
     if config.codec is not None:
         if "codec" not in takes:
             raise ValueError(
@@ -69,17 +66,29 @@ def make_method(config: TrainConfig) -> Method:
             f"variational inequalities, which a language model is not; use thinwire.DistributedOptimizer and its "
             f"step(closure)"
         )
+    _check_run(config, method, takes_overlap="overlap_steps" in takes)
     return method
 
 
-def _check_pace(config: TrainConfig, takes: Mapping[str, inspect.Parameter]) -> None:
-    if "overlap_steps" not in takes:
+def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> None:
+    """Refuse options of the run that the method has no use for, or cannot do with."""
+    if not config.final_exchange and not method.has_common_value:
+        raise ValueError(
+            f"--no-final-exchange does not go with --method {config.method}: only that exchange makes one model of its "
+            f"replicas'; leave it out"
+        )
+    if config.pace and not isinstance(config.overlaps, tuple) and not _overlaps(method):
         reason = _METHOD_OPTIONS["overlap_steps"]
-    elif config.overlaps == 0:
-        reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
-    else:
-        return
-    raise ValueError(f"--pace does not go with --method {config.method}: {reason}; leave it out")
+        if takes_overlap:
+            reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
+        raise ValueError(f"--pace does not go with --method {config.method}: {reason}; leave it out")
+
+
+def _overlaps(method: Method) -> bool:
+    """Tell whether any round of a method is applied later than it is launched."""
+    steps = range(1, 2 * method.schedule.sync_interval + 1)
+    rounds = [round for step in steps for round in method.schedule.launches(step, num_fragments=1)]
+    return any(round.apply_step > round.launch_step for round in rounds)
 
 
 def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.device | str) -> nn.Module:
