@@ -1,0 +1,99 @@
+"""Two bits a value: four bins, each decoded to the mean of what it took, with the four means sent along.
+
+The bins of a row are cut at -1.5, 0 and 1.5 of its root mean square: four bins of equal width over three times that to
+both sides, the outermost ones open. A row of k values is its four means as bfloat16, from the most negative bin on,
+and then the codes, 2 bits each. All numbers are little endian.
+
+A row that holds zeros has another use for the two inner bins: they take its zeros, and the outer ones all else, so that
+zero stays zero. A row with NaN, infinity or a magnitude of 2**127 or more has four infinite means, and receivers refuse
+it.
+
+SparseLoCo's published code (tplr-ai/templar) cuts a whole tensor by its mean and standard deviation, rounds to bins
+whose centres are -3, -1.5, 0 and 1.5 deviations, so that positive values mostly share one of the four, and sends means
+in float32. Here bins mirror one another: the opposite values decode to the opposite.
+
+Reference: arXiv 2508.15706.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.codecs import bit_rows
+from thinwire.codecs.ordered_sum import ordered_sum
+from thinwire.errors import NonFiniteError, PayloadError
+
+_MEANS_BYTES = 8
+_EDGE_SQUARED = 2.25  # of the mean square: bins are 1.5 root mean squares wide
+_LIMIT = 2.0**127
+
+
+def row_bytes(count: int) -> int:
+    """Return the bytes of a row of `count` values.
+
+    Example:
+        >>> row_bytes(64)
+        24
+    """
+    return _MEANS_BYTES + bit_rows.packed_bytes(count, width=2)
+
+
+def encode(x: torch.Tensor) -> torch.Tensor:
+    """Encode rows.
+
+    Args:
+        x: float32, `(rows, count)`, count at least 1.
+
+    Returns:
+        uint8, `(rows, row_bytes(count))`.
+
+    Example:
+        >>> decode(encode(torch.tensor([[4.0, 1.0, -2.0, 1.0, -1.0, 1.0]])), count=6, name="codebook2").tolist()
+        [[4.0, 1.0, -1.5, 1.0, -1.5, 1.0]]
+    """
+    is_unusable = ~(x.abs().amax(dim=1, keepdim=True) < _LIMIT)  # NaN is not below the limit either
+    wide = x.to(torch.float64).masked_fill_(is_unusable, 0.0)
+    codes = _codes(wide)
+    sums, counts = [], []
+    for code in range(4):
+        inside = codes == code
+        sums.append(ordered_sum(torch.where(inside, wide, 0.0)))
+        counts.append(inside.sum(dim=1, keepdim=True).clamp_min_(1))
+    means = torch.cat(sums, dim=1) / torch.cat(counts, dim=1).to(torch.float64)
+    stored = means.masked_fill_(is_unusable, torch.inf).to(torch.bfloat16).view(torch.uint8)
+    return torch.cat((stored, bit_rows.pack(codes, width=2)), dim=1)
+
+
+def decode(data: torch.Tensor, *, count: int, name: str) -> torch.Tensor:
+    """Decode rows.
+
+    Args:
+        data: uint8, `(rows, row_bytes(count))`, any strides.
+        count: Values a row.
+        name: The codec's name, for messages.
+
+    Returns:
+        float32, `(rows, count)`, finite.
+
+    Raises:
+        PayloadError: The bytes are never sent.
+        NonFiniteError: A row held NaN, infinity or a magnitude of 2**127 or more.
+    """
+    means = data[:, :_MEANS_BYTES].clone(memory_format=torch.contiguous_format).view(torch.bfloat16).to(torch.float32)
+    is_fine = means.abs() <= _LIMIT
+    fine, infinite = torch.stack((is_fine.all(), (means == torch.inf).any())).tolist()
+    if infinite:
+        raise NonFiniteError(f"{name}: a block held NaN, infinity or a magnitude of 2**127 or more")
+    if not fine:
+        raise PayloadError(f"{name}: the mean of a bin is NaN, -infinity or above 2**127: never sent")
+    codes = bit_rows.unpack(data[:, _MEANS_BYTES:].contiguous(), count=count, width=2, name=name)
+    return means.gather(1, codes)
+
+
+def _codes(x: torch.Tensor) -> torch.Tensor:
+    mean_square = ordered_sum(x * x) / torch.full_like(x[:, :1], x.shape[1])
+    is_outer = x * x >= mean_square * _EDGE_SQUARED
+    is_zero = x == 0
+    is_outer = (is_outer | is_zero.any(dim=1, keepdim=True)) & ~is_zero
+    # from the most negative bin on: outer 0, inner 1, inner 2, outer 3
+    return torch.where(x < 0, 1 - is_outer.to(torch.int64), 2 + is_outer.to(torch.int64))
