@@ -20,12 +20,15 @@ class Codec(Protocol):
         name: Short name, as the command line takes it, such as `"e3m0"`.
         wire_id: The number that stands for this codec in a message's header, 1 to 255, never reused.
         bits_per_element: Bits an element costs in the limit of long tensors, scales included.
-        block: Elements that share a scale; payloads of tensors cut at multiples of it concatenate to the payload
-            of the whole. (Stochastic rounding draws by an element's place in the tensor it is encoded in, so there
-            the parts' payloads are valid parts, but not the same bytes.)
+        block: Elements that share a scale. A tensor may be cut at multiples of it into parts that are encoded by
+            themselves; their payloads concatenate to the payload of the whole. (Stochastic rounding draws by an
+            element's place in the tensor it is encoded in, so there the parts' payloads are valid parts, but not the
+            same bytes. Codecs that choose or scale over all they are given, such as `top_k()` and `sign()` without a
+            block, treat each part as a tensor of its own: parts are valid, but do not concatenate.)
         is_lossless_for_float32: Whether decode gives back every float32 bit.
         has_fixed_size: Whether every payload of so many elements has `payload_bytes` bytes; else that is the most.
-        is_sparse: Whether most decoded elements are zero, and which ones are not differs between replicas.
+        is_sparse: Whether most decoded elements (or coefficients of a transform) are zero, and which ones are not
+            differs between replicas.
     """
 
     @property
@@ -75,8 +78,8 @@ class Codec(Protocol):
             seed: Selects the random stream where rounding is stochastic; unused elsewhere.
 
         Returns:
-            uint8, shape `(payload_bytes(tensor.numel()),)`, on the
-            tensor's device; fewer bytes where the size is not fixed.
+            uint8, shape `(payload_bytes(tensor.numel()),)`, or fewer where the size is not fixed, on the tensor's
+            device.
         """
         ...
 
@@ -92,8 +95,15 @@ class Codec(Protocol):
 
 @runtime_checkable
 class NeedsLayout(Protocol):
-    """A codec that depends on the shapes of the tensors that a vector is made of."""
+    """A codec that codes better, or as its paper says, when it knows the shapes of the tensors in a vector."""
 
     def laid_out(self, shapes: Sequence[torch.Size]) -> Codec:
-        """Return the codec for vectors that are tensors of these shapes, one behind the other in row-major order."""
+        """Return the codec of vectors that are the concatenation of tensors of these shapes.
+
+        Args:
+            shapes: In order; tensors without elements may be among them.
+
+        Returns:
+            A codec for vectors of exactly that many elements.
+        """
         ...

@@ -10,8 +10,8 @@ Wire format, little endian, bits from the lowest of a byte:
 | the rest | bitmap: one bit an element. Gaps: the low r bits of each gap, then the high parts in unary |
 
 A gap is the number of elements between an index and the one before it, `gap = high * 2**r + low`. Its high part is sent
-as so many zeros and a one. Low and high parts stand in two places, not by turns, so that both sides are a few operations
-over whole arrays, at the same number of bits.
+as so many zeros and a one. Low and high parts stand in two places, not by turns, so that both sides are a few
+operations over whole arrays, at the same number of bits.
 
 Rice's code is that of Golomb for divisors that are powers of two, which is the best prefix code of geometric gaps up to
 the choice of r: of positions that are uniformly random. r is chosen from the density, and moved as long as that makes

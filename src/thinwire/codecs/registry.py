@@ -8,8 +8,14 @@ from types import MappingProxyType
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.block_int import block_int4, block_int8
+from thinwire.codecs.chunked_top_k import chunked_top_k
+from thinwire.codecs.dct_top_k import dct_top_k
 from thinwire.codecs.dense import bfloat16, float16, float32
 from thinwire.codecs.e3m0 import e3m0
+from thinwire.codecs.random_k import random_k
+from thinwire.codecs.sign import sign
+from thinwire.codecs.threshold import threshold
+from thinwire.codecs.top_k import top_k
 
 _FACTORIES: Mapping[str, Callable[[], Codec]] = MappingProxyType(
     {
@@ -20,6 +26,15 @@ _FACTORIES: Mapping[str, Callable[[], Codec]] = MappingProxyType(
         "block-int4": block_int4,
         "e3m0": e3m0,
         "e3m0-stochastic": lambda: e3m0("stochastic"),
+        "top-k": top_k,
+        "top-k-sampled": lambda: top_k(selection="sampled"),
+        "chunked-top-k": chunked_top_k,
+        "chunked-top-k-2bit": lambda: chunked_top_k(values="codebook2"),
+        "random-k": random_k,
+        "threshold": threshold,
+        "sign": sign,
+        "sign-mean": lambda: sign("mean"),
+        "dct-top-k": dct_top_k,
     }
 )
 

@@ -48,14 +48,38 @@ def check_payload(payload: torch.Tensor, *, name: str, numel: int, expected: int
     Raises:
         PayloadError: Its dtype, rank or size is wrong.
     """
-    if payload.dtype != torch.uint8 or payload.dim() != 1:
-        raise PayloadError(
-            f"{name}: a payload is uint8 of one dimension, got {payload.dtype} of shape {tuple(payload.shape)}"
-        )
+    _check_is_bytes(payload, name=name)
     if payload.numel() != expected:
         raise PayloadError(
             f"{name}: {numel} elements take {expected} bytes, got {payload.numel()}; the sender has another tensor "
             f"or another codec"
+        )
+
+
+def check_size_at_most(payload: torch.Tensor, *, name: str, numel: int, limit: int) -> None:
+    """Refuse a payload of varying size that no `numel` elements fill.
+
+    Args:
+        payload: What arrived.
+        name: The codec's name, for the message.
+        numel: Elements it should hold.
+        limit: The most bytes it can have.
+
+    Raises:
+        PayloadError: Its dtype, rank or size is wrong.
+    """
+    _check_is_bytes(payload, name=name)
+    if payload.numel() > limit:
+        raise PayloadError(
+            f"{name}: {numel} elements take {limit} bytes at most, got {payload.numel()}; the sender has another "
+            f"tensor or another codec"
+        )
+
+
+def _check_is_bytes(payload: torch.Tensor, *, name: str) -> None:
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise PayloadError(
+            f"{name}: a payload is uint8 of one dimension, got {payload.dtype} of shape {tuple(payload.shape)}"
         )
 
 

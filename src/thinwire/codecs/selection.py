@@ -63,8 +63,8 @@ def largest_by_sample(magnitude: torch.Tensor, *, count: int, density: float, se
     share `density` of them reaches. If 0.8 `count` elements do not reach it, it is lowered by a fifth, up to ten times.
     If more than `count` do, the largest of those are taken, so the result is then exact.
 
-    Changed from the authors' code: it takes up to 1.3 `count` elements before it selects anew, and then drops those with
-    the highest indices; and where ten rounds do not suffice it sends what it has, where this takes the exact ones.
+    Changed from the authors' code: it takes up to 1.3 `count` elements before it selects anew, and then drops those
+    with the highest indices; and where ten rounds do not suffice it sends what it has, where this takes the exact ones.
 
     Args:
         magnitude: int32 from `magnitude_bits`, `(numel,)`.

@@ -1,0 +1,154 @@
+"""Chunked top-k: the largest magnitudes of each chunk of consecutive elements.
+
+Wire format: the elements in row-major order, cut into chunks; a chunk is a row of `thinwire.codecs.top_k_rows`, and
+rows follow one another. The last chunk, if it is shorter, sends the same share of its elements, rounded up, with
+indices of its own width. So the payload's size depends on the number of elements alone.
+
+Next to the top k of the whole tensor, an index costs more (12 bits in chunks of 4096; at random positions one in 64 can
+be had for 7.4) and the choice is worse where large elements cluster; but sizes are known, and chunks are independent.
+
+SparseLoCo sends 64 of 4096 with `values="codebook2"`.
+
+Reference: arXiv 2508.15706. Its published code chunks matrices by 64 x 64 and has one codebook for a tensor, in
+float32; here chunks are consecutive and have a codebook each, in bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs.rows import check_payload, flatten, num_rows
+from thinwire.codecs.top_k_rows import TopKRow
+from thinwire.codecs.values import RowFormat, check_format
+
+_ELEMENTS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedTopK:
+    """The largest magnitudes of each chunk; use `chunked_top_k()`.
+
+    Attributes:
+        k: Elements of a chunk that are sent.
+        chunk: Elements of a chunk.
+        values: How values are sent.
+
+    Raises:
+        ValueError: An argument is out of its range.
+    """
+
+    k: int = 64
+    chunk: int = 4096
+    values: RowFormat = "float16"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        if not 1 <= self.chunk <= 2**20:
+            raise ValueError(f"chunk must be 1 to 2**20 elements, got {self.chunk}; 4096 is usual")
+        if not 1 <= self.k <= self.chunk:
+            raise ValueError(f"k must be 1 to chunk ({self.chunk}), got {self.k}; 64 of 4096 is usual")
+        check_format(self.values, of_rows=True)
+
+    @property
+    def name(self) -> str:
+        """`"chunked-top-k"`, or `"chunked-top-k-2bit"`."""
+        return "chunked-top-k-2bit" if self.values == "codebook2" else "chunked-top-k"
+
+    @property
+    def wire_id(self) -> int:
+        """11, or 16 with 2-bit values."""
+        return 16 if self.values == "codebook2" else 11
+
+    @property
+    def bits_per_element(self) -> float:
+        """Those of a chunk."""
+        return 8 * self._row.row_bytes / self.chunk
+
+    @property
+    def block(self) -> int:
+        """The elements of a chunk."""
+        return self.chunk
+
+    @property
+    def is_lossless_for_float32(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_sparse(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def _row(self) -> TopKRow:
+        return TopKRow(size=self.chunk, count=self.k, values=self.values)
+
+    def _last(self, size: int) -> TopKRow:
+        return TopKRow(size=size, count=-(-self.k * size // self.chunk), values=self.values)
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `Codec.payload_bytes`."""
+        num_rows(numel, block=self.chunk)
+        whole, rest = divmod(numel, self.chunk)
+        return whole * self._row.row_bytes + (self._last(rest).row_bytes if rest else 0)
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        """See `Codec.encode`."""
+        flat = flatten(tensor)
+        whole = flat.numel() // self.chunk * self.chunk
+        parts = [
+            self._row.encode(part.to(torch.float32).view(-1, self.chunk)).view(-1)
+            for part in flat[:whole].split(self._step)
+            if part.numel()
+        ]
+        if whole < flat.numel():
+            parts.append(self._last(flat.numel() - whole).encode(flat[whole:].to(torch.float32).view(1, -1)).view(-1))
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=flat.device)
+
+    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
+        """See `Codec.decode`."""
+        check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
+        whole = numel // self.chunk
+        split = whole * self._row.row_bytes
+        values = torch.empty(numel, dtype=torch.float32, device=payload.device)
+        table = payload[:split].reshape(whole, self._row.row_bytes)
+        step = self._step // self.chunk
+        for first in range(0, whole, step):
+            decoded = self._row.decode(table[first : first + step], name=self.name)
+            values[first * self.chunk : first * self.chunk + decoded.numel()] = decoded.view(-1)
+        if rest := numel - whole * self.chunk:
+            values[numel - rest :] = self._last(rest).decode(payload[split:].reshape(1, -1), name=self.name).view(-1)
+        return values
+
+    @property
+    def _step(self) -> int:
+        return _ELEMENTS_AT_ONCE // self.chunk * self.chunk
+
+
+def chunked_top_k(*, k: int = 64, chunk: int = 4096, values: RowFormat = "float16") -> ChunkedTopK:
+    """Return the codec of the largest magnitudes of each chunk.
+
+    Args:
+        k: Elements of a chunk that are sent.
+        chunk: Elements of a chunk.
+        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"`, `"float32"`, or `"codebook2"`: 2 bits
+            and four means a chunk, as SparseLoCo.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> codec = chunked_top_k(k=1, chunk=2)
+        >>> codec.decode(codec.encode(torch.tensor([1.0, -3.0, 2.0, 0.5, 4.0])), numel=5).tolist()
+        [0.0, -3.0, 2.0, 0.0, 4.0]
+        >>> chunked_top_k().bits_per_element, chunked_top_k(values="codebook2").bits_per_element
+        (0.439453125, 0.234375)
+    """
+    return ChunkedTopK(k=k, chunk=chunk, values=values)

@@ -1,0 +1,146 @@
+"""Top-k: the largest magnitudes of the whole tensor, and where they are.
+
+Wire format: that of `thinwire.codecs.sparse_payload`. Of k = max(1, ceil(density * numel)) elements, those that are
+zero (or a subnormal number of float32) are not sent. Of equal magnitudes those with the lowest indices are.
+
+A tensor that is cut into parts has the top k of each part, which are other elements than the whole's: parts are valid
+by themselves, but their payloads do not concatenate to that of the whole.
+
+Reference: arXiv 1712.01887 (Deep Gradient Compression) for the sampled threshold; top-k itself is older.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from thinwire.codecs import selection as choose
+from thinwire.codecs.rows import flatten
+from thinwire.codecs.sparse_payload import decode_chosen, encode_chosen, expected_bits_per_element, max_bytes
+from thinwire.codecs.values import ValueFormat, check_format
+
+Selection = Literal["exact", "sampled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """The largest magnitudes of a tensor; use `top_k()`.
+
+    Attributes:
+        density: Share of the elements that is sent, in (0, 1].
+        values: How values are sent.
+        selection: How they are found.
+
+    Raises:
+        ValueError: An argument is out of its range.
+    """
+
+    density: float = 0.01
+    values: ValueFormat = "float16"
+    selection: Selection = "exact"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        check_density(self.density)
+        check_format(self.values)
+        if self.selection not in ("exact", "sampled"):
+            raise ValueError(f"selection must be 'exact' or 'sampled', got {self.selection!r}")
+
+    @property
+    def name(self) -> str:
+        """`"top-k"`, or `"top-k-sampled"`."""
+        return "top-k" if self.selection == "exact" else "top-k-sampled"
+
+    @property
+    def wire_id(self) -> int:
+        """10, for both ways to select: a receiver cannot tell them apart, and need not."""
+        return 10
+
+    @property
+    def bits_per_element(self) -> float:
+        """What is expected where positions are random; less where they cluster."""
+        return expected_bits_per_element(self.density, values=self.values)
+
+    @property
+    def block(self) -> int:
+        """1: a tensor may be cut anywhere, and each part then sends its own largest."""
+        return 1
+
+    @property
+    def is_lossless_for_float32(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def has_fixed_size(self) -> bool:
+        """No: what indices cost depends on where they are."""
+        return False
+
+    @property
+    def is_sparse(self) -> bool:
+        """Always."""
+        return True
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `Codec.payload_bytes`."""
+        return max_bytes(numel, count=num_kept(numel, density=self.density), values=self.values)
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        """See `Codec.encode`. The seed moves the sample of `selection="sampled"`."""
+        flat = flatten(tensor).to(torch.float32)
+        if flat.numel() == 0:
+            return torch.empty(0, dtype=torch.uint8, device=flat.device)
+        magnitude, count = choose.magnitude_bits(flat), num_kept(flat.numel(), density=self.density)
+        if self.selection == "exact":
+            chosen = choose.largest(magnitude, count=count)
+        else:
+            chosen = choose.largest_by_sample(magnitude, count=count, density=self.density, seed=seed)
+        return encode_chosen(flat, chosen, values=self.values)
+
+    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
+        """See `Codec.decode`."""
+        count = num_kept(numel, density=self.density)
+        return decode_chosen(payload, numel=numel, count=count, values=self.values, name=self.name)
+
+
+def top_k(*, density: float = 0.01, values: ValueFormat = "float16", selection: Selection = "exact") -> TopK:
+    """Return the codec of the largest magnitudes.
+
+    Args:
+        density: Share of the elements that is sent, in (0, 1]; at least one element is.
+        values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"` or `"float32"`.
+        selection: `"exact"`, or `"sampled"`: between 0.8 of them and all, in somewhat less time.
+
+    Raises:
+        ValueError: An argument is out of its range.
+
+    Example:
+        >>> codec = top_k(density=0.4)
+        >>> codec.decode(codec.encode(torch.tensor([1.0, -3.0, 0.5, 2.0, 0.0])), numel=5).tolist()
+        [0.0, -3.0, 0.0, 2.0, 0.0]
+    """
+    return TopK(density=density, values=values, selection=selection)
+
+
+def check_density(density: float) -> None:
+    """Refuse a density that is none.
+
+    Raises:
+        ValueError: It is not in (0, 1].
+    """
+    if not 0 < density <= 1:
+        raise ValueError(f"density must be in (0, 1], got {density}; 0.001 to 0.01 is usual")
+
+
+def num_kept(numel: int, *, density: float) -> int:
+    """Return how many of `numel` elements are sent: at least one, except of none.
+
+    Example:
+        >>> num_kept(1000, density=0.0015), num_kept(5, density=0.001), num_kept(0, density=0.5)
+        (2, 1, 0)
+    """
+    # 0.07 * 100 is a little more than 7 in floating point
+    return min(numel, max(1, math.ceil(round(density * numel, 6))))
