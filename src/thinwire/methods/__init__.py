@@ -8,6 +8,7 @@ from collections.abc import Callable
 from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.diloco import diloco
 from thinwire.methods.local_sgd import local_sgd
+from thinwire.methods.one_bit_adam import one_bit_adam
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.sync.method import Method
@@ -17,6 +18,7 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "local-sgd": local_sgd,
     "diloco": diloco,
     "streaming-diloco": streaming_diloco,
+    "one-bit-adam": one_bit_adam,
 }
 
 
@@ -38,4 +40,14 @@ def recipe(name: str) -> Callable[..., Method]:
     raise ValueError(f"unknown method {name!r}{hint} There are: {', '.join(RECIPES)}")
 
 
-__all__ = ["RECIPES", "Method", "all_reduce", "default_outer_lr", "diloco", "local_sgd", "recipe", "streaming_diloco"]
+__all__ = [
+    "RECIPES",
+    "Method",
+    "all_reduce",
+    "default_outer_lr",
+    "diloco",
+    "local_sgd",
+    "one_bit_adam",
+    "recipe",
+    "streaming_diloco",
+]

@@ -168,13 +168,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Average the gradients now instead of in the next `step`: to clip the mean, as one process would.
 
         Call it between `backward` and clipping, with a `GradScaler` after `unscale_`. Where gradients are not what the
-        method exchanges it does nothing, so that one loop serves all methods.
+        method exchanges, or it steps itself with what it exchanges, it does nothing, so that one loop serves all
+        methods; what is clipped is the replica's own gradient then.
 
         Raises:
             TransportError: A peer was lost, was late or sent something wrong.
             RuntimeError: It was called twice before a step.
         """
-        if self.method.view.moment != "before_inner_step":
+        if self.method.view.moment != "before_inner_step" or self._engine.update.replaces_inner_step:
             return
         if self._has_averaged:
             raise RuntimeError("average_gradients() was called twice; call step() in between")
