@@ -11,6 +11,7 @@ from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.one_bit_adam import one_bit_adam
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.streaming_diloco import streaming_diloco
+from thinwire.methods.zero_one_adam import zero_one_adam
 from thinwire.sync.method import Method
 
 RECIPES: dict[str, Callable[..., Method]] = {
@@ -19,6 +20,7 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "diloco": diloco,
     "streaming-diloco": streaming_diloco,
     "one-bit-adam": one_bit_adam,
+    "zero-one-adam": zero_one_adam,
 }
 
 
@@ -50,4 +52,5 @@ __all__ = [
     "one_bit_adam",
     "recipe",
     "streaming_diloco",
+    "zero_one_adam",
 ]

@@ -104,10 +104,14 @@ class Slot:
         assert self.group is not None
         return self.group[name]
 
+    def own_gradient(self) -> torch.Tensor | None:
+        """Return the replica's own gradient, None where it has none."""
+        return None if self.parameter.grad is None else local_shard(self.parameter.grad)
+
     def gradient(self) -> torch.Tensor:
         """Return the replica's own gradient, zeros where it has none, with the decay that belongs to it (Adam)."""
-        found = self.parameter.grad
-        return self.with_decay(torch.zeros_like(self.value) if found is None else local_shard(found))
+        found = self.own_gradient()
+        return self.with_decay(torch.zeros_like(self.value) if found is None else found)
 
     def with_decay(self, gradient: torch.Tensor) -> torch.Tensor:
         """Add weight decay to a gradient where it belongs there (Adam), not where it is decoupled (AdamW)."""

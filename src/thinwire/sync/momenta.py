@@ -86,16 +86,30 @@ class BoundMomentum:
         Yields:
             A parameter's index, its slot and its part of the mean, for those that have moments; dead elements are 0.
         """
-        for index, (slot, part) in enumerate(zip(self.adam.slots(), self._parts(mean), strict=True)):
+        for index, (slot, part) in enumerate(zip(self.adam.slots(), self.parts(mean), strict=True)):
             if slot.has_moments:
                 part.div_(self.equalisers()[index]).masked_fill_(slot.is_dead(), 0)
                 yield index, slot, part
 
+    def parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield each parameter's part of a vector of their size, in its shape."""
+        start = 0
+        for parameter in self.adam.parameters:
+            shape = local_shard(parameter).shape
+            yield flat[start : start + shape.numel()].view(shape)
+            start += shape.numel()
+
     def equalisers(self) -> list[float]:
-        """Return the factor of each tensor; fixed at the first call, when all replicas have the same momenta."""
-        if not self._equalisers:
-            self._equalisers = [equaliser(s.first) if s.has_moments else 1.0 for s in self.adam.slots()]
-        return self._equalisers
+        """Return each tensor's factor, the same on all replicas, fixed once it has moments; 0 before."""
+        found = self._equalisers or [0.0 for _ in self.adam.parameters]
+        if not all(found):
+            slots = self.adam.slots()
+            found = [
+                f or (equaliser(self._magnitude(s)) if s.has_moments else 0.0)
+                for f, s in zip(found, slots, strict=True)
+            ]
+        self._equalisers = found
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the view remembers, for the update's state."""
@@ -114,22 +128,18 @@ class BoundMomentum:
             )
         self._equalisers = found
 
+    def _magnitude(self, slot: Slot) -> torch.Tensor:
+        return slot.first
+
     def _filled(self, fill: Fill) -> torch.Tensor:
         """Return a new vector of all parameters' size, filled part by part, equalised, zero where nothing lives."""
         slots = self.adam.slots()
         flat = torch.zeros(self.parameters.numel(0), device=slots[0].value.device)
-        for index, (slot, part) in enumerate(zip(slots, self._parts(flat), strict=True)):
+        for index, (slot, part) in enumerate(zip(slots, self.parts(flat), strict=True)):
             if slot.has_moments:
                 fill(index, slot, part)
                 part.masked_fill_(slot.is_dead(), 0).mul_(self.equalisers()[index])
         return flat
-
-    def _parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        start = 0
-        for parameter in self.adam.parameters:
-            shape = local_shard(parameter).shape
-            yield flat[start : start + shape.numel()].view(shape)
-            start += shape.numel()
 
 
 def _advanced_momentum(index: int, slot: Slot, into: torch.Tensor) -> None:
