@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.methods import one_bit_adam, zero_one_adam
+from thinwire.methods import one_bit_adam, one_bit_lamb, zero_one_adam
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.assembly import make_inner_optimizer, make_method
@@ -37,12 +37,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"method": "diloco", "sync_interval": 4},
     "all-reduce": {"method": "all-reduce"},
     "one-bit-adam": {"method": "one-bit-adam"},
+    "one-bit-lamb": {"method": "one-bit-lamb"},
     "zero-one-adam": {"method": "zero-one-adam"},
     "sgd": {"method": "local-sgd", "sync_interval": 4, "inner_optimizer": "sgd"},
 }
 # Methods whose phases pass too late for a run this short if the options of a run made them.
 SHORT: dict[str, Callable[[], Method]] = {
     "one-bit-adam": lambda: one_bit_adam(warmup_steps=9),
+    "one-bit-lamb": lambda: one_bit_lamb(warmup_steps=10),
     "zero-one-adam": lambda: zero_one_adam(
         variance_steps=9, variance_updates=2, local_doubling_steps=1, max_local_steps=4
     ),

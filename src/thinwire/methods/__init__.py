@@ -9,6 +9,7 @@ from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.diloco import diloco
 from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.one_bit_adam import one_bit_adam
+from thinwire.methods.one_bit_lamb import one_bit_lamb
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.methods.zero_one_adam import zero_one_adam
@@ -21,6 +22,7 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "streaming-diloco": streaming_diloco,
     "one-bit-adam": one_bit_adam,
     "zero-one-adam": zero_one_adam,
+    "one-bit-lamb": one_bit_lamb,
 }
 
 
@@ -50,6 +52,7 @@ __all__ = [
     "diloco",
     "local_sgd",
     "one_bit_adam",
+    "one_bit_lamb",
     "recipe",
     "streaming_diloco",
     "zero_one_adam",
