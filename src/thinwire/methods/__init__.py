@@ -17,6 +17,8 @@ from thinwire.methods.ef21 import ef21, ef21_step_size
 from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.masha import masha1, masha2
 from thinwire.methods.noloco import noloco
+from thinwire.methods.one_bit_adam import one_bit_adam
+from thinwire.methods.one_bit_lamb import one_bit_lamb
 from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.power_sgd import power_sgd
@@ -24,6 +26,7 @@ from thinwire.methods.robust import robust
 from thinwire.methods.slowmo import slowmo
 from thinwire.methods.sparse_loco import sparse_loco
 from thinwire.methods.streaming_diloco import streaming_diloco
+from thinwire.methods.zero_one_adam import zero_one_adam
 from thinwire.sync.method import Method
 
 RECIPES: dict[str, Callable[..., Method]] = {
@@ -42,6 +45,9 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "slowmo": slowmo,
     "co2": co2,
     "noloco": noloco,
+    "one-bit-adam": one_bit_adam,
+    "zero-one-adam": zero_one_adam,
+    "one-bit-lamb": one_bit_lamb,
 }
 
 
@@ -104,6 +110,8 @@ __all__ = [
     "masha1",
     "masha2",
     "noloco",
+    "one_bit_adam",
+    "one_bit_lamb",
     "options_of",
     "parse_options",
     "power_sgd",
@@ -113,4 +121,5 @@ __all__ = [
     "sparse_loco",
     "story",
     "streaming_diloco",
+    "zero_one_adam",
 ]

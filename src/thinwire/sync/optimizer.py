@@ -179,14 +179,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Average the gradients now instead of in the next `step`: to clip the mean, as one process would.
 
         Call it between `backward` and clipping, with a `GradScaler` after `unscale_`. Where gradients are not what the
-        method exchanges it does nothing, so that one loop serves all methods; nor where a method remembers what it did
-        not send: there a gradient must be clipped before it is remembered, and `step` averages.
+        method exchanges, or where it does the inner step itself, it does nothing, so that one loop serves all methods;
+        nor where a method remembers what it did not send: there a gradient must be clipped before it is remembered.
 
         Raises:
             TransportError: A peer was lost, was late or sent something wrong.
             RuntimeError: It was called twice before a step.
         """
-        if self.method.view.moment != "before_inner_step" or self._engine.has_memory:
+        acts_alone = self._engine.has_memory or self._engine.update.replaces_inner_step
+        if self.method.view.moment != "before_inner_step" or acts_alone:
             return
         if self._has_averaged:
             raise RuntimeError("average_gradients() was called twice; call step() in between")

@@ -21,7 +21,10 @@ FREE = (
 )  # fmt: skip
 
 # Methods that exchange at every step, and so have no interval.
-_EVERY_STEP = ("all-reduce", "power-sgd", "dgc", "demo", "robust", "ef21", "masha1", "masha2")
+_EVERY_STEP = (
+    "all-reduce", "power-sgd", "dgc", "demo", "robust", "ef21", "masha1", "masha2", "one-bit-adam", "zero-one-adam",
+    "one-bit-lamb",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
