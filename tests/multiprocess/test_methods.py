@@ -19,7 +19,8 @@ from thinwire.sync.method import Method
 from thinwire.transport.message import HEADER_BYTES
 
 pytestmark = pytest.mark.multiprocess
-ROOT = str(Path(__file__).parents[2])
+# the sources of this checkout, whichever one is installed
+ROOT = f"{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}"
 STEPS = 14
 
 
@@ -55,7 +56,7 @@ def train(transport: Any, *, method: str, kind: str) -> dict[str, Any]:
     result: dict[str, Any] = {"local": digest(model)}
     with optimizer.global_parameters():
         result["global"] = digest(model)
-    result["sizes"] = [optimizer._engine.view.numel(f) for f in range(optimizer.num_fragments)]
+    result["sizes"] = [optimizer._engine.view.parameters.numel(f) for f in range(optimizer.num_fragments)]
     result["rounds"] = optimizer.statistics.rounds_launched
     return result
 
@@ -159,7 +160,7 @@ def train_with_fsdp(method: str, replicas: int, shards: int) -> list[dict[str, A
     fully_shard(model, mesh=mesh["shard"])
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method_of(method), transport=transport)
-    sizes = [optimizer._engine.view.numel(f) for f in range(optimizer.num_fragments)]
+    sizes = [optimizer._engine.view.parameters.numel(f) for f in range(optimizer.num_fragments)]
     for step in range(1, STEPS + 1):
         # every rank of a replica sees the replica's whole batch: FSDP's mean over the shards changes nothing
         loss_of(model, step=step, replica=transport.replica).backward()
@@ -230,7 +231,7 @@ def train_with_more_shards_than_rows(method: str) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
-    sizes = [optimizer._engine.view.numel(f) for f in range(optimizer.num_fragments)]
+    sizes = [optimizer._engine.view.parameters.numel(f) for f in range(optimizer.num_fragments)]
     with optimizer.global_parameters():
         total = sum(float(p.full_tensor().sum()) for p in model.parameters())
     transport.close()
