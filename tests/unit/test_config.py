@@ -141,7 +141,9 @@ def test_an_impossible_run_is_refused_before_it_starts(options: dict[str, object
         check(resolved(**options))
 
 
-@pytest.mark.parametrize("method", ["all-reduce", "local-sgd", "diloco", "streaming-diloco", "streaming_diloco", "ef21"])
+@pytest.mark.parametrize(
+    "method", ["all-reduce", "local-sgd", "diloco", "streaming-diloco", "streaming_diloco", "ef21"]
+)
 def test_every_method_runs_with_its_defaults(method: str) -> None:
     config = resolved(method=method)
     check_values(config)
