@@ -141,9 +141,7 @@ def digits(
     return model, batches, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]), measure
 
 
-def language(
-    settings: dict[str, Any], *, replica: int
-) -> tuple[Any, Iterator[Any], Callable[[Any], Any], Callable[[], Any]]:
+def language(settings: dict[str, Any], *, replica: int) -> Task:
     """Return model, batches, loss and measure of nano: 4 windows of 128 tokens a replica and step."""
     from thinwire.training.corpora import Sampler, open_corpus, validation_batches
 

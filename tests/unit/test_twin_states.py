@@ -88,6 +88,8 @@ def test_a_lost_message_fails_the_round_by_name_notes_nothing_and_a_checkpoint_h
             assert all(torch.equal(twins_before[key], after[key]) for key in after)
             with pytest.raises(TransportError):  # no checkpoint of a broken state
                 optimizer.state_dict()
+            with pytest.raises(DesyncError, match=r"failed on replica 1, .*resume all replicas from a checkpoint"):
+                steps(model, optimizer, 1, replica=transport.replica, start=4)
         return values(model), saved
 
     unbroken = thinwire.run_replicas(3, lambda transport: replica_main(transport, is_broken=False))

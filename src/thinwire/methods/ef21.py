@@ -17,9 +17,9 @@ What we changed: there is no server. Every replica sends its c_i to all others a
 matrices are compressed; vectors (biases, norms) go dense. The mean is handed to any inner optimizer; the paper's is
 torch.optim.SGD without momentum.
 
-A lost message fails the round with an error, and nothing of the round is applied or noted. Some replicas may have got
-it whole, though, so that the run goes on from a checkpoint; a replica that goes on nevertheless is named, because
-replicas compare their parameters and their means of g now and then.
+A lost message fails the round with an error, and nothing of the round is applied or noted there. Others may have got it
+whole, so that a replica whose round failed refuses to go on before it is resumed from a checkpoint, as all must be.
+Replicas also compare their parameters and their means of g now and then, and name who differs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import nn
 from thinwire.averaging.delivery import Average, Delivery
 from thinwire.averaging.exchange import BoundExchange, Exchange
 from thinwire.averaging.topology import Peers
-from thinwire.errors import CheckpointError, DesyncError
+from thinwire.errors import CheckpointError, DesyncError, ThinwireError
 from thinwire.shared_random import derive_seed
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.in_flight import Arrived, InFlight, launch
@@ -81,6 +81,7 @@ class Engine:
         self._in_flight: dict[int, InFlight] = {}
         self._seed = seed
         self._pace = pace
+        self._failed: Round | None = None
         method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
 
     @property
@@ -101,6 +102,7 @@ class Engine:
             DesyncError: Replicas hold different global parameters.
             NonFiniteError: A replica sent NaN or infinity.
         """
+        self._refuse_parted_twins()
         where = {"num_fragments": self.num_fragments, "replica": self.transport.replica}
         for round in self.method.schedule.launches(step, **where):
             self._launch(round)
@@ -197,6 +199,17 @@ class Engine:
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
 
+    def _refuse_parted_twins(self) -> None:
+        if self._failed is None:
+            return
+        fragment, channel = self._failed.fragment, self._failed.channel
+        if self._exchanges[channel].shared_hash(fragment):
+            raise DesyncError(
+                f"round {self._failed.id} failed on replica {self.transport.replica}, and others may have taken it in, "
+                f"so that what {self.method.name} remembers at both ends differs from here on; resume all replicas "
+                f"from a checkpoint before that"
+            )
+
     def _reference_hash(self, round: Round, exchange: BoundExchange) -> int:
         """Return the view's hash, and in it what the exchange remembers and all members must hold alike."""
         found = self.view.reference_hash(round)
@@ -222,7 +235,11 @@ class Engine:
 
     def _arrival(self, flight: InFlight) -> Average:
         began_s = time.perf_counter()
-        average = flight.result()
+        try:
+            average = flight.result()
+        except ThinwireError:
+            self._failed = flight.round
+            raise
         self.statistics.stalled_s += time.perf_counter() - began_s
         self.deadlines.observe_round(flight.duration_s, num_bytes=flight.num_bytes)
         check_agreement(average.reference_hashes, round=flight.round)
@@ -264,7 +281,7 @@ class Engine:
         self.update.load_state_dict(state["update"])
         for channel, exchange in enumerate(self._exchanges):
             exchange.load_state_dict(state["exchanges"][str(channel)])
-        self._in_flight = {}
+        self._in_flight, self._failed = {}, None
         for flight in state["in_flight"]:
             round = Round(**flight["round"])
             parts = {int(replica): part.clone() for replica, part in flight.get("parts", {}).items()}
