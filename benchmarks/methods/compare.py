@@ -124,9 +124,10 @@ def train_replica(
     return {"numel": numel, "sent_bytes": sent, "bits": 8 * sent / numel / settings["steps"], **reached}
 
 
-def digits(
-    settings: dict[str, Any], *, replica: int
-) -> tuple[Any, Iterator[Any], Callable[[Any], Any], Callable[[], Any]]:
+Task = tuple[Any, Iterator[Any], Callable[[Any], Any], Callable[[], Any]]
+
+
+def digits(settings: dict[str, Any], *, replica: int) -> Task:
     """Return model, batches, loss and measure of the digits: 16 images a replica and step."""
     found, model = images.load_digits(), images.convnet(width=64, seed=settings["seed"])
     own = slice(replica, None, settings["replicas"])
@@ -147,9 +148,8 @@ def language(settings: dict[str, Any], *, replica: int) -> Task:
 
     corpus = open_corpus("stdlib", cache=CACHE, vocab_size=2048)
     model: Any = build_model("nano", vocab_size=None, seed=settings["seed"])
-    batches = Sampler(
-        corpus.train, replica=replica, num_replicas=settings["replicas"], batch_size=4, seq_len=128, seed=settings["seed"]
-    )  # fmt: skip
+    replicas, seed = settings["replicas"], settings["seed"]
+    batches = Sampler(corpus.train, replica=replica, num_replicas=replicas, batch_size=4, seq_len=128, seed=seed)
     held_out = list(validation_batches(corpus.held_out, batch_size=8, seq_len=128, max_batches=40))
 
     def measure() -> dict[str, float]:
