@@ -122,7 +122,7 @@ class DoublingIntervals:
     def local_interval(self, step: int) -> int:
         """Return the interval between exchanges that holds at a step of the second phase."""
         doublings = (step - self.variance_steps - 1) // self.local_doubling_steps
-        return min(self.max_local_steps, 2 ** min(doublings, self.max_local_steps.bit_length()))
+        return min(self.max_local_steps, 1 << min(doublings, self.max_local_steps.bit_length()))
 
     def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
         """Return the step's only round."""
