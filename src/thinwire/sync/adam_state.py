@@ -118,7 +118,8 @@ class Slot:
         decay = float(self.option("weight_decay"))
         if self._is_decoupled or decay == 0:
             return gradient
-        return gradient.add(self.value, alpha=decay)
+        decayed: torch.Tensor = gradient.add(self.value, alpha=decay)
+        return decayed
 
     def is_dead(self) -> torch.Tensor:
         """Return which elements have never had a gradient, so that their variance is 0: one bit cannot say 0."""
@@ -140,8 +141,9 @@ class Slot:
 
     def denominator(self, *, updates: int) -> torch.Tensor:
         """Return `sqrt(v / (1 - beta2^updates)) + eps`."""
-        correction: float = (1 - self.betas[1] ** updates) ** 0.5
-        return (self.second.sqrt() / correction).add_(self.eps)
+        correction = (1 - self.betas[1] ** updates) ** 0.5
+        root: torch.Tensor = self.second.sqrt() / correction
+        return root.add_(self.eps)
 
     def descend(self, *, steps: int, updates: int) -> None:
         """Step the parameter along the momentum, with decoupled decay.

@@ -15,6 +15,7 @@ from thinwire.errors import MissingExtra
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
+from thinwire.sync.phases import WarmUp
 from thinwire.training.config import TrainConfig, check_values, flag
 from thinwire.training.models import PRESETS, build_model
 
@@ -152,6 +153,7 @@ def check(config: TrainConfig) -> None:
         if is_wanted and importlib.util.find_spec(package) is None:
             raise MissingExtra.of(package, extra="report")
     method = make_method(config)
+    _check_warm_ups(config, method)
     vocab_size = 257 if config.tokenizer == "bytes" else config.vocab_size
     model = make_model(config, vocab_size=vocab_size, device="meta")
     # the pattern alone: binding a view would copy values, and a model on the meta device has none
@@ -160,6 +162,17 @@ def check(config: TrainConfig) -> None:
     method.schedule.check(num_fragments=num_fragments, num_replicas=config.num_replicas)
     method.exchanges(config.num_replicas)
     method.update(config.num_replicas)
+
+
+def _check_warm_ups(config: TrainConfig, method: Method) -> None:
+    """Refuse a learning rate that still rises when a method freezes what it has learnt of the gradients."""
+    own = method.schedule.warmup_steps if isinstance(method.schedule, WarmUp) else None
+    if own is not None and (config.warmup_steps or 0) > own:
+        raise ValueError(
+            f"--warmup-steps {config.warmup_steps}, of the learning rate, ends after the {own} steps that --method "
+            f"{config.method} warms up for; what it freezes then would be that of small steps; give at most {own}, or "
+            f"the method a longer warm-up"
+        )
 
 
 def _check_device(name: str) -> None:
