@@ -24,6 +24,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "power-sgd": {"rank": 2},
     "dgc": {"density": 0.1, "warmup_steps": 6, "clip_norm": 1.0, "nesterov": True},
     "demo": {"k": 4, "chunk": 8},
+    "dimat": {"sync_interval": 4},
 }
 SIGN_SGD_LR = 0.01
 LR = {"dgc": 0.02, "demo": SIGN_SGD_LR}

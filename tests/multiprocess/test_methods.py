@@ -14,12 +14,12 @@ import thinwire
 from tests.reference.small_models import build, loss_of
 from thinwire.averaging.exchange import AllGather, cheapest
 from thinwire.codecs import by_name
-from thinwire.methods import all_reduce, diloco, streaming_diloco
+from thinwire.methods import all_reduce, diloco, dimat, streaming_diloco
 from thinwire.sync.method import Method
 from thinwire.transport.message import HEADER_BYTES
 
 pytestmark = pytest.mark.multiprocess
-ROOT = str(Path(__file__).parents[2])
+ROOT = f"{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}"
 STEPS = 14
 
 
@@ -28,9 +28,15 @@ def method_of(name: str) -> Method:
         "all-reduce": all_reduce,
         "diloco": lambda: diloco(sync_interval=4),
         "streaming": lambda: streaming_diloco(sync_interval=5, overlap_steps=3, layers_per_fragment=2),
+        "ring": lambda: dimat(sync_interval=4),
+        "matched": lambda: dimat(sync_interval=4, batches=images()),
         "stochastic": lambda: streaming_diloco(sync_interval=5, codec=by_name("e3m0-stochastic")),
         "two-phase": lambda: streaming_diloco(sync_interval=5, overlap_steps=2, exchange="two-phase"),
     }[name]()
+
+
+def images() -> list[torch.Tensor]:
+    return list(torch.randn(24, 1, 5, 5, generator=torch.Generator().manual_seed(7)).split(8))
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -53,7 +59,7 @@ def train(transport: Any, *, method: str, kind: str) -> dict[str, Any]:
     result: dict[str, Any] = {"local": digest(model)}
     with optimizer.global_parameters():
         result["global"] = digest(model)
-    result["sizes"] = [optimizer._engine.view.numel(f) for f in range(optimizer.num_fragments)]
+    result["sizes"] = [optimizer._engine.view.parameters.numel(f) for f in range(optimizer.num_fragments)]
     result["rounds"] = optimizer.statistics.rounds_launched
     return result
 
@@ -115,6 +121,21 @@ def test_real_processes_compute_the_same_bits_as_the_loopback_world_and_count_ev
                 assert limit - len(fragments) * replicas * block_bytes <= sent <= limit
 
 
+def test_neighbours_in_a_ring_compute_the_same_bits_in_real_processes():
+    cases = [["ring", "lstm"], ["matched", "conv"]]
+    by_rank = values(
+        run(
+            train_in_a_process, num_ranks=4, arguments={"cases": cases}, environment={"PYTHONPATH": ROOT},
+            deadline_s=150,
+        )
+    )  # fmt: skip
+    for number, (method, kind) in enumerate(cases):
+        expected = thinwire.run_replicas(4, lambda t, m=method, k=kind: train(t, method=m, kind=k))
+        for results, other in zip(by_rank, expected, strict=True):
+            assert results[number]["local"] == other["local"], method
+            assert results[number]["local"] == by_rank[0][number]["local"], "one model at the end"
+
+
 def launched_fragments(name: str, *, num_fragments: int) -> list[int]:
     method = method_of(name)
     steps = range(1, STEPS + 1)
@@ -142,7 +163,7 @@ def train_with_fsdp(method: str, replicas: int, shards: int) -> list[dict[str, A
     fully_shard(model, mesh=mesh["shard"])
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method_of(method), transport=transport)
-    sizes = [optimizer._engine.view.numel(f) for f in range(optimizer.num_fragments)]
+    sizes = [optimizer._engine.view.parameters.numel(f) for f in range(optimizer.num_fragments)]
     for step in range(1, STEPS + 1):
         # every rank of a replica sees the replica's whole batch: FSDP's mean over the shards changes nothing
         loss_of(model, step=step, replica=transport.replica).backward()
@@ -213,7 +234,7 @@ def train_with_more_shards_than_rows(method: str) -> list[int]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
-    sizes = [optimizer._engine.view.numel(f) for f in range(optimizer.num_fragments)]
+    sizes = [optimizer._engine.view.parameters.numel(f) for f in range(optimizer.num_fragments)]
     with optimizer.global_parameters():
         total = sum(float(p.full_tensor().sum()) for p in model.parameters())
     transport.close()

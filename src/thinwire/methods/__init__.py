@@ -12,6 +12,7 @@ from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.demo import demo
 from thinwire.methods.dgc import dgc
 from thinwire.methods.diloco import diloco
+from thinwire.methods.dimat import dimat
 from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.outer_learning_rate import default_outer_lr
@@ -29,6 +30,7 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "power-sgd": power_sgd,
     "dgc": dgc,
     "demo": demo,
+    "dimat": dimat,
 }
 
 
@@ -84,6 +86,7 @@ __all__ = [
     "demo",
     "dgc",
     "diloco",
+    "dimat",
     "local_sgd",
     "options_of",
     "parse_options",
