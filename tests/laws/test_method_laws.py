@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "ef21": {"codec": top_k(density=0.2)},
     "masha1": {"codec": random_k(density=0.5, scale=True)},
     "masha2": {"codec": top_k(density=0.5)},
+    "dimat": {"sync_interval": 4},
 }
 SIGN_SGD_LR = 0.01
 LR = {"dgc": 0.02, "demo": SIGN_SGD_LR, "masha1": 0.02, "masha2": 0.02}

@@ -240,7 +240,7 @@ class Does(nn.Module):
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name_with_the_remedy(model: nn.Module, named: str) -> None:
-    with pytest.raises(ValueError, match=named + r"(.|\n)*method='none'"):
+    with pytest.raises(ValueError, match=named + r"(.|\n)*without matching \('none'\)"):
         find_permutations(model.double(), sample=IMAGES)
 
 

@@ -81,11 +81,13 @@ class Average:
         mean: float32, `(numel,)`: the mean over the members, the same bits on all of them.
         reference_hashes: What each member said its reference was, by replica.
         parts: What each member sent, decoded, by replica, where the exchange keeps it.
+        weights: What each member counts in the mean, by replica, where the exchange weighs them.
     """
 
     mean: torch.Tensor
     reference_hashes: Mapping[int, int]
     parts: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    weights: Mapping[int, float] = field(default_factory=dict)
 
 
 Steps = Generator[Wait, Sequence[Received], Average]

@@ -303,6 +303,48 @@ class RandomPairs:
         return tuple(tuple(sorted(order[start:end])) for start, end in zip(cuts, ends, strict=True))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """Everyone exchanges with its neighbours in a graph: a `Topology` whose members differ from replica to replica.
+
+    Whoever a replica hears must also hear it: an exchange sends to all whom it receives from. So directed graphs
+    (`Exponential`, `OnePeerExponential`) are refused, but for so few replicas that they are not directed.
+
+    Attributes:
+        graph: Over the replicas that are alive.
+    """
+
+    graph: MixingGraph
+
+    def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
+        """Return `me` with its neighbours.
+
+        Raises:
+            ValueError: `me` is not alive, the graph is directed, or it does not exist for so many replicas.
+
+        Example:
+            >>> Neighbours(graph=Ring()).peers(round_id=0, me=7, alive=[0, 2, 4, 7]).members
+            (0, 4, 7)
+        """
+        row = mixing_row(self.graph, round_id=round_id, me=me, alive=alive)
+        self.check(num_replicas=len(alive), round_id=round_id)
+        return Peers(me=me, members=tuple(row))
+
+    def check(self, *, num_replicas: int, round_id: int = 0) -> None:
+        """Refuse a graph that is directed in a round, or does not exist for so many replicas.
+
+        Raises:
+            ValueError: It is or does not; says what to take.
+        """
+        for me in range(num_replicas):
+            where = {"num_replicas": num_replicas, "me": me, "round_id": round_id}
+            if self.graph.neighbours(**where) != self.graph.receivers(**where):
+                raise ValueError(
+                    f"graph must be undirected, got {self.graph} for {num_replicas} replicas: whoever sends a model "
+                    f"gets the other's back; take Ring(), Torus(), Complete() or Edges()"
+                )
+
+
 def mixing_row(graph: MixingGraph, *, round_id: int, me: int, alive: Iterable[int]) -> dict[int, float]:
     """Return the weights of `me` and its neighbours in the graph over those who are alive.
 

@@ -13,6 +13,7 @@ from thinwire.methods.co2 import co2
 from thinwire.methods.demo import demo
 from thinwire.methods.dgc import dgc
 from thinwire.methods.diloco import diloco
+from thinwire.methods.dimat import dimat
 from thinwire.methods.ef21 import ef21, ef21_step_size
 from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.masha import masha1, masha2
@@ -48,6 +49,7 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "one-bit-adam": one_bit_adam,
     "zero-one-adam": zero_one_adam,
     "one-bit-lamb": one_bit_lamb,
+    "dimat": dimat,
 }
 
 
@@ -104,6 +106,7 @@ __all__ = [
     "demo",
     "dgc",
     "diloco",
+    "dimat",
     "ef21",
     "ef21_step_size",
     "local_sgd",

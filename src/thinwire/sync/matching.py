@@ -69,7 +69,7 @@ def match_and_merge(
     """
     if method not in get_args(MergeMethod):
         raise ValueError(f"method must be one of {', '.join(get_args(MergeMethod))}, got {method!r}")
-    _check_whole(own)
+    check_whole(own)
     own_weight = _check_weights(neighbours, weights)
     _check_states(own, neighbours)
     _check_finite(own.state_dict(), whose="this replica")
@@ -265,12 +265,17 @@ def _check_weights(neighbours: Mapping[int, State], weights: Mapping[int, float]
     return weights[rest[0]]
 
 
-def _check_whole(own: nn.Module) -> None:
+def check_whole(own: nn.Module) -> None:
+    """Refuse a model of which this rank holds only shards.
+
+    Raises:
+        ValueError: It is one; names a tensor.
+    """
     for name, tensor in own.state_dict().items():
         if type(local_shard(tensor)) is not type(tensor.detach()):
             raise ValueError(
-                f"{name} is a shard, and units can only be matched in whole models; average without DIMAT, or do not "
-                f"shard the model inside a replica"
+                f"{name} is a shard, and units can only be matched in whole models; merge without matching ('none'), "
+                f"or do not shard the model inside a replica"
             )
 
 

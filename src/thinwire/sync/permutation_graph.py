@@ -120,7 +120,7 @@ def _trace(model: nn.Module) -> fx.GraphModule:
     except (fx.proxy.TraceError, TypeError, RuntimeError) as failure:
         raise ValueError(
             f"{type(model).__name__} cannot be traced by torch.fx ({failure}); write its forward without branches and "
-            f"loops over tensors, or merge without matching (method='none')"
+            f"loops over tensors, or merge without matching ('none')"
         ) from failure
 
 
@@ -160,7 +160,7 @@ class _Walk:
         if rule is None:
             raise ValueError(
                 f"{what} is not understood by matching; use Linear, Conv2d, BatchNorm, LayerNorm, elementwise "
-                f"activations, pooling, flatten and adds, or merge without matching (method='none')"
+                f"activations, pooling, flatten and adds, or merge without matching ('none')"
             )
         call = Call(
             node=node, what=what, module=module, flows=self._flows, units=self._units, attach=self._attach,
@@ -180,7 +180,7 @@ class _Walk:
         if f"{node.target}.{attribute}" not in self._aliases:
             raise ValueError(
                 f"{attribute} of {node.target} is computed from other tensors (a weight or spectral norm), which "
-                f"matching cannot permute; remove that, or merge without matching (method='none')"
+                f"matching cannot permute; remove that, or merge without matching ('none')"
             )
         name = self._aliases[f"{node.target}.{attribute}"]
         if flow is None:

@@ -110,7 +110,7 @@ class Call:
 
     def refuse(self, why: str) -> ValueError:
         """Return the error that names this operation."""
-        return ValueError(f"{self.what} {why}; change that layer, or merge without matching (method='none')")
+        return ValueError(f"{self.what} {why}; change that layer, or merge without matching ('none')")
 
     def argument(self, place: int, name: str, default: Any) -> Any:
         """Return an argument of the call by its place or its name."""

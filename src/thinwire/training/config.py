@@ -191,8 +191,6 @@ _LEAST = {
     "vocab_size": 1,
 }  # fmt: skip
 
-# Methods without a sync interval.
-_EVERY_STEP = ("all-reduce", "one-bit-adam", "zero-one-adam", "one-bit-lamb")
 # Peak learning rates of AdamW. nano's was tried: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
 _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}

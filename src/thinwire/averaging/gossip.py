@@ -1,0 +1,79 @@
+"""Averaging with one's neighbours in a graph: each replica gets a mean of its own, weighed by its row of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from thinwire.averaging.delivery import Delivery, Steps
+from thinwire.averaging.exchange import AllGather, BoundExchange, Shapes
+from thinwire.averaging.mixing import MixingGraph, mixing_row
+from thinwire.codecs.base import Codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gossip:
+    """Everyone sends its whole payload to its neighbours, and weighs what comes in float32.
+
+    The mean is `sum_j w_ij x_j` over a replica i and its neighbours j, in ascending order of j, and differs from
+    replica to replica. The result holds the neighbours' parts (not one's own) and all weights. A replica sends one
+    payload for each neighbour, however many replicas there are.
+
+    Args:
+        codec: The code.
+        graph: An undirected graph over all replicas; the same as the topology's.
+    """
+
+    codec: Codec
+    graph: MixingGraph
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundGossip:
+        """See `Exchange.bind`."""
+        gather = AllGather(codec=self.codec, keeps_parts=True)
+        inner = gather.bind(shapes, replica=replica, num_replicas=num_replicas)
+        return BoundGossip(self.graph, inner, num_replicas=num_replicas)
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`; of the replicas, those that take part in the round count: the members."""
+        return AllGather(codec=self.codec).sent_bytes(numel, num_replicas=num_replicas)
+
+
+class BoundGossip:
+    """See `Gossip`."""
+
+    def __init__(self, graph: MixingGraph, inner: BoundExchange, *, num_replicas: int) -> None:
+        self._graph = graph
+        self._inner = inner
+        self._num_replicas = num_replicas
+
+    @property
+    def has_memory(self) -> bool:
+        """Never: values are sent, and nothing is dropped from them."""
+        return False
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """See `BoundExchange.steps`."""
+        me, members = delivery.peers.me, delivery.peers.members
+        row = mixing_row(self._graph, round_id=delivery.round_id, me=me, alive=range(self._num_replicas))
+        assert tuple(row) == members, "the topology and the exchange must follow the same graph"
+        average = yield from self._inner.steps(tensor, delivery)
+        mean = torch.zeros_like(average.mean)
+        for member in members:
+            mean.add_(average.parts[member], alpha=row[member])
+        parts = {member: part for member, part in average.parts.items() if member != me}
+        return replace(average, mean=mean, parts=parts, weights=row)
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`."""
+        return self._inner.sent_bytes(numel, num_replicas=num_replicas)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is remembered."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `BoundExchange.load_state_dict`."""
+        self._inner.load_state_dict(state)
