@@ -91,4 +91,5 @@ def dimat(
         exchange=exchange,
         update=lambda num_replicas: merge,
         last_exchange=lambda num_replicas: cheapest(float32(), num_replicas=num_replicas),
+        has_common_value=False,
     )
