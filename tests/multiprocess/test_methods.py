@@ -59,7 +59,9 @@ def train(transport: Any, *, method: str, kind: str) -> dict[str, Any]:
     result: dict[str, Any] = {"local": digest(model)}
     with optimizer.global_parameters():
         result["global"] = digest(model)
-    result["sizes"] = [optimizer._engine.view.parameters.numel(f) for f in range(optimizer.num_fragments)]
+    view = optimizer._engine.view
+    shapes = [view.shapes(fragment=f, channel=0) for f in range(optimizer.num_fragments)]
+    result["sizes"] = [sum(shape.numel() for shape in found) for found in shapes]
     result["rounds"] = optimizer.statistics.rounds_launched
     return result
 

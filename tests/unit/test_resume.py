@@ -33,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "stochastic codec": {"sync_interval": 4, "overlap_steps": "3", "codec": "e3m0-stochastic"},
     "diloco": {"method": "diloco", "sync_interval": 4},
     "all-reduce": {"method": "all-reduce"},
+    "dimat": {"method": "dimat", "sync_interval": 5},
     "sgd": {"method": "local-sgd", "sync_interval": 4, "inner_optimizer": "sgd"},
 }
 

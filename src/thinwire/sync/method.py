@@ -26,6 +26,8 @@ class Method:
         update: How the result is applied; a function of the number of replicas, since good outer learning rates do.
         last_exchange: How the final exchange travels, where it must not be as the first channel does: a code that sends
             a small part at a time would leave most of the last steps' work behind.
+        has_common_value: Whether all replicas hold the same global value; where they do not, only the final exchange
+            makes one model of theirs.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Method:
     exchange: Callable[[int], Exchange | tuple[Exchange, ...]]
     update: Callable[[int], Update]
     last_exchange: Callable[[int], Exchange] | None = None
+    has_common_value: bool = True
 
     def exchanges(self, num_replicas: int) -> tuple[Exchange, ...]:
         """Return one exchange a channel."""

@@ -62,7 +62,13 @@ def make_method(config: TrainConfig) -> Method:
         if name in arguments:
             raise ValueError(f"{name} is given by --method-option and by {flag(name)}; give it once")
         arguments[name] = value
-    return recipe(**arguments)
+    method = recipe(**arguments)
+    if not config.final_exchange and not method.has_common_value:
+        raise ValueError(
+            f"--no-final-exchange does not go with --method {config.method}: only that exchange makes one model of its "
+            f"replicas'; leave it out"
+        )
+    return method
 
 
 def _check_pace(config: TrainConfig, takes: Mapping[str, inspect.Parameter]) -> None:
