@@ -1,4 +1,4 @@
-"""Seeds that every replica derives alike, without a word between them. Nothing here imports torch."""
+"""Seeds and coins that every replica derives alike, without a word between them. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -34,6 +34,21 @@ def derive_seed(base: int, *labels: str | int) -> int:
     for label in (base, *labels):
         digest.update(_encode(label))
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def toss(probability: float, base: int, *labels: str | int) -> bool:
+    """Toss a coin that shows the same side on every replica.
+
+    Args:
+        probability: Of True, in [0, 1].
+        base: The run's own seed; any integer.
+        *labels: What the coin is for, such as `"participation", round, replica`.
+
+    Example:
+        >>> [toss(0.5, 17, "coin", number) for number in range(6)]
+        [True, True, True, True, False, True]
+    """
+    return derive_seed(base, *labels) < probability * 2**63
 
 
 def _encode(label: str | int) -> bytes:

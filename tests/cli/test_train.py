@@ -205,6 +205,9 @@ def test_the_methods_are_listed_with_a_line_each() -> None:
         "local-sgd",
         "diloco",
         "streaming-diloco",
+        "ef21",
+        "masha1",
+        "masha2",
     ]
     assert all(line.endswith(".") for line in done.stdout.splitlines())
 

@@ -30,6 +30,8 @@ class Case:
         by_coordinate: Each coordinate is on its own, so the order of the replicas leaves no trace.
         moves_along: Adding one vector to all adds it to the result.
         stays_between: Whether the result lies between the honest values of each coordinate.
+        room: How far beyond them it may lie, as a share of their range: a bad value may be kept where it is as close to
+            the centre as the farthest honest one.
         survives_nan: Whether bad replicas may send NaN.
     """
 
@@ -38,6 +40,7 @@ class Case:
     by_coordinate: bool = False
     moves_along: bool = True
     stays_between: bool = False
+    room: float = 0.0
     survives_nan: bool = True
 
 
@@ -52,11 +55,25 @@ CASES = {
         by_coordinate=True,
         stays_between=True,
     ),
-    "meamed": Case(make=lambda num, bad: MeaMed(num_bad=bad), least=lambda bad: 2 * bad + 1, by_coordinate=True),
-    "phocas": Case(make=lambda num, bad: Phocas(num_bad=bad), least=lambda bad: 2 * bad + 1, by_coordinate=True),
+    "meamed": Case(
+        make=lambda num, bad: MeaMed(num_bad=bad),
+        least=lambda bad: 2 * bad + 1,
+        by_coordinate=True,
+        stays_between=True,
+        room=1.0,
+    ),
+    "phocas": Case(
+        make=lambda num, bad: Phocas(num_bad=bad),
+        least=lambda bad: 2 * bad + 1,
+        by_coordinate=True,
+        stays_between=True,
+        room=1.0,
+    ),
     "krum": Case(make=lambda num, bad: Krum(num_bad=bad), least=lambda bad: 2 * bad + 3),
     "multi-krum": Case(make=lambda num, bad: MultiKrum(num_bad=bad), least=lambda bad: 2 * bad + 3),
-    "bulyan": Case(make=lambda num, bad: Bulyan(num_bad=bad), least=lambda bad: 4 * bad + 3, stays_between=True),
+    "bulyan": Case(
+        make=lambda num, bad: Bulyan(num_bad=bad), least=lambda bad: 4 * bad + 3, stays_between=True, room=1.0
+    ),
     "flag": Case(make=lambda num, bad: FlagAggregator(), least=lambda bad: 2 * bad + 1, moves_along=False),
     "flag-pairs": Case(
         make=lambda num, bad: FlagAggregator(num_columns=1, pair_weight=2.0, lengths="unit"), moves_along=False
@@ -196,11 +213,15 @@ def test_the_bad_cannot_pull_it_out_of_the_range_of_the_honest(name: str, data: 
     stack[list(bad)] = gathered(num_bad, stack.shape[1], seed=7) * size
     result = CASES[name].make(stack.shape[0], num_bad)(stack)
     low, high = stack[honest].amin(dim=0), stack[honest].amax(dim=0)
-    room = 1e-6 * (high.abs() + low.abs()) if name == "bulyan" else 0.0
-    if name == "bulyan":
-        # its second step keeps values around the median, so a bad one may stay, but only as far out as an honest one
-        room = room + (high - low)
+    room = CASES[name].room * (high - low) * (1 + 1e-5)
     assert (result >= low - room).all() and (result <= high + room).all()
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30, float("inf"), float("nan")])
+def test_krum_hands_on_an_honest_vector_where_the_bad_are_far(size: float) -> None:
+    stack = gathered(9, 101)
+    stack[::3] *= size
+    assert any(torch.equal(Krum(num_bad=3)(stack), stack[replica]) for replica in (1, 2, 4, 5, 7, 8))
 
 
 @every_rule

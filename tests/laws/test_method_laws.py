@@ -11,6 +11,7 @@ import torch
 import thinwire
 from tests.reference.loops import same, values, wrap
 from tests.reference.small_models import build, loss_of
+from thinwire.codecs import random_k, top_k
 from thinwire.methods import RECIPES, recipe
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
@@ -21,13 +22,22 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 4},
     "streaming-diloco": {"sync_interval": 5, "overlap_steps": 3, "layers_per_fragment": 2},
     "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
+    "slowmo": {"sync_interval": 4},
+    "co2": {"sync_interval": 4},
+    "noloco": {"sync_interval": 4},
     "power-sgd": {"rank": 2},
     "dgc": {"density": 0.1, "warmup_steps": 6, "clip_norm": 1.0, "nesterov": True},
+    "one-bit-adam": {"warmup_steps": 5},
+    "one-bit-lamb": {"warmup_steps": 10},
+    "zero-one-adam": {"variance_steps": 6, "variance_updates": 2, "local_doubling_steps": 2, "max_local_steps": 4},
     "demo": {"k": 4, "chunk": 8},
+    "ef21": {"codec": top_k(density=0.2)},
+    "masha1": {"codec": random_k(density=0.5, scale=True)},
+    "masha2": {"codec": top_k(density=0.5)},
     "dimat": {"sync_interval": 4},
 }
 SIGN_SGD_LR = 0.01
-LR = {"dgc": 0.02, "demo": SIGN_SGD_LR}
+LR = {"dgc": 0.02, "demo": SIGN_SGD_LR, "masha1": 0.02, "masha2": 0.02}
 STEPS = 12
 
 
@@ -35,6 +45,21 @@ def inner_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if name in LR:
         return torch.optim.SGD(model.parameters(), lr=LR[name])
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def one_step(optimizer: thinwire.DistributedOptimizer, model: torch.nn.Module, *, data: int, replica: int) -> float:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, step=data, replica=replica)
+        loss.backward()
+        return loss
+
+    if optimizer.method.view.moment == "around_closure":
+        loss = optimizer.step(closure)
+    else:
+        loss = closure()
+        optimizer.step()
+    return float(loss)
 
 
 def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | None = None) -> list[dict[str, Any]]:
@@ -45,11 +70,7 @@ def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | No
         optimizer = wrap(model, transport, recipe(name)(**ARGUMENTS.get(name, {})), inner_of(name, model))
         losses = []
         for step in range(1, STEPS + 1):
-            loss = loss_of(model, step=step % 3, replica=transport.replica)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
+            losses.append(one_step(optimizer, model, data=step % 3, replica=transport.replica))
             if step == stop:
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
                 model = build(kind, seed=5)

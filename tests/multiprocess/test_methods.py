@@ -14,11 +14,12 @@ import thinwire
 from tests.reference.small_models import build, loss_of
 from thinwire.averaging.exchange import AllGather, cheapest
 from thinwire.codecs import by_name
-from thinwire.methods import all_reduce, diloco, dimat, streaming_diloco
+from thinwire.methods import all_reduce, co2, diloco, dimat, noloco, streaming_diloco
 from thinwire.sync.method import Method
 from thinwire.transport.message import HEADER_BYTES
 
 pytestmark = pytest.mark.multiprocess
+# the sources of this checkout, whichever one is installed
 ROOT = f"{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}"
 STEPS = 14
 
@@ -31,6 +32,8 @@ def method_of(name: str) -> Method:
         "ring": lambda: dimat(sync_interval=4),
         "matched": lambda: dimat(sync_interval=4, batches=images()),
         "stochastic": lambda: streaming_diloco(sync_interval=5, codec=by_name("e3m0-stochastic")),
+        "noloco": lambda: noloco(sync_interval=4, overlap_steps=1),
+        "co2": lambda: co2(sync_interval=4),
         "two-phase": lambda: streaming_diloco(sync_interval=5, overlap_steps=2, exchange="two-phase"),
     }[name]()
 
@@ -123,8 +126,8 @@ def test_real_processes_compute_the_same_bits_as_the_loopback_world_and_count_ev
                 assert limit - len(fragments) * replicas * block_bytes <= sent <= limit
 
 
-def test_neighbours_in_a_ring_compute_the_same_bits_in_real_processes():
-    cases = [["ring", "lstm"], ["matched", "conv"]]
+def test_pairs_rings_and_late_rounds_compute_the_same_bits_in_real_processes():
+    cases = [["noloco", "lstm"], ["co2", "linear"], ["ring", "lstm"], ["matched", "conv"]]
     by_rank = values(
         run(
             train_in_a_process, num_ranks=4, arguments={"cases": cases}, environment={"PYTHONPATH": ROOT},

@@ -14,6 +14,7 @@ import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.averaging.low_rank import orthonormal
+from thinwire.averaging.weighted import MedianNormClip
 from thinwire.codecs import chunked_top_k, dct_top_k, top_k
 from thinwire.codecs.memory import ErrorFeedback, MomentumCorrection
 from thinwire.methods import all_reduce, demo, dgc, power_sgd, sparse_loco
@@ -221,9 +222,10 @@ def test_orthonormal_columns_are_so_also_where_they_depend_on_each_other() -> No
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_sparse_loco_is_its_loop_bit_for_bit(replicas: int) -> None:
+@pytest.mark.parametrize("clips", [True, False])
+def test_sparse_loco_is_its_loop_bit_for_bit(replicas: int, clips: bool) -> None:
     code, interval, decay = chunked_top_k(k=4, chunk=32, values="codebook2"), 3, 0.95
-    found = trained(sparse_loco(sync_interval=interval, k=4, chunk=32, decay=decay), replicas)
+    found = trained(sparse_loco(sync_interval=interval, k=4, chunk=32, decay=decay, clips=clips), replicas)
     model = build("transformer")
     # chunks run through the vector in the fragment's order, which is not the model's
     (names,) = wrap(model, None, sparse_loco()).fragments
@@ -235,15 +237,14 @@ def test_sparse_loco_is_its_loop_bit_for_bit(replicas: int) -> None:
     theta = now()
     residuals = [torch.zeros_like(theta) for _ in range(replicas)]
     for begin in range(0, COUNT, interval):
-        total = torch.zeros_like(theta)
+        sent: list[torch.Tensor] = []
         for replica in range(replicas):
             nn.utils.vector_to_parameters(theta.clone(), order)
             steps(model, torch.optim.SGD(model.parameters(), lr=0.05), interval, replica=replica, start=begin)
             wanted = residuals[replica] * decay + (theta - now())
-            sent = code.decode(code.encode(wanted), numel=theta.numel())
-            residuals[replica] = wanted - sent
-            total += sent
-        theta = theta - total / replicas
+            sent.append(code.decode(code.encode(wanted), numel=theta.numel()))
+            residuals[replica] = wanted - sent[-1]
+        theta = theta - (MedianNormClip()(torch.stack(sent)) if clips else sum(sent) / replicas)
     nn.utils.vector_to_parameters(theta.clone(), order)
     assert same(found, values(model))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import CheckpointError, MissingExtra
+from thinwire.methods import RECIPES
 from thinwire.training.assembly import check, lr_factor, make_method, wanted_vocabulary
 from thinwire.training.config import (
     FREE,
@@ -136,6 +137,10 @@ def test_a_value_out_of_its_range_is_refused_with_value_and_limit(options: dict[
             {"overlap_steps": "0", "pace": True},
             "--pace does not go with --method streaming-diloco: with --overlap-steps 0",
         ),
+        ({"method": "noloco", "final_exchange": False}, "--no-final-exchange does not go with --method noloco"),
+        ({"method": "noloco", "outer_momentum": 0.9}, "pull must be below 0.38"),
+        ({"method": "co2", "overlap_steps": "2"}, "--overlap-steps does not go with --method co2"),
+        ({"method": "slowmo", "pace": True}, "--pace does not go with --method slowmo"),
         ({"method": "all-reduce", "sync_interval": 5}, "--sync-interval does not go with --method all-reduce"),
         ({"method": "local-sgd", "outer_lr": 0.7}, "--outer-lr does not go with --method local-sgd"),
         ({"device": "tpu"}, "--device must be cpu or cuda"),
@@ -146,7 +151,7 @@ def test_an_impossible_run_is_refused_before_it_starts(options: dict[str, object
         check(resolved(**options))
 
 
-@pytest.mark.parametrize("method", ["all-reduce", "local-sgd", "diloco", "streaming-diloco", "streaming_diloco"])
+@pytest.mark.parametrize("method", [*(name for name in RECIPES if "masha" not in name), "streaming_diloco"])
 def test_every_method_runs_with_its_defaults(method: str) -> None:
     config = resolved(method=method)
     check_values(config)

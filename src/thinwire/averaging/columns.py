@@ -13,6 +13,8 @@ from functools import lru_cache
 
 import torch
 
+from thinwire.averaging.gram import divided
+
 # The result does not depend on it: rows of this many columns stay in a core's cache while they are sorted.
 _CHUNK = 1 << 15
 _CHUNK_ON_DEVICE = 1 << 21
@@ -78,7 +80,7 @@ def mean_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
     total = values[0].to(torch.float64)
     for value in values[1:]:
         total = total + value
-    return total / len(values)
+    return divided(total, len(values))
 
 
 def middle_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -108,4 +110,4 @@ def mean_around(values: Sequence[torch.Tensor], centre: torch.Tensor, *, num_kep
         if place >= num_kept:
             counts = torch.where(num_below > place - num_kept, counts, 0.0)
         total = total + counts
-    return total / num_kept
+    return divided(total, num_kept)

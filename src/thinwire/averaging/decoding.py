@@ -14,14 +14,14 @@ from thinwire.errors import NonFiniteError
 def mean_of(
     codec: Codec, payloads: Mapping[int, torch.Tensor], *, peers: Peers, numel: int, device: torch.device, what: str
 ) -> torch.Tensor:
-    """Decode the payloads of all members and return their mean: float32, `(numel,)`.
+    """Decode the payloads of all members and return their mean: float32, `(numel,)`; absent members count as zero.
 
     Raises:
         NonFiniteError: A payload says that it held NaN or infinity; names its sender.
         PayloadError: A payload is broken.
     """
     total = torch.zeros(numel, dtype=torch.float32, device=device)
-    for peer in peers.members:  # one order everywhere: float addition is not associative
+    for peer in peers.senders:  # one order everywhere: float addition is not associative
         total += decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
     return total.div_(len(peers.members))
 

@@ -9,6 +9,7 @@ compute the same bits (arXiv 2501.18512, section 2.4: unreduced 4-bit payloads, 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,10 +20,12 @@ import torch
 from thinwire.averaging.decoding import check_finite, decode, mean_of
 from thinwire.averaging.delivery import Average, Delivery, Steps, Wait
 from thinwire.averaging.hop import Hop, Ramp, ShardedHop, codec_at, most_bytes
+from thinwire.averaging.robust import Aggregate
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.memory import Memory
 from thinwire.errors import CheckpointError
 from thinwire.shared_random import derive_seed
+from thinwire.transport.base import Pending
 
 Shapes = Sequence[torch.Size]
 
@@ -49,6 +52,10 @@ class BoundExchange(Protocol):
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """Return the payload bytes that one replica sends for a tensor of `numel` elements, at most."""
+        ...
+
+    def shared_hash(self, fragment: int) -> int:
+        """Return a checksum of what is remembered of a fragment and must be the same on all members, 0 for nothing."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,16 +102,20 @@ class AllGather:
         codec: The code, or codes that change with the step.
         memory: What the sender remembers of what its code dropped; None for nothing.
         keeps_parts: Whether the result holds each member's own part beside the mean.
+        aggregate: What stands in for the mean; None for the mean.
     """
 
     codec: Codec | Ramp
     memory: Memory | None = None
     keeps_parts: bool = False
+    aggregate: Aggregate | None = None
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         """See `Exchange.bind`."""
+        if self.aggregate is not None:
+            self.aggregate.check(num_replicas)
         hops = [
-            {"out": Hop(_laid_out(self.codec, tensors), self.memory.bind(_numel(tensors)) if self.memory else None)}
+            {"out": Hop(code_for(self.codec, tensors), self.memory.bind(numel_of(tensors)) if self.memory else None)}
             for tensors in shapes
         ]
         return _BoundAllGather(self, hops)
@@ -117,22 +128,34 @@ class AllGather:
         """Return the generator of a round whose payloads pass a hop."""
         numel, device, peers, transport = tensor.numel(), tensor.device, delivery.peers, delivery.transport
         codec = hop.codec(delivery.step)
-        own = hop.encode(tensor, step=delivery.step, seed=delivery.seed)
-        del tensor  # while the round is in flight, only its payload takes memory
         expected = delivery.receiving(codec, numel=numel)
-        receives = tuple(transport.receive(source=peer, envelope=expected) for peer in peers.others)
-        envelope, on_host = delivery.sending(own, codec=codec, numel=numel), own.cpu()
-        sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
+        sources = [peer for peer in peers.senders if peer != peers.me]
+        receives = tuple(transport.receive(source=peer, envelope=expected) for peer in sources)
+        sends: tuple[Pending, ...] = ()
+        kept: dict[int, torch.Tensor] = {}
+        if peers.me in peers.senders:
+            own = hop.encode(tensor, step=delivery.step, seed=delivery.seed)
+            envelope, on_host, kept = delivery.sending(own, codec=codec, numel=numel), own.cpu(), {peers.me: own}
+            sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
+        del tensor  # while the round is in flight, only its payload takes memory
         received = yield Wait(receives=receives, sends=sends)
-        by_replica = dict(zip(peers.others, received, strict=True))
-        payloads = {peer: message.payload for peer, message in by_replica.items()} | {peers.me: own}
-        mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=delivery.describe())
+        by_replica = dict(zip(sources, received, strict=True))
+        payloads = {peer: message.payload for peer, message in by_replica.items()} | kept
+        what, parts = delivery.describe(), {}
+        if self.keeps_parts or self.aggregate is not None:
+            parts = {
+                peer: decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
+                for peer in peers.senders
+            }
+        if self.aggregate is None:
+            mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=what)
+        else:
+            mean = self.aggregate(torch.stack([parts[peer] for peer in peers.senders]))
         if delivery.must_be_finite:
-            check_finite(mean, codec, payloads, what=delivery.describe())
-        parts = {p: codec.decode(payloads[p].to(device), numel=numel) for p in peers.members if self.keeps_parts}
+            check_finite(mean, codec, payloads, what=what)
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
         hashes[peers.me] = delivery.reference_hash
-        return Average(mean=hop.received(mean), reference_hashes=hashes, parts=parts)
+        return Average(mean=hop.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""
@@ -173,7 +196,7 @@ class TwoPhase:
         """See `Exchange.bind`."""
         hops = []
         for tensors in shapes:
-            numel = _numel(tensors)
+            numel = numel_of(tensors)
             block = codec_at(self.codec, 1).block
             start, stop = shard_bounds(numel, num_shards=num_replicas, block=block)[replica]
             out = self.memory.bind(numel) if self.memory else None
@@ -189,6 +212,8 @@ class TwoPhase:
         """Return the generator of a round whose parts pass the hop `out`, and their means the hop `back`."""
         flat, device, peers, transport = tensor.reshape(-1), tensor.device, delivery.peers, delivery.transport
         codec, what, me = out.codec(delivery.step), delivery.describe(), delivery.peers.me
+        if peers.absent:
+            raise ValueError("TwoPhase() needs every member in every round, because each owns a shard; use AllGather()")
         delivery = replace(delivery, spread_s=delivery.spread_s / 2)  # the second phase takes as long again
         shards = shard_bounds(flat.numel(), num_shards=len(peers.members), block=codec.block)
         bounds = dict(zip(peers.members, shards, strict=True))
@@ -262,7 +287,7 @@ def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, 
     return list(pairwise(cuts))
 
 
-class _Bound:
+class BoundHops:
     """What an exchange remembers, by fragment and hop."""
 
     def __init__(self, spec: Exchange, hops: Sequence[Mapping[str, Hop]]) -> None:
@@ -271,12 +296,23 @@ class _Bound:
 
     @property
     def has_memory(self) -> bool:
+        """See `BoundExchange.has_memory`."""
         return any(hop.has_memory for hops in self._hops for hop in hops.values())
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`."""
         return self._spec.sent_bytes(numel, num_replicas=num_replicas)
 
+    def shared_hash(self, fragment: int) -> int:
+        """See `BoundExchange.shared_hash`."""
+        found = 0
+        for hop in self._hops[fragment].values():
+            if hop.shared is not None:
+                found = zlib.crc32(hop.shared.cpu().numpy().tobytes(), found)
+        return found
+
     def state_dict(self) -> dict[str, Any]:
+        """See `BoundExchange.state_dict`."""
         return {
             str(fragment): {name: hop.state_dict() for name, hop in hops.items() if hop.has_memory}
             for fragment, hops in enumerate(self._hops)
@@ -284,6 +320,7 @@ class _Bound:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `BoundExchange.load_state_dict`."""
         own = self.state_dict()
         if set(state) != set(own) or any(set(state[key]) != set(own[key]) for key in own):
             raise CheckpointError(
@@ -295,14 +332,14 @@ class _Bound:
                 self._hops[int(fragment)][name].load_state_dict(vectors)
 
 
-class _BoundAllGather(_Bound):
+class _BoundAllGather(BoundHops):
     _spec: AllGather
 
     def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
         return self._spec.through(self._hops[delivery.fragment]["out"], tensor, delivery)
 
 
-class _BoundTwoPhase(_Bound):
+class _BoundTwoPhase(BoundHops):
     _spec: TwoPhase
 
     def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
@@ -312,7 +349,8 @@ class _BoundTwoPhase(_Bound):
         return self._spec.through(out, hops["mean"], tensor, delivery)
 
 
-def _numel(shapes: Shapes) -> int:
+def numel_of(shapes: Shapes) -> int:
+    """Return how many elements tensors of these shapes have together."""
     return sum(shape.numel() for shape in shapes)
 
 
@@ -320,7 +358,7 @@ def _names(state: Mapping[str, Any]) -> str:
     return ", ".join(f"{fragment}/{name}" for fragment, hops in state.items() for name in hops) or "nothing"
 
 
-def _laid_out(code: Codec | Ramp, shapes: Shapes) -> Codec | Ramp:
+def code_for(code: Codec | Ramp, shapes: Shapes) -> Codec | Ramp:
     """Tell a code that depends on the tensors' shapes what they are."""
     if isinstance(code, Ramp):
         return Ramp(codecs=tuple((start, laid_out(codec, shapes)) for start, codec in code.codecs))

@@ -70,6 +70,10 @@ class BoundGossip:
         """See `BoundExchange.sent_bytes`."""
         return self._inner.sent_bytes(numel, num_replicas=num_replicas)
 
+    def shared_hash(self, fragment: int) -> int:
+        """Nothing is common to all."""
+        return 0
+
     def state_dict(self) -> dict[str, Any]:
         """Nothing is remembered."""
         return self._inner.state_dict()

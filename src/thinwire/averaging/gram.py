@@ -74,8 +74,19 @@ def combine(stack: torch.Tensor, coefficients: Sequence[float], *, divisor: floa
             if coefficient:
                 # two operations: one that may be fused would round differently from processor to processor
                 total += row.to(torch.float64) * coefficient
-        result[start : start + _CHUNK] = total / divisor
+        result[start : start + _CHUNK] = divided(total, divisor)
     return result
+
+
+def divided(total: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return a float64 tensor divided by a number, with the same bits on every device.
+
+    Example:
+        >>> divided(torch.ones(1, dtype=torch.float64), 4)
+        tensor([0.2500], dtype=torch.float64)
+    """
+    # CUDA multiplies by the reciprocal of a plain number, which rounds twice; a tensor it divides by
+    return total / torch.full((), divisor, dtype=torch.float64, device=total.device)
 
 
 def _total(sums: torch.Tensor) -> list[float]:

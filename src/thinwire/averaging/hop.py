@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.memory import BoundMemory
+from thinwire.errors import NonFiniteError
 from thinwire.shared_random import derive_seed
 
 
@@ -76,8 +77,22 @@ class Hop:
         if self._memory is None:
             return codec.encode(x, seed=seed)
         payload = codec.encode(self._memory.before(x), seed=seed)
-        self._memory.after(codec.decode(payload, numel=x.numel()))
+        self._note(codec, [(payload, x.numel())])
         return payload
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """What is remembered and must be the same on all members, `(numel,)`; None for nothing."""
+        return None if self._memory is None else self._memory.shared
+
+    def _note(self, codec: Codec, payloads: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Tell the memory what the receivers decode."""
+        assert self._memory is not None
+        try:
+            parts = [codec.decode(payload, numel=numel) for payload, numel in payloads]
+        except NonFiniteError:
+            return  # the run ends where it is decoded to be used, with this replica's name
+        self._memory.after(torch.cat(parts))
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
         """Return what is applied, from the mean of what all sent."""
@@ -114,6 +129,5 @@ class ShardedHop(Hop):
             for owner, (start, stop) in bounds.items()
         }
         if self._memory is not None:
-            parts = [codec.decode(coded[owner], numel=stop - start) for owner, (start, stop) in bounds.items()]
-            self._memory.after(torch.cat(parts))
+            self._note(codec, [(coded[owner], stop - start) for owner, (start, stop) in bounds.items()])
         return coded

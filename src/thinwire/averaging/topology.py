@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from thinwire.shared_random import toss
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
@@ -14,15 +16,23 @@ class Peers:
     Attributes:
         me: This replica.
         members: All replicas of the round in ascending order, this one among them. Everyone decodes in this order.
+        absent: Members that send nothing in this round. Nobody waits for them; they receive what the others send, and
+            the mean is over all members still.
     """
 
     me: int
     members: tuple[int, ...]
+    absent: tuple[int, ...] = ()
 
     @property
     def others(self) -> tuple[int, ...]:
         """The members without this replica."""
         return tuple(member for member in self.members if member != self.me)
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The members that send something, in ascending order."""
+        return tuple(member for member in self.members if member not in self.absent)
 
 
 class Topology(Protocol):
@@ -45,3 +55,45 @@ class AllReplicas:
             (0, 2)
         """
         return Peers(me=me, members=tuple(sorted(alive)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participation:
+    """Everyone exchanges with everyone, but each replica sends in some rounds only: by a coin that all can toss.
+
+    The coins of different replicas and rounds are independent, and every replica knows all of them, so that nobody
+    waits for a replica that sends nothing, and no word is said about it.
+
+    Args:
+        probability: With which a replica sends in a round, in (0, 1].
+        seed: Selects the coins; the same on all replicas.
+        rounds_per_coin: So many rounds in a row share a coin: those of one step.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> half = Participation(probability=0.5, seed=3)
+        >>> [half.peers(round_id=r, me=0, alive=[0, 1, 2]).senders for r in range(4)]
+        [(0, 1, 2), (1, 2), (0, 1), ()]
+    """
+
+    probability: float
+    seed: int = 0
+    rounds_per_coin: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 < self.probability <= 1:
+            raise ValueError(f"probability must be in (0, 1], got {self.probability}; 1 means always")
+        if self.rounds_per_coin < 1:
+            raise ValueError(f"rounds_per_coin must be at least 1, got {self.rounds_per_coin}")
+
+    def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
+        """See `Topology.peers`."""
+        members = tuple(sorted(alive))
+        number = round_id // self.rounds_per_coin
+        absent = tuple(
+            member for member in members if not toss(self.probability, self.seed, "participation", number, member)
+        )
+        return Peers(me=me, members=members, absent=absent)

@@ -103,7 +103,7 @@ class ChunkedTopK:
         whole = flat.numel() // self.chunk * self.chunk
         parts = [
             self._row.encode(part.to(torch.float32).view(-1, self.chunk)).view(-1)
-            for part in flat[:whole].split(self._step(flat.device) * self.chunk)
+            for part in torch.split(flat[:whole], self._step(flat.device) * self.chunk)
             if part.numel()
         ]
         if whole < flat.numel():

@@ -148,7 +148,7 @@ class DctTopK:
         for region in self._regions(flat.numel()):
             chunks = region.view(flat).permute(0, 2, 1, 3).reshape(-1, region.height, region.width)
             row = self._row(region.height * region.width)
-            for some in chunks.split(max(1, elements_at_once(flat.device) // row.size)):
+            for some in torch.split(chunks, max(1, elements_at_once(flat.device) // row.size)):
                 parts.append(row.encode(dct.transform(some).view(-1, row.size)).view(-1))
         return torch.cat(parts)
 
@@ -162,7 +162,7 @@ class DctTopK:
             stop = start + region.count * row.row_bytes
             parts = []
             table = payload[start:stop].reshape(-1, row.row_bytes)
-            for some in table.split(max(1, elements_at_once(payload.device) // row.size)):
+            for some in torch.split(table, max(1, elements_at_once(payload.device) // row.size)):
                 coefficients = row.decode(some, name=self.name)
                 parts.append(dct.inverse(coefficients.view(-1, region.height, region.width)))
             shape = (region.down, region.across, region.height, region.width)

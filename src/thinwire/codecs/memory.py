@@ -9,6 +9,7 @@ to one hop: a method that codes a mean a second time has a second one there.
 | `ErrorFeedback()` | `x + decay * e` | `e`: what the code dropped (EF-SGD, arXiv 1901.09847) |
 | `MomentumCorrection()` | `v = v + u`, `u = m u + g` | `u`, `v`, both cleared where sent (arXiv 1712.01887) |
 | `Shift()` | `x - g` | `g`, which the receivers keep too (EF21, arXiv 2106.05203) |
+| `Shift(momentum=m)` | `v - g`, `v = m v + (1 - m) x` | `g`, and `v` (EF21-SGDM, arXiv 2305.15155) |
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class BoundMemory(Protocol):
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
         """Turn the mean of what all sent into what is applied: float32, `(numel,)`."""
+        ...
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """The vector that all members of the exchange must hold alike: float32, `(numel,)`; None for none."""
         ...
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -64,6 +70,11 @@ class _Vectors:
     def __init__(self, numel: int, *names: str) -> None:
         self._numel = numel
         self._vectors = {name: torch.zeros(numel) for name in names}
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        """See `BoundMemory.shared`."""
+        return None
 
     def _there(self, name: str, like: torch.Tensor) -> torch.Tensor:
         self._vectors[name] = found = self._vectors[name].to(like.device)
@@ -242,26 +253,71 @@ class _BoundMomentum(_Vectors):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift:
-    """Send the difference to a state that both ends hold (EF21, arXiv 2106.05203, Algorithm 1).
+    """Send the difference to a state that both ends hold (EF21, arXiv 2106.05203).
 
     `c = C(x - g); g = g + c` at the sender, and the receivers add the mean of all `c` to the mean of all `g`, which is
-    what is applied. Unlike a residual, a state that differs between the two ends would stay wrong for ever.
+    what is applied. `g` starts at zero, so that the first round makes it `C(x)`, as the paper starts. Unlike a
+    residual, a state that differs between the two ends would stay wrong for ever: so nothing is noted before the whole
+    round has come, and `shared` lets replicas compare what they hold.
+
+    Args:
+        momentum: m of `v = m v + (1 - m) x`, which is then sent in the place of `x`, in [0, 1); the paper's eta is
+            1 - m. `v` starts as the first `x` (EF21-SGDM, arXiv 2305.15155).
+
+    Raises:
+        ValueError: `momentum` is out of its range.
     """
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 is plain EF21")
 
     def bind(self, numel: int) -> BoundMemory:
         """See `Memory.bind`."""
-        return _BoundShift(numel)
+        return _BoundShift(numel) if self.momentum == 0 else _BoundShiftOfMomentum(self, numel)
 
 
 class _BoundShift(_Vectors):
-    def __init__(self, numel: int) -> None:
-        super().__init__(numel, "own", "mean")
+    def __init__(self, numel: int, *names: str) -> None:
+        super().__init__(numel, "own", "mean", *names)
+        self._sent: torch.Tensor | None = None
+
+    @property
+    def shared(self) -> torch.Tensor | None:
+        return self._vectors["mean"]
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
         return x - self._there("own", x)
 
     def after(self, sent: torch.Tensor) -> None:
-        self._there("own", sent).add_(sent)
+        self._sent = sent
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
+        if self._sent is not None:  # a member that sends nothing in a round keeps its state
+            self._there("own", self._sent).add_(self._sent)
+            self._sent = None
         return self._there("mean", mean).add_(mean).clone()
+
+
+class _BoundShiftOfMomentum(_BoundShift):
+    def __init__(self, spec: Shift, numel: int) -> None:
+        super().__init__(numel, "velocity")
+        self._vectors["has_started"] = torch.zeros(1)
+        self._momentum = spec.momentum
+        self._velocity: torch.Tensor | None = None
+
+    def before(self, x: torch.Tensor) -> torch.Tensor:
+        if self._vectors["has_started"].item():
+            self._velocity = self._momentum * self._there("velocity", x) + (1 - self._momentum) * x
+        else:
+            self._velocity = x.to(torch.float32).clone()
+        return super().before(self._velocity)
+
+    def received(self, mean: torch.Tensor) -> torch.Tensor:
+        if self._velocity is not None:
+            self._vectors["velocity"], self._velocity = self._velocity, None
+            self._vectors["has_started"].fill_(1)
+        return super().received(mean)

@@ -104,8 +104,9 @@ class Sign:
         if flat.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
         size, whole = self._whole(flat.numel())
+        step = max(1, elements_at_once(flat.device) // size) * size
         parts = []
-        for part in flat[:whole].split(max(1, elements_at_once(flat.device) // size) * size) if whole else ():
+        for part in torch.split(flat[:whole], step) if whole else ():
             parts.append(self._encode_rows(part.view(-1, size)).view(-1))
         if whole < flat.numel():
             parts.append(self._encode_rows(flat[whole:].view(1, -1)).view(-1))
@@ -133,7 +134,7 @@ class Sign:
 
     def _encode_rows(self, x: torch.Tensor) -> torch.Tensor:
         sums, bits = [], []
-        for part in x.split(elements_at_once(x.device), dim=1):  # a multiple of 8, so bits of parts concatenate
+        for part in torch.split(x, elements_at_once(x.device), dim=1):  # a multiple of 8, so bits of parts concatenate
             narrow = part.to(torch.float32)
             wide = narrow.to(torch.float64)
             sums.append(ordered_sum(wide.abs() if self.scale == "mean" else wide * wide))

@@ -16,8 +16,8 @@ import torch
 
 from thinwire.codecs.rows import flatten
 from thinwire.codecs.selection import at_least, magnitude_bits
-from thinwire.codecs.sparse_payload import decode_chosen, encode_chosen, max_bytes
-from thinwire.codecs.values import ValueFormat, bits_per_value, check_format
+from thinwire.codecs.sparse_payload import decode_chosen, encode_chosen, expected_bits_per_element, max_bytes
+from thinwire.codecs.values import ValueFormat, check_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Threshold:
     @property
     def bits_per_element(self) -> float:
         """The most, where every element is sent: which ones will be depends on the tensor alone."""
-        return 1 + bits_per_value(self.values)
+        return expected_bits_per_element(1.0, values=self.values)
 
     @property
     def block(self) -> int:

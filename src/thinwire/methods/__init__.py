@@ -9,16 +9,25 @@ from collections.abc import Callable
 
 from thinwire.methods.about import About
 from thinwire.methods.all_reduce import all_reduce
+from thinwire.methods.co2 import co2
 from thinwire.methods.demo import demo
 from thinwire.methods.dgc import dgc
 from thinwire.methods.diloco import diloco
 from thinwire.methods.dimat import dimat
+from thinwire.methods.ef21 import ef21, ef21_step_size
 from thinwire.methods.local_sgd import local_sgd
+from thinwire.methods.masha import masha1, masha2
+from thinwire.methods.noloco import noloco
+from thinwire.methods.one_bit_adam import one_bit_adam
+from thinwire.methods.one_bit_lamb import one_bit_lamb
 from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.power_sgd import power_sgd
+from thinwire.methods.robust import robust
+from thinwire.methods.slowmo import slowmo
 from thinwire.methods.sparse_loco import sparse_loco
 from thinwire.methods.streaming_diloco import streaming_diloco
+from thinwire.methods.zero_one_adam import zero_one_adam
 from thinwire.sync.method import Method
 
 RECIPES: dict[str, Callable[..., Method]] = {
@@ -30,6 +39,16 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "power-sgd": power_sgd,
     "dgc": dgc,
     "demo": demo,
+    "ef21": ef21,
+    "masha1": masha1,
+    "masha2": masha2,
+    "robust": robust,
+    "slowmo": slowmo,
+    "co2": co2,
+    "noloco": noloco,
+    "one-bit-adam": one_bit_adam,
+    "zero-one-adam": zero_one_adam,
+    "one-bit-lamb": one_bit_lamb,
     "dimat": dimat,
 }
 
@@ -82,17 +101,28 @@ __all__ = [
     "Method",
     "about",
     "all_reduce",
+    "co2",
     "default_outer_lr",
     "demo",
     "dgc",
     "diloco",
     "dimat",
+    "ef21",
+    "ef21_step_size",
     "local_sgd",
+    "masha1",
+    "masha2",
+    "noloco",
+    "one_bit_adam",
+    "one_bit_lamb",
     "options_of",
     "parse_options",
     "power_sgd",
     "recipe",
+    "robust",
+    "slowmo",
     "sparse_loco",
     "story",
     "streaming_diloco",
+    "zero_one_adam",
 ]

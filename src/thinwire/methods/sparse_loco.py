@@ -6,6 +6,7 @@ On each replica m of M, after H steps of the inner optimizer from theta:
     e_m = beta e_m + Delta_m
     q_m = Q(top k of each chunk of e_m)             2-bit values, 12-bit places
     send q_m;  e_m = e_m - q_m
+    q_m = q_m min(1, n / |q_m|), n the median of all |q_m|      (as the authors' training program has it)
     theta = theta - alpha (1/M) sum_m q_m           no outer momentum: the decaying residual plays it
 
 All replicas go on from theta. The final exchange is dense, so that the last interval's work is not left behind in the
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from thinwire.averaging.exchange import AllGather, cheapest
 from thinwire.averaging.topology import AllReplicas
+from thinwire.averaging.weighted import MedianNormClip
 from thinwire.codecs import chunked_top_k, float32
 from thinwire.codecs.memory import ErrorFeedback
 from thinwire.methods.about import About
@@ -36,7 +38,13 @@ ABOUT = About(
 
 
 def sparse_loco(
-    *, sync_interval: int = 30, k: int = 64, chunk: int = 4096, decay: float = 0.95, outer_lr: float = 1.0
+    *,
+    sync_interval: int = 30,
+    k: int = 64,
+    chunk: int = 4096,
+    decay: float = 0.95,
+    outer_lr: float = 1.0,
+    clips: bool = True,
 ) -> Method:
     """Exchange the largest pseudo-gradients every `sync_interval` inner steps and wait for it.
 
@@ -46,6 +54,7 @@ def sparse_loco(
         chunk: Elements a chunk.
         decay: beta, share of the residual that stays.
         outer_lr: alpha.
+        clips: Whether what is longer than the median replica's is shortened to it.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -55,7 +64,7 @@ def sparse_loco(
         32
     """
     code = chunked_top_k(k=k, chunk=chunk, values="codebook2")
-    exchange = AllGather(codec=code, memory=ErrorFeedback(decay=decay))
+    exchange = AllGather(codec=code, memory=ErrorFeedback(decay=decay), aggregate=MedianNormClip() if clips else None)
     return Method(
         name="sparse-loco",
         schedule=Staggered(sync_interval=sync_interval),

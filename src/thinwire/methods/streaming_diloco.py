@@ -84,6 +84,7 @@ def streaming_diloco(
         (3, 0.5)
     """
     overlaps = overlap_steps if isinstance(overlap_steps, int) else tuple(overlap_steps)
+    _check_overlaps((overlaps,) if isinstance(overlaps, int) else overlaps, sync_interval=sync_interval)
     schedule = Staggered(sync_interval=sync_interval, overlap_steps=overlaps)
     pattern = Pattern(order=fragment_order, layers_per_fragment=layers_per_fragment, num_fragments=num_fragments)
     alpha = blend if blend is not None else (0.5 if overlaps else 0.0)
@@ -101,6 +102,14 @@ def streaming_diloco(
         exchange=_exchange_for(exchange, codec=e3m0() if codec is None else codec),
         update=update,
     )
+
+
+def _check_overlaps(overlaps: tuple[int, ...], *, sync_interval: int) -> None:
+    if sync_interval >= 1 and max(overlaps, default=0) >= sync_interval:
+        raise ValueError(
+            f"overlap_steps must be below sync_interval ({sync_interval}), got {max(overlaps)}; a fragment's exchange "
+            f"must be applied before its next one starts; co2() overlaps a whole interval"
+        )
 
 
 def _exchange_for(name: str, *, codec: Codec) -> Callable[[int], Exchange]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import nn
 from thinwire.averaging.delivery import Average, Delivery
 from thinwire.averaging.exchange import BoundExchange, Exchange
 from thinwire.averaging.topology import Peers
-from thinwire.errors import CheckpointError, DesyncError
+from thinwire.errors import CheckpointError, DesyncError, ThinwireError
 from thinwire.shared_random import derive_seed
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.in_flight import Arrived, InFlight, launch
 from thinwire.sync.method import Method
+from thinwire.sync.oracle import BoundProgram
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Transport
 
@@ -79,6 +81,7 @@ class Engine:
         self._in_flight: dict[int, InFlight] = {}
         self._seed = seed
         self._pace = pace
+        self._failed: Round | None = None
         method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
 
     @property
@@ -99,6 +102,7 @@ class Engine:
             DesyncError: Replicas hold different global parameters.
             NonFiniteError: A replica sent NaN or infinity.
         """
+        self._refuse_parted_twins()
         where = {"num_fragments": self.num_fragments, "replica": self.transport.replica}
         for round in self.method.schedule.launches(step, **where):
             self._launch(round)
@@ -106,6 +110,37 @@ class Engine:
             self._apply(round.id)
         for flight in self._in_flight.values():
             flight.poll()
+
+    def drive(self, step: int, oracle: Callable[[], Any]) -> Any:
+        """Let the update do step `step` with gradients that it asks for itself, and exchange what it hands out.
+
+        Args:
+            step: Counted from 1.
+            oracle: Puts the gradients at the model's present parameters into their `.grad`, and returns the loss.
+
+        Returns:
+            What the update makes of the losses.
+
+        Raises:
+            TransportError: A peer was lost, was late or sent something wrong; the parameters are those before the step.
+            DesyncError: Replicas hold different parameters.
+            NonFiniteError: A replica sent NaN or infinity.
+        """
+        assert isinstance(self.update, BoundProgram)
+        where = {"num_fragments": self.num_fragments, "replica": self.transport.replica}
+        program = self.update.program(self.method.schedule.launches(step, **where), oracle)
+        try:
+            round, tensor = next(program)
+            while True:
+                self._launch(round, tensor=tensor)
+                average = self._arrival(self._in_flight[round.id])
+                del self._in_flight[round.id]
+                self.statistics.rounds_applied += 1
+                round, tensor = program.send(average)
+        except StopIteration as end:
+            return end.value
+        finally:
+            program.close()
 
     def flush(self) -> None:
         """Wait for all rounds in flight and apply them, in the order of their launch."""
@@ -131,7 +166,7 @@ class Engine:
         shapes = [self.view.shapes(fragment=fragment, channel=channel) for fragment in range(self.num_fragments)]
         return exchange.bind(shapes, replica=self.transport.replica, num_replicas=self.transport.num_replicas)
 
-    def _launch(self, round: Round, *, is_last: bool = False) -> None:
+    def _launch(self, round: Round, *, is_last: bool = False, tensor: torch.Tensor | None = None) -> None:
         began_s = time.perf_counter()
         me = self.transport.replica
         exchange = self._last_exchange if is_last else self._exchanges[round.channel]
@@ -139,7 +174,7 @@ class Engine:
             tensor, peers = self.view.read_last(round.fragment), Peers(me=me, members=self._alive)
         else:
             peers = self.method.topology.peers(round_id=round.id, me=me, alive=self._alive)
-            tensor = self.view.read(round)
+            tensor = self.view.read(round) if tensor is None else tensor
         num_bytes = exchange.sent_bytes(tensor.numel(), num_replicas=len(peers.members))
         delivery = Delivery(
             peers=peers,
@@ -147,9 +182,9 @@ class Engine:
             round_id=round.id,
             fragment=round.fragment,
             step=round.launch_step,
-            reference_hash=self.view.reference_hash(round),
+            reference_hash=self._reference_hash(round, exchange),
             # gradients may be infinite: a GradScaler looks for that; what is remembered may not
-            must_be_finite=self.method.view.moment == "after_inner_step" or exchange.has_memory,
+            must_be_finite=self.method.view.moment != "before_inner_step" or exchange.has_memory,
             seed=derive_seed(self._seed, "round", round.id, me),
             spread_s=self._spread_s(round),
         )
@@ -163,6 +198,23 @@ class Engine:
         )
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
+
+    def _refuse_parted_twins(self) -> None:
+        if self._failed is None:
+            return
+        fragment, channel = self._failed.fragment, self._failed.channel
+        if self._exchanges[channel].shared_hash(fragment):
+            raise DesyncError(
+                f"round {self._failed.id} failed on replica {self.transport.replica}, and others may have taken it in, "
+                f"so that what {self.method.name} remembers at both ends differs from here on; resume all replicas "
+                f"from a checkpoint before that"
+            )
+
+    def _reference_hash(self, round: Round, exchange: BoundExchange) -> int:
+        """Return the view's hash, and in it what the exchange remembers and all members must hold alike."""
+        found = self.view.reference_hash(round)
+        shared = exchange.shared_hash(round.fragment) if found else 0
+        return zlib.crc32(shared.to_bytes(4, "little"), found) if shared else found
 
     def _spread_s(self, round: Round) -> float:
         """Return over how long a round may be sent: most of the steps until it is needed, as long as steps take now."""
@@ -183,7 +235,11 @@ class Engine:
 
     def _arrival(self, flight: InFlight) -> Average:
         began_s = time.perf_counter()
-        average = flight.result()
+        try:
+            average = flight.result()
+        except ThinwireError:
+            self._failed = flight.round
+            raise
         self.statistics.stalled_s += time.perf_counter() - began_s
         self.deadlines.observe_round(flight.duration_s, num_bytes=flight.num_bytes)
         check_agreement(average.reference_hashes, round=flight.round)
@@ -225,7 +281,7 @@ class Engine:
         self.update.load_state_dict(state["update"])
         for channel, exchange in enumerate(self._exchanges):
             exchange.load_state_dict(state["exchanges"][str(channel)])
-        self._in_flight = {}
+        self._in_flight, self._failed = {}, None
         for flight in state["in_flight"]:
             round = Round(**flight["round"])
             parts = {int(replica): part.clone() for replica, part in flight.get("parts", {}).items()}
@@ -251,8 +307,9 @@ def check_agreement(hashes: Mapping[int, int], *, round: Round) -> None:
     names = ", ".join(str(replica) for replica in odd)
     who = f"replica {names} disagrees with the others" if len(odd) == 1 else f"replicas {names} disagree"
     raise DesyncError(
-        f"{who} about the global parameters of fragment {round.fragment} in round {round.id}; something changed "
-        f"parameters outside the optimizer, or the hosts run different code; resume from a checkpoint before that"
+        f"{who} about the global parameters of fragment {round.fragment}, or what is remembered of them, in round "
+        f"{round.id}; something changed them outside the optimizer, a replica went on after a failed round, or the "
+        f"hosts run different code; resume from a checkpoint before that"
     )
 
 

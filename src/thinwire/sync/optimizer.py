@@ -131,7 +131,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: As for the inner optimizer; where gradients are exchanged at every step, they are averaged after
-                each of its calls, so all replicas must call it equally often.
+                each of its calls, so all replicas must call it equally often. A method that asks for gradients at
+                points of its own choice needs it: it clears the gradients, computes the loss on one batch, the same at
+                each call within a step, calls `backward`, and returns the loss.
 
         Returns:
             What the inner optimizer's `step` returns.
@@ -140,6 +142,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             TransportError: A peer was lost, was late or sent something wrong.
             DesyncError: Replicas hold different global parameters.
             RuntimeError: The optimizer is closed, or the model holds the global parameters just now.
+            ValueError: The method needs a closure, or does not go with a GradScaler.
         """
         if self._is_closed:
             raise RuntimeError("step() after close(); build a new DistributedOptimizer to train on")
@@ -150,8 +153,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"{self.method.name} remembers what it did not send, and a GradScaler's infinite gradients would spoil "
                 f"that for ever; train in bfloat16 without GradScaler, or take a method without memory"
             )
+        if self.method.view.moment == "around_closure" and closure is None:
+            raise ValueError(
+                f"{self.method.name} asks for gradients at points of its own choice, so one backward pass is not "
+                f"enough; call step(closure), where closure clears the gradients, computes the loss on this step's "
+                f"batch, calls backward() and returns the loss"
+            )
         self._observe_time()
         self._steps_done += 1
+        if self.method.view.moment == "around_closure":
+            return self._driven_step(closure)
         if self.method.view.moment == "after_inner_step":
             result = self._inner_step(closure)
             self._engine.advance(self._steps_done)
@@ -168,14 +179,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Average the gradients now instead of in the next `step`: to clip the mean, as one process would.
 
         Call it between `backward` and clipping, with a `GradScaler` after `unscale_`. Where gradients are not what the
-        method exchanges it does nothing, so that one loop serves all methods; nor where a method remembers what it did
-        not send: there a gradient must be clipped before it is remembered, and `step` averages.
+        method exchanges, or where it does the inner step itself, it does nothing, so that one loop serves all methods;
+        nor where a method remembers what it did not send: there a gradient must be clipped before it is remembered.
 
         Raises:
             TransportError: A peer was lost, was late or sent something wrong.
             RuntimeError: It was called twice before a step.
         """
-        if self.method.view.moment != "before_inner_step" or self._engine.has_memory:
+        acts_alone = self._engine.has_memory or self._engine.update.replaces_inner_step
+        if self.method.view.moment != "before_inner_step" or acts_alone:
             return
         if self._has_averaged:
             raise RuntimeError("average_gradients() was called twice; call step() in between")
@@ -297,6 +309,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
         self._last_step_s = now_s
+
+    def _driven_step(self, closure: Callable[[], Any] | None) -> Any:
+        assert closure is not None
+
+        def oracle() -> Any:
+            with torch.enable_grad():
+                return closure()
+
+        with torch.no_grad():
+            return self._engine.drive(self._steps_done, oracle)
 
     def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def averaged() -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from thinwire.shared_random import toss
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
@@ -86,6 +88,56 @@ class EveryStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RandomRefresh:
+    """Exchange channel 0 at every step, and before it channel 1 now and then: at the first step, and by a shared coin.
+
+    The coin of step t decides on step t + 1; all replicas toss the same.
+
+    Args:
+        probability: With which a step is followed by a refresh, in (0, 1].
+        seed: Selects the coins; the same on all replicas.
+
+    Raises:
+        ValueError: `probability` is out of its range.
+
+    Example:
+        >>> schedule = RandomRefresh(probability=0.5)
+        >>> [[round.channel for round in schedule.launches(step, num_fragments=1)] for step in range(1, 7)]
+        [[1, 0], [0], [0], [0], [1, 0], [1, 0]]
+    """
+
+    probability: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if not 0 < self.probability <= 1:
+            raise ValueError(f"probability must be in (0, 1], got {self.probability}; 1 refreshes at every step")
+
+    @property
+    def sync_interval(self) -> int:
+        """Always 1."""
+        return 1
+
+    def check(self, *, num_fragments: int, num_replicas: int) -> None:
+        """Refuse several fragments."""
+        if num_fragments != 1:
+            raise ValueError(f"RandomRefresh() exchanges the model as one fragment, got {num_fragments}")
+
+    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return the refresh, where there is one, and the round of channel 0."""
+        first = 2 * (step - 1)
+        rounds = [Round(id=first + 1, fragment=0, launch_step=step, apply_step=step)]
+        if step == 1 or toss(self.probability, self.seed, "refresh", step - 1):
+            rounds.insert(0, Round(id=first, fragment=0, channel=1, launch_step=step, apply_step=step))
+        return rounds
+
+    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return what was launched after the same step."""
+        return self.launches(step, num_fragments=num_fragments, replica=replica)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Staggered:
     """Exchange each fragment every `sync_interval` steps, at its own offset, and apply it `overlap_steps` later.
 
@@ -94,9 +146,14 @@ class Staggered:
     has run H steps (arXiv 2501.18512, Algorithm 2; its formula would also fire in a first, shorter window, which its
     own example leaves out, as we do).
 
+    At tau = H a fragment's next round is launched right before the last one is applied, so what it reads does not know
+    of that result yet: its reference is one round old. That is another algorithm than a smaller tau, not only a later
+    arrival (CO2, arXiv 2401.16265, is built on it), and no replica can run it while another does not.
+
     Args:
         sync_interval: H, at least 1.
-        overlap_steps: tau, 0 <= tau < H: one number, or one a replica where replicas differ in speed.
+        overlap_steps: tau, 0 <= tau <= H: one number, or one a replica where replicas differ in speed; H for all
+            replicas or for none.
         is_staggered: False gives all fragments the offset 0 (DiLoCo exchanges them together).
 
     Raises:
@@ -116,12 +173,18 @@ class Staggered:
         """Check the ranges."""
         if self.sync_interval < 1:
             raise ValueError(f"sync_interval must be at least 1, got {self.sync_interval}")
-        for tau in self._all_overlaps():
-            if not 0 <= tau < self.sync_interval:
+        overlaps = self._all_overlaps()
+        for tau in overlaps:
+            if not 0 <= tau <= self.sync_interval:
                 raise ValueError(
-                    f"overlap_steps must be at least 0 and below sync_interval ({self.sync_interval}), got {tau}; "
-                    f"a fragment's exchange must be applied before its next one starts"
+                    f"overlap_steps must be at least 0 and at most sync_interval ({self.sync_interval}), got {tau}; "
+                    f"a fragment's exchange must be applied no later than when its next one starts"
                 )
+        if self.sync_interval in overlaps and min(overlaps) < self.sync_interval:
+            raise ValueError(
+                f"overlap_steps of {self.sync_interval}, a whole sync_interval, must hold for all replicas, got "
+                f"{overlaps}; the others would refer to a newer global value; give at most {self.sync_interval - 1}"
+            )
 
     def check(self, *, num_fragments: int, num_replicas: int) -> None:
         """Refuse a list of overlaps that does not name one a replica."""
@@ -159,3 +222,74 @@ class Staggered:
                 number = (interval - 1) * num_fragments + fragment
                 rounds.append(Round(id=number, fragment=fragment, launch_step=step, apply_step=step + tau))
         return rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetched:
+    """Exchange two things of the whole model every `sync_interval` steps; one of them is sent long before it is needed.
+
+    Outer step k = 1, 2, ... takes both. Channel 1 is what the inner steps have made: launched after step kH and applied
+    tau steps later. Channel 0 is what the outer step before has left behind and nothing changes until this one: it is
+    launched on the first step after that, `(k - 1) H + tau + 1`, and applied right before channel 1. So it is on the
+    wire for a whole interval, and nobody waits for it.
+
+    Args:
+        sync_interval: H, at least 1.
+        overlap_steps: tau of channel 1, 0 <= tau < H; one number for all replicas.
+
+    Raises:
+        ValueError: A number is out of its range.
+
+    Example:
+        >>> schedule = Prefetched(sync_interval=10, overlap_steps=2)
+        >>> launched = [r for t in range(1, 24) for r in schedule.launches(t, num_fragments=1)]
+        >>> [(r.id, r.channel, r.launch_step, r.apply_step) for r in launched]
+        [(0, 0, 3, 12), (1, 1, 10, 12), (2, 0, 13, 22), (3, 1, 20, 22), (4, 0, 23, 32)]
+    """
+
+    sync_interval: int
+    overlap_steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.sync_interval < 1:
+            raise ValueError(f"sync_interval must be at least 1, got {self.sync_interval}")
+        if not isinstance(self.overlap_steps, int):
+            raise ValueError(
+                f"overlap_steps must be one number here, got {self.overlap_steps}; what is sent ahead must be launched "
+                f"after the same step everywhere"
+            )
+        if not 0 <= self.overlap_steps < self.sync_interval:
+            raise ValueError(
+                f"overlap_steps must be at least 0 and below sync_interval ({self.sync_interval}), got "
+                f"{self.overlap_steps}; an outer step must be done before the next one starts"
+            )
+
+    def check(self, *, num_fragments: int, num_replicas: int) -> None:
+        """Refuse a model that is cut: two rounds are one outer step of all of it."""
+        if num_fragments != 1:
+            raise ValueError(f"num_fragments must be 1 with this schedule, got {num_fragments}; give one fragment")
+
+    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return what is sent ahead, then what the inner steps have made."""
+        before, is_not_due = divmod(step - self.overlap_steps - 1, self.sync_interval)
+        ahead = [self._round(before, channel=0)] if not is_not_due and before >= 0 else []
+        return [*ahead, *self._made_at(step)]
+
+    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return both rounds of the outer step that is due."""
+        due = self._made_at(step - self.overlap_steps)
+        return [round for made in due for round in (self._round(made.id // 2, channel=0), made)]
+
+    def _made_at(self, step: int) -> list[Round]:
+        number, rest = divmod(step, self.sync_interval)
+        return [self._round(number - 1, channel=1)] if not rest and number >= 1 else []
+
+    def _round(self, before: int, *, channel: int) -> Round:
+        """Return a round of the outer step that `before` others come before."""
+        ready = before * self.sync_interval + self.overlap_steps + 1
+        made = (before + 1) * self.sync_interval
+        return Round(
+            id=2 * before + channel, fragment=0, channel=channel, launch_step=made if channel else ready,
+            apply_step=made + self.overlap_steps,
+        )  # fmt: skip

@@ -148,11 +148,7 @@ class OuterStep:
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundOuterStep:
         """See `Update.bind`."""
-        if isinstance(view, BoundGradient):
-            raise ValueError(
-                "OuterStep() applies mean pseudo-gradients, but the view reads gradients; use PseudoGradient() as the "
-                "view, or InnerStep() as the update"
-            )
+        check_pseudo_gradients(view, name="OuterStep")
         return BoundOuterStep(self, view)
 
 
@@ -202,6 +198,19 @@ class BoundOuterStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `BoundUpdate.load_state_dict`."""
         load_vectors(state, self._momenta, what="outer momentum")
+
+
+def check_pseudo_gradients(view: BoundView, *, name: str) -> None:
+    """Refuse a view on gradients.
+
+    Raises:
+        ValueError: It is one; names the update and what to do.
+    """
+    if isinstance(view, BoundGradient):
+        raise ValueError(
+            f"{name}() applies mean pseudo-gradients, but the view reads gradients; use PseudoGradient() as the view, "
+            f"or InnerStep() as the update"
+        )
 
 
 def check_momentum_free(inner: torch.optim.Optimizer) -> None:

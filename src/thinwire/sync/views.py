@@ -15,6 +15,12 @@ from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
 from thinwire.transport.shards import flatten, local_shard
 
+Moment = Literal["before_inner_step", "after_inner_step", "around_closure"]
+"""When rounds are launched and applied, seen from the inner optimizer's step.
+
+`around_closure`: there is no inner step; the update calls the closure where it wants the gradients.
+"""
+
 
 class BoundView(Protocol):
     """A view on one replica's model."""
@@ -45,7 +51,7 @@ class View(Protocol):
     """What is exchanged, as a value; `bind` attaches it to a model."""
 
     @property
-    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
+    def moment(self) -> Moment:
         """When rounds are launched and applied, seen from the inner optimizer's step."""
         ...
 
@@ -73,7 +79,7 @@ class PseudoGradient:
     fragments: Pattern = field(default_factory=Pattern)
 
     @property
-    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
+    def moment(self) -> Moment:
         """After the inner step."""
         return "after_inner_step"
 
@@ -113,7 +119,7 @@ class Gradient:
     replica keeps none. One flag a parameter travels with the gradients to tell.
 
     Args:
-        hash_interval: Every how many steps the parameters are hashed to prove that replicas agree.
+        hash_interval: Every how many steps the parameters are hashed to prove that replicas agree; 0 for never.
         is_split: Whether matrices (tensors of two dimensions and more) travel in channel 0, and the rest with the flags
             in channel 1: codes that drop most of a matrix would hurt biases and norms for few bytes.
     """
@@ -122,7 +128,7 @@ class Gradient:
     is_split: bool = False
 
     @property
-    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
+    def moment(self) -> Moment:
         """Before the inner step."""
         return "before_inner_step"
 
@@ -177,7 +183,8 @@ class BoundGradient:
         ]
         self._arrived = []
         for parameter, part, flag in zip(self._tensors, parts, flags, strict=True):
-            if flag == 0:
+            if flag == 0:  # this replica's own may be there where it and others sent nothing
+                parameter.grad = None
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -185,7 +192,7 @@ class BoundGradient:
 
     def reference_hash(self, round: Round) -> int:
         """Hash the parameters at every `hash_interval`-th step."""
-        if round.launch_step % self._hash_interval or round.channel:
+        if not self._hash_interval or round.launch_step % self._hash_interval or round.channel:
             return 0
         return checksum(flatten(self.parameters.locals(0)).cpu())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from thinwire.errors import MissingExtra
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
+from thinwire.sync.phases import WarmUp
 from thinwire.training.config import TrainConfig, check_values, flag
 from thinwire.training.models import PRESETS, build_model
 
@@ -50,8 +50,6 @@ def make_method(config: TrainConfig) -> Method:
         if name not in takes:
             raise ValueError(f"{flag(name)} does not go with --method {config.method}: {reason}; leave it out")
         arguments[name] = value
-    if config.pace:
-        _check_pace(config, takes)
     if config.codec is not None:
         if "codec" not in takes:
             raise ValueError(
@@ -63,22 +61,35 @@ def make_method(config: TrainConfig) -> Method:
             raise ValueError(f"{name} is given by --method-option and by {flag(name)}; give it once")
         arguments[name] = value
     method = recipe(**arguments)
+    if method.view.moment == "around_closure":
+        raise ValueError(
+            f"--method {config.method} asks for gradients at points of its own choice, and is for saddle points and "
+            f"variational inequalities, which a language model is not; use thinwire.DistributedOptimizer and its "
+            f"step(closure)"
+        )
+    _check_run(config, method, takes_overlap="overlap_steps" in takes)
+    return method
+
+
+def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> None:
+    """Refuse options of the run that the method has no use for, or cannot do with."""
     if not config.final_exchange and not method.has_common_value:
         raise ValueError(
             f"--no-final-exchange does not go with --method {config.method}: only that exchange makes one model of its "
             f"replicas'; leave it out"
         )
-    return method
-
-
-def _check_pace(config: TrainConfig, takes: Mapping[str, inspect.Parameter]) -> None:
-    if "overlap_steps" not in takes:
+    if config.pace and not isinstance(config.overlaps, tuple) and not _overlaps(method):
         reason = _METHOD_OPTIONS["overlap_steps"]
-    elif config.overlaps == 0:
-        reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
-    else:
-        return
-    raise ValueError(f"--pace does not go with --method {config.method}: {reason}; leave it out")
+        if takes_overlap:
+            reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
+        raise ValueError(f"--pace does not go with --method {config.method}: {reason}; leave it out")
+
+
+def _overlaps(method: Method) -> bool:
+    """Tell whether any round of a method is applied later than it is launched."""
+    steps = range(1, 2 * method.schedule.sync_interval + 1)
+    rounds = [round for step in steps for round in method.schedule.launches(step, num_fragments=1)]
+    return any(round.apply_step > round.launch_step for round in rounds)
 
 
 def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.device | str) -> nn.Module:
@@ -142,6 +153,7 @@ def check(config: TrainConfig) -> None:
         if is_wanted and importlib.util.find_spec(package) is None:
             raise MissingExtra.of(package, extra="report")
     method = make_method(config)
+    _check_warm_ups(config, method)
     vocab_size = 257 if config.tokenizer == "bytes" else config.vocab_size
     model = make_model(config, vocab_size=vocab_size, device="meta")
     # the pattern alone: binding a view would copy values, and a model on the meta device has none
@@ -150,6 +162,17 @@ def check(config: TrainConfig) -> None:
     method.schedule.check(num_fragments=num_fragments, num_replicas=config.num_replicas)
     method.exchanges(config.num_replicas)
     method.update(config.num_replicas)
+
+
+def _check_warm_ups(config: TrainConfig, method: Method) -> None:
+    """Refuse a learning rate that still rises when a method freezes what it has learnt of the gradients."""
+    own = method.schedule.warmup_steps if isinstance(method.schedule, WarmUp) else None
+    if own is not None and (config.warmup_steps or 0) > own:
+        raise ValueError(
+            f"--warmup-steps {config.warmup_steps}, of the learning rate, ends after the {own} steps that --method "
+            f"{config.method} warms up for; what it freezes then would be that of small steps; give at most {own}, or "
+            f"the method a longer warm-up"
+        )
 
 
 def _check_device(name: str) -> None:

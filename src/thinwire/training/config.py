@@ -20,6 +20,12 @@ FREE = (
     "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace",
 )  # fmt: skip
 
+# Methods that exchange at every step, and so have no interval.
+_EVERY_STEP = (
+    "all-reduce", "power-sgd", "dgc", "demo", "robust", "ef21", "masha1", "masha2", "one-bit-adam", "zero-one-adam",
+    "one-bit-lamb",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
@@ -189,8 +195,6 @@ _LEAST = {
 # --steps 300` on stdlib ended at 4.70, 4.55, 4.51, 4.55 for 1e-3, 3e-3, 6e-3, 1e-2. The others: the papers' scale.
 _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
 
-# Methods without a sync interval.
-_EVERY_STEP = ("all-reduce", "power-sgd", "dgc", "demo")
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
 # Methods that an AdamW would spoil.
 _INNER = {"dgc": "plain-sgd", "demo": "plain-sgd"}

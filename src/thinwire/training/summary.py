@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import DesyncError
+from thinwire.training.assembly import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.training.files import replace_whole, write_whole
 from thinwire.training.metrics import Reading
@@ -95,7 +96,7 @@ def summarise(
         "data": config.data,
         "parameters": parameters,
         "sync_interval": config.sync_interval or 1,
-        "overlap_steps": config.overlaps if config.overlaps is not None else _default_overlap(config),
+        "overlap_steps": getattr(make_method(config).schedule, "overlap_steps", 0),
         "codec": config.codec or _default_codec(config),
         "num_fragments": num_fragments,
         "allreduce_bytes": round(allreduce_bytes),
@@ -149,10 +150,6 @@ def save_model(run_dir: Path, model: nn.Module, *, tokenizer_json: str | None) -
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`; its presence says that the run has finished."""
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
-def _default_overlap(config: TrainConfig) -> int:
-    return 1 if config.method.replace("_", "-") == "streaming-diloco" else 0
 
 
 def _default_codec(config: TrainConfig) -> str:

@@ -1,0 +1,226 @@
+"""All methods on the same data and steps: accuracy or loss against bytes.
+
+    python benchmarks/methods/compare.py digits --jobs 2      # a convnet on digits, 4 replicas, 300 steps
+    python benchmarks/methods/compare.py language --jobs 2    # nano on stdlib text, 2 replicas, 200 steps
+    python benchmarks/methods/compare.py report               # the tables of what is stored
+
+Every run appends one JSON line to the results, and is left out when its line is there already. All replicas of a run
+live in one process, so losses and bytes do not depend on the machine's speed; bytes are counted by the transport.
+Learning rates are one a kind of inner optimizer, and were not tuned for single methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import images
+import torch
+from torch import nn
+from torch.nn import functional
+
+import thinwire
+from thinwire.bench.worker import lr_factor
+from thinwire.codecs import by_name
+from thinwire.methods import recipe
+from thinwire.training.models import build_model
+from thinwire.transport.loopback import LoopbackTransport
+from thinwire.transport.recording import RecordingTransport
+
+RESULTS = Path(__file__).parent.parent / "results" / "methods.jsonl"
+CACHE = Path.home() / ".cache" / "thinwire"
+SEEDS = (0, 1, 2)
+TASKS = {"digits": {"replicas": 4, "steps": 300}, "language": {"replicas": 2, "steps": 200}}
+INNER: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+    "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
+    "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
+    "plain-sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
+}
+LR = {"digits": {"adamw": 3e-3, "sgd": 0.05, "plain-sgd": 0.05, "sign": 1e-3}}
+LR["language"] = {"adamw": 3e-3, "sgd": 0.02, "plain-sgd": 0.02, "sign": 1e-3}
+
+
+def entries(task: str) -> dict[str, dict[str, Any]]:
+    """Return what runs: the method, its arguments and its inner optimizer, by the name in the table."""
+    steps = TASKS[task]["steps"]
+    interval = {"sync_interval": 10}
+    return {
+        "all-reduce, AdamW": {"method": "all-reduce"},
+        "all-reduce, SGD with momentum": {"method": "all-reduce", "inner": "sgd"},
+        "local-sgd": {"method": "local-sgd", "arguments": interval},
+        "diloco": {"method": "diloco", "arguments": interval},
+        "streaming-diloco": {"method": "streaming-diloco", "arguments": interval | {"overlap_steps": 3}},
+        "sparse-loco": {"method": "sparse-loco", "arguments": interval},
+        "slowmo": {"method": "slowmo", "arguments": interval},
+        "co2": {"method": "co2", "arguments": interval},
+        "noloco": {"method": "noloco", "arguments": interval},
+        "power-sgd": {"method": "power-sgd"},
+        "dgc": {"method": "dgc", "arguments": {"density": 0.001, "warmup_steps": steps // 5}, "inner": "plain-sgd"},
+        "demo": {"method": "demo", "inner": "plain-sgd", "lr": "sign"},
+        "ef21": {"method": "ef21", "codec": "top-k"},
+        "one-bit-adam": {"method": "one-bit-adam", "arguments": {"warmup_steps": round(0.15 * steps)}},
+        "zero-one-adam": {"method": "zero-one-adam"},
+        "one-bit-lamb": {"method": "one-bit-lamb", "arguments": {"warmup_steps": round(0.15 * steps)}},
+        "robust, flag": {"method": "robust"},
+    }
+
+
+def plan(task: str) -> list[dict[str, Any]]:
+    """Return the runs, a seed of all before the next seed."""
+    return [
+        {"task": task, "name": name, "seed": seed, **TASKS[task], "inner": "adamw", **entry}
+        for seed in SEEDS
+        for name, entry in entries(task).items()
+    ]
+
+
+def run(settings: dict[str, Any]) -> dict[str, Any]:
+    """Train all replicas of one run and return its line."""
+    torch.set_num_threads(1)
+    arguments = dict(settings.get("arguments", {}))
+    if "codec" in settings:
+        arguments["codec"] = by_name(settings["codec"])
+    task: Callable[..., Any] = {"digits": digits, "language": language}[settings["task"]]
+    began_s = time.monotonic()
+    found = thinwire.run_replicas(
+        settings["replicas"],
+        lambda transport: train_replica(transport, settings, recipe(settings["method"])(**arguments), task),
+    )
+    return {**settings, **found[0], "wall_s": round(time.monotonic() - began_s, 1), "torch": torch.__version__}
+
+
+def train_replica(
+    loopback: LoopbackTransport, settings: dict[str, Any], method: thinwire.Method, task: Callable[..., Any]
+) -> dict[str, Any]:
+    """Train one replica; return what the global parameters reach, and the bytes it sent."""
+    transport = RecordingTransport(loopback)
+    model, batches, loss_of, measure = task(settings, replica=transport.replica)
+    lr = LR[settings["task"]][settings.get("lr", settings["inner"])]
+    inner = INNER[settings["inner"]](model.parameters(), lr)
+    optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport, seed=settings["seed"])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=settings["steps"]))
+    before = transport.log.totals("sent").payload_bytes
+    for _, batch in zip(range(settings["steps"]), batches, strict=False):
+        loss_of(batch).backward()
+        optimizer.average_gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    sent = transport.log.totals("sent").payload_bytes - before
+    optimizer.close(final_exchange=True)
+    optimizer.average_buffers()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    with optimizer.global_parameters():
+        reached = measure()
+    return {"numel": numel, "sent_bytes": sent, "bits": 8 * sent / numel / settings["steps"], **reached}
+
+
+Task = tuple[Any, Iterator[Any], Callable[[Any], Any], Callable[[], Any]]
+
+
+def digits(settings: dict[str, Any], *, replica: int) -> Task:
+    """Return model, batches, loss and measure of the digits: 16 images a replica and step."""
+    found, model = images.load_digits(), images.convnet(width=64, seed=settings["seed"])
+    own = slice(replica, None, settings["replicas"])
+    batches = images.batches(
+        found.train_images[own], found.train_labels[own], batch_size=16, seed=1000 * settings["seed"] + replica
+    )
+    test = found.test_images, found.test_labels
+
+    def measure() -> dict[str, float]:
+        return {"accuracy": images.accuracy(model, *test), "val_loss": images.loss(model, *test)}
+
+    return model, batches, lambda batch: functional.cross_entropy(model(batch[0]), batch[1]), measure
+
+
+def language(settings: dict[str, Any], *, replica: int) -> Task:
+    """Return model, batches, loss and measure of nano: 4 windows of 128 tokens a replica and step."""
+    from thinwire.training.corpora import Sampler, open_corpus, validation_batches
+
+    corpus = open_corpus("stdlib", cache=CACHE, vocab_size=2048)
+    model: Any = build_model("nano", vocab_size=None, seed=settings["seed"])
+    replicas, seed = settings["replicas"], settings["seed"]
+    batches = Sampler(corpus.train, replica=replica, num_replicas=replicas, batch_size=4, seq_len=128, seed=seed)
+    held_out = list(validation_batches(corpus.held_out, batch_size=8, seq_len=128, max_batches=40))
+
+    def measure() -> dict[str, float]:
+        with torch.no_grad():
+            return {"val_loss": statistics.fmean(float(model.loss(*batch)[1]) for batch in held_out)}
+
+    return model, batches, lambda batch: model.loss(*batch)[0], measure
+
+
+def run_plan(task: str, *, jobs: int, results: Path) -> None:
+    """Run what is not stored yet, each run in a process of its own."""
+    done = [(line["task"], line["name"], line["seed"], line["steps"]) for line in read(results)]
+    waiting = [s for s in plan(task) if (s["task"], s["name"], s["seed"], s["steps"]) not in done]
+
+    def one(settings: dict[str, Any]) -> None:
+        command = [sys.executable, __file__, "one", "--settings", json.dumps(settings)]
+        output = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True).stdout
+        if not output.strip():
+            print(f"{settings['name']}, seed {settings['seed']} failed", file=sys.stderr, flush=True)
+            return
+        with results.open("a") as file:
+            file.write(output.splitlines()[-1] + "\n")
+        print(output.splitlines()[-1], flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, waiting))
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def report(results: Path) -> None:
+    """Print one table a task: medians over the seeds, with the range."""
+    for task in TASKS:
+        lines = [line for line in read(results) if line["task"] == task]
+        by_name_: dict[str, list[dict[str, Any]]] = {}
+        for line in lines:
+            by_name_.setdefault(line["name"], []).append(line)
+        if not lines:
+            continue
+        whole = 32 * 2 * (TASKS[task]["replicas"] - 1) / TASKS[task]["replicas"]
+        print(f"\n{task}\n\n| method | seeds | {'accuracy | ' if task == 'digits' else ''}loss | bits | fewer bytes |")
+        print("| --- " * (6 if task == "digits" else 5) + "|")
+        for name, found in by_name_.items():
+            bits = statistics.median(line["bits"] for line in found)
+            cells = [name, str(len(found))]
+            cells += [spread([100 * line["accuracy"] for line in found], "{:.2f} %")] if task == "digits" else []
+            cells += [spread([line["val_loss"] for line in found], "{:.4f}"), f"{bits:.3f}", f"{whole / bits:.1f}"]
+            print("| " + " | ".join(cells) + " |")
+
+
+def spread(values: list[float], form: str) -> str:
+    middle = form.format(statistics.median(values))
+    return middle if len(values) == 1 else f"{middle} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", choices=[*TASKS, "one", "report"], nargs="?", default="report")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--settings", type=json.loads)
+    options = parser.parse_args()
+    if options.plan == "one":
+        print(json.dumps(run(options.settings)))
+    elif options.plan == "report":
+        report(options.results)
+    else:
+        run_plan(options.plan, jobs=options.jobs, results=options.results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The exchange of a step that sends nothing: what goes in comes out, on each replica its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.averaging.delivery import Average, Delivery, Steps
+from thinwire.averaging.exchange import Shapes
+from thinwire.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    """Send nothing. For the local steps of a method that does the inner step itself; its result is no mean."""
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundNothing:
+        """See `Exchange.bind`."""
+        return BoundNothing()
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """Return 0."""
+        return 0
+
+
+class BoundNothing:
+    """See `Nothing`."""
+
+    @property
+    def has_memory(self) -> bool:
+        """Never."""
+        return False
+
+    def shared_hash(self, fragment: int) -> int:
+        """Nothing is remembered."""
+        return 0
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """Return a generator that ends at once."""
+        yield from ()
+        return Average(mean=tensor, reference_hashes={delivery.peers.me: delivery.reference_hash})
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """Return 0."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is remembered."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `BoundExchange.load_state_dict`."""
+        if state:
+            raise CheckpointError("the checkpoint remembers something of an exchange that sends nothing")

@@ -1,0 +1,138 @@
+"""Averaging through a server: everyone sends to one replica, which codes the mean and sends it to all."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.averaging.decoding import check_finite, decode, mean_of
+from thinwire.averaging.delivery import Average, Delivery, Steps, Wait
+from thinwire.averaging.exchange import BoundExchange, BoundHops, Shapes, code_for, numel_of
+from thinwire.averaging.hop import Hop, Ramp, most_bytes
+from thinwire.codecs.base import Codec
+from thinwire.codecs.memory import Memory, Shift
+from thinwire.shared_random import derive_seed
+from thinwire.transport.base import Received
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Star:
+    """One of the replicas is the server: it sums what the others send, codes the mean again and sends it to all.
+
+    Each value is coded twice, in codes that may differ; what the second coding drops, the server can remember. The
+    server too goes on with the decoded mean, so that all replicas hold the same bits. A member sends one payload, the
+    server M - 1. A sparse code of the mean is fine here, because there is one mean and one coder of it.
+
+    Args:
+        codec: The code towards the server, or codes that change with the step.
+        server_codec: The code of the mean.
+        memory: What a member remembers of what the first coding dropped; None for nothing.
+        server_memory: What the server remembers of what the second one dropped.
+        server: The replica that is the server.
+
+    Raises:
+        ValueError: The memory is one whose receivers must get the mean as it is.
+    """
+
+    codec: Codec | Ramp
+    server_codec: Codec | Ramp
+    memory: Memory | None = None
+    server_memory: Memory | None = None
+    server: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a memory with twins at the receivers."""
+        if isinstance(self.memory, Shift):
+            raise ValueError(
+                "Shift() is remembered by the receivers too, and a mean that is coded again would part them; use "
+                "AllGather() with Shift(), or ErrorFeedback() here"
+            )
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
+        """See `Exchange.bind`."""
+        if not 0 <= self.server < num_replicas:
+            raise ValueError(f"server must be one of the {num_replicas} replicas, got {self.server}")
+        hops = []
+        for tensors in shapes:
+            numel = numel_of(tensors)
+            out = self.memory.bind(numel) if self.memory else None
+            is_server = replica == self.server
+            back = self.server_memory.bind(numel) if self.server_memory and is_server else None
+            hops.append(
+                {
+                    "out": Hop(code_for(self.codec, tensors), out),
+                    "mean": Hop(code_for(self.server_codec, tensors), back),
+                }
+            )
+        return _BoundStar(self, hops)
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """See `BoundExchange.steps`; without memory."""
+        return self.through(Hop(self.codec), Hop(self.server_codec), tensor, delivery)
+
+    def through(self, out: Hop, back: Hop, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """Return the generator of a round whose payloads pass the hop `out`, and their mean the hop `back`."""
+        numel, device, peers = tensor.numel(), tensor.device, delivery.peers
+        codec, mean_codec = out.codec(delivery.step), back.codec(delivery.step)
+        own = None
+        if peers.me in peers.senders:
+            own = out.encode(tensor, step=delivery.step, seed=delivery.seed)
+        del tensor  # while the round is in flight, only its payload takes memory
+        hashes = {peers.me: delivery.reference_hash}
+        if peers.me == self.server:
+            payloads = {} if own is None else {peers.me: own}
+            coded = yield from self._serve(payloads, hashes, codec, back, numel=numel, device=device, delivery=delivery)
+        else:
+            sends = () if own is None else (
+                delivery.transport.send(
+                    own.cpu(), to=self.server, envelope=delivery.sending(own, codec=codec, numel=numel)
+                ),
+            )  # fmt: skip
+            expected = delivery.receiving(mean_codec, numel=numel, phase=1)
+            receives = (delivery.transport.receive(source=self.server, envelope=expected),)
+            received = yield Wait(receives=receives, sends=sends)
+            coded = received[0].payload.to(device)
+            hashes[self.server] = received[0].reference_hash
+        what = delivery.describe()
+        mean = decode(mean_codec, coded, numel=numel, peer=self.server, what=what)
+        if delivery.must_be_finite:
+            check_finite(mean, mean_codec, {self.server: coded}, what=what)
+        return Average(mean=out.received(mean), reference_hashes=hashes)
+
+    def _serve(
+        self, payloads: dict[int, torch.Tensor], hashes: dict[int, int], codec: Codec, back: Hop, *, numel: int,
+        device: torch.device, delivery: Delivery,
+    ) -> Generator[Wait, Sequence[Received], torch.Tensor]:  # fmt: skip
+        """Gather the members' payloads and hashes, send the coded mean to all, and return it."""
+        peers, transport, what = delivery.peers, delivery.transport, delivery.describe()
+        sources = [peer for peer in peers.senders if peer != peers.me]
+        expected = delivery.receiving(codec, numel=numel)
+        receives = tuple(transport.receive(source=peer, envelope=expected) for peer in sources)
+        received = yield Wait(receives=receives, sends=())
+        payloads |= {peer: message.payload for peer, message in zip(sources, received, strict=True)}
+        hashes |= {peer: message.reference_hash for peer, message in zip(sources, received, strict=True)}
+        mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=what)
+        if delivery.must_be_finite:
+            check_finite(mean, codec, payloads, what=what)
+        # a fresh stream: the mean must not be coded with the draws that coded the parts
+        coded = back.encode(mean, step=delivery.step, seed=derive_seed(delivery.seed, "mean"))
+        envelope = delivery.sending(coded, codec=back.codec(delivery.step), numel=numel, phase=1)
+        on_host = coded.cpu()
+        yield Wait(receives=(), sends=tuple(transport.send(on_host, to=p, envelope=envelope) for p in peers.others))
+        return coded
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`: the server's or a member's, whichever is more."""
+        if num_replicas == 1:
+            return 0
+        return max(most_bytes(self.codec, numel), (num_replicas - 1) * most_bytes(self.server_codec, numel))
+
+
+class _BoundStar(BoundHops):
+    _spec: Star
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        hops: Mapping[str, Hop] = self._hops[delivery.fragment]
+        return self._spec.through(hops["out"], hops["mean"], tensor, delivery)

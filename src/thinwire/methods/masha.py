@@ -1,0 +1,123 @@
+"""MASHA1 and MASHA2: compressed exchange for variational inequalities, saddle points and GANs (arXiv 2110.03313).
+
+Find z with F(z) = (1/M) sum_m F_m(z) = 0; for a minimisation F is the gradient, for min_x max_y f it is
+(grad_x f, -grad_y f). With a reference point w whose F(w) all replicas know:
+
+    half = tau z + (1 - tau) w - gamma F(w)
+    MASHA1: z = half - gamma Q_server(mean_m Q(F_m(half) - F_m(w)))               Q unbiased
+    MASHA2: z = half - C_server(mean_m C(gamma (F_m(half) - F_m(w)) + e_m) + e)   C contractive; e_m, e keep its loss
+    with probability 1 - tau, by a coin that all replicas toss alike: w = z, and F_m(w) is exchanged dense
+
+The method asks for gradients at points of its own choice, so it needs `DistributedOptimizer.step(closure)`. The inner
+optimizer, torch.optim.SGD without momentum, only says gamma; of the order of sqrt(1 - tau) / L in theory.
+
+What we changed: without `server_codec` there is no server; everyone sends to everyone and computes the same mean, so
+that there is no second coding. With it, replica 0 is the server. F_m(w) is computed anew at each step rather than kept,
+on the same batch as F_m(half), which is the same number where the loss has no batches. With batches, F(w) is that of
+the batch at which w was taken, and the theory for exact operators does not hold. The exchange of F(w) comes at the
+start of the step after the coin.
+"""
+
+from __future__ import annotations
+
+from thinwire.averaging.exchange import AllGather, Exchange, cheapest
+from thinwire.averaging.star import Star
+from thinwire.averaging.topology import AllReplicas
+from thinwire.codecs import Codec, Sign, float32, random_k, top_k
+from thinwire.codecs.memory import ErrorFeedback, Memory
+from thinwire.methods.about import About
+from thinwire.methods.ef21 import check_contractive
+from thinwire.sync.extragradient import Extragradient
+from thinwire.sync.method import Method
+from thinwire.sync.oracle import Operator
+from thinwire.sync.schedule import RandomRefresh
+
+ABOUT = About(
+    paper="arXiv 2110.03313",
+    exchanged="differences of the operator at two points, compressed, and now and then whole",
+    bits="twice the codec's (M - 1)",
+    memory="3 (reference point, its operator, the point itself); MASHA2 also residuals",
+    restrictions="step(closure) with a deterministic loss; inner SGD without momentum",
+)
+
+
+def masha1(
+    *, codec: Codec | None = None, server_codec: Codec | None = None, refresh_probability: float | None = None,
+    ascent: tuple[str, ...] = (), seed: int = 0,
+) -> Method:  # fmt: skip
+    """Solve a variational inequality with an unbiased code, by steps with a closure.
+
+    Args:
+        codec: The code of the differences, unbiased; `random_k(scale=True)` by default.
+        server_codec: The code of their mean, with replica 0 as the server; None for no server.
+        refresh_probability: 1 - tau, in (0, 1]; by default the code's size as a share of float32's, so that refreshes
+            cost as much as the rest.
+        ascent: Names of the parameters, or of modules, that maximise the loss.
+        seed: Selects the coins.
+
+    Raises:
+        ValueError: A code is biased, or a number out of its range.
+
+    Example:
+        >>> masha1(ascent=("critic",)).schedule.probability < 0.01
+        True
+    """
+    differences = random_k(scale=True) if codec is None else codec
+    for code in (differences, server_codec):
+        if code is not None and (isinstance(code, Sign) or (code.is_sparse and not getattr(code, "scale", False))):
+            raise ValueError(
+                f"{code.name} is biased: what it drops is lost, because MASHA1 has no error feedback; take "
+                f"random_k(scale=True) or a code with stochastic rounding, or masha2()"
+            )
+    return _masha("masha1", differences, server_codec, refresh_probability, ascent=ascent, seed=seed, memory=None)
+
+
+def masha2(
+    *, codec: Codec | None = None, server_codec: Codec | None = None, refresh_probability: float | None = None,
+    ascent: tuple[str, ...] = (), seed: int = 0,
+) -> Method:  # fmt: skip
+    """Solve a variational inequality with a contractive code and error feedback, by steps with a closure.
+
+    Args:
+        codec: The code of the differences, contractive; `top_k()` by default.
+        server_codec: The code of their mean, with replica 0 as the server; None for no server.
+        refresh_probability: 1 - tau, in (0, 1]; by default the code's size as a share of float32's, so that refreshes
+            cost as much as the rest.
+        ascent: Names of the parameters, or of modules, that maximise the loss.
+        seed: Selects the coins.
+
+    Raises:
+        ValueError: A code is not contractive, or a number out of its range.
+
+    Example:
+        >>> masha2(refresh_probability=0.3).update(2).present_weight
+        0.7
+    """
+    differences = top_k() if codec is None else codec
+    for code in (differences, server_codec):
+        if code is not None:
+            check_contractive(code)
+    memory = ErrorFeedback()
+    return _masha("masha2", differences, server_codec, refresh_probability, ascent=ascent, seed=seed, memory=memory)
+
+
+def _masha(
+    name: str, codec: Codec, server_codec: Codec | None, refresh_probability: float | None, *, ascent: tuple[str, ...],
+    seed: int, memory: Memory | None,
+) -> Method:  # fmt: skip
+    if refresh_probability is not None and not 0 < refresh_probability <= 1:
+        raise ValueError(
+            f"refresh_probability must be in (0, 1], got {refresh_probability}; the code's density is usual"
+        )
+    probability = min(1.0, codec.bits_per_element / 32) if refresh_probability is None else refresh_probability
+    differences: Exchange = AllGather(codec=codec, memory=memory)
+    if server_codec is not None:
+        differences = Star(codec=codec, server_codec=server_codec, memory=memory, server_memory=memory)
+    return Method(
+        name=name,
+        schedule=RandomRefresh(probability=probability, seed=seed),
+        topology=AllReplicas(),
+        view=Operator(ascent=ascent),
+        exchange=lambda num_replicas: (differences, cheapest(float32(), num_replicas=num_replicas)),
+        update=lambda num_replicas: Extragradient(present_weight=1 - probability, sends_moves=memory is not None),
+    )

@@ -1,0 +1,74 @@
+"""1-bit Adam (arXiv 2102.02888, Algorithm 1): Adam's momentum in one bit an element, once its variance has settled.
+
+    for t = 1 .. T0, the warm-up:                             Adam's own step with the mean gradient, in float32
+    for t = T0+1 .. T, on each replica i of M:
+        m_i = beta1 m + (1 - beta1) g_i                       the replica's own gradient
+        c_i = sign-code(m_i + e_i);  e_i = m_i + e_i - c_i    error at the sender
+        for the part of the vector that replica j owns:
+            s_j = (1/M) sum_i c_i                             the mean over the replicas
+            d_j = sign-code(s_j + E_j);  E_j = s_j + E_j - d_j    error at the owner
+        m = (d_1, .., d_M), the same on all replicas
+        p = p - lr (m / sqrt(v_T0) + decay p)
+
+The sign code is 1 bit an element and one float32 scale, `||x||_2 / sqrt(n)`, a part. What we do where the paper and its
+public code differ or are silent:
+
+- The warm-up is the inner optimizer's own step, with its bias correction; the public code has none. After it, the
+  variance keeps the correction that it had, and the momentum's goes on.
+- torch.optim.AdamW decays the parameters, as the public code does; torch.optim.Adam adds decay to the gradient.
+- One bit cannot say zero. An element whose variance is zero after the warm-up has never had a gradient; it gets none
+  after that either, and stays (but for AdamW's decay). The public code leaves finding such elements to the user.
+- The public code has a scale for each tensor and part. Here one vector holds all tensors, and so that they can share
+  a scale, each is multiplied by a power of two that is found at the end of the warm-up, as 1-bit LAMB does.
+- Both errors are kept in checkpoints; the public code drops them.
+- Gradients that are clipped before the step are the replica's own, in the warm-up too.
+- After the warm-up a parameter without gradient counts as one with gradient zero.
+
+Let the warm-up of the learning rate end before this one: the variance of small steps says little about later ones.
+"""
+
+from __future__ import annotations
+
+from thinwire.averaging.exchange import TwoPhase, cheapest
+from thinwire.averaging.topology import AllReplicas
+from thinwire.codecs import Codec, float32, sign
+from thinwire.codecs.memory import ErrorFeedback
+from thinwire.methods.about import About
+from thinwire.sync.frozen_adam import FrozenAdam
+from thinwire.sync.method import Method
+from thinwire.sync.momenta import Momentum
+from thinwire.sync.phases import WarmUp
+
+ABOUT = About(
+    paper="arXiv 2102.02888",
+    exchanged="gradients in a warm-up, then momenta in one bit, at every step",
+    bits="64 (M - 1) / M in the warm-up, then 2 (M - 1) / M",
+    memory="1 + 1 / M (errors of sender and owner)",
+    restrictions="inner Adam or AdamW; no GradScaler",
+)
+
+
+def one_bit_adam(*, warmup_steps: int = 100, codec: Codec | None = None) -> Method:
+    """Average gradients in a warm-up, then momenta in 1 bit an element with a frozen variance; needs Adam or AdamW.
+
+    Args:
+        warmup_steps: Steps until the variance is frozen, at least 1. Give 15 to 25 % of all steps; the default suits
+            runs of about 500.
+        codec: The momenta's code; `sign()` by default.
+
+    Raises:
+        ValueError: `warmup_steps` is below 1, or the codec is sparse.
+
+    Example:
+        >>> one_bit_adam(warmup_steps=200).schedule.warmup_steps
+        200
+    """
+    momenta = TwoPhase(codec=sign() if codec is None else codec, memory=ErrorFeedback(), owner_memory=ErrorFeedback())
+    return Method(
+        name="one-bit-adam",
+        schedule=WarmUp(warmup_steps=warmup_steps),
+        topology=AllReplicas(),
+        view=Momentum(),
+        exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), momenta),
+        update=lambda num_replicas: FrozenAdam(warmup_steps=warmup_steps),
+    )

@@ -1,0 +1,135 @@
+"""Methods that ask for gradients at points of their own choice, so that a closure gives them, not one backward pass.
+
+Such a method has a view whose moment is `around_closure`, and an update with a program: a generator that puts
+parameters in place, calls the oracle, hands out what is to be exchanged, gets the mean back, and finishes the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from thinwire.averaging.delivery import Average
+from thinwire.sync.blocks import find_blocks
+from thinwire.sync.fragments import Pattern
+from thinwire.sync.global_parameters import GlobalParameters, checksum
+from thinwire.sync.schedule import Round
+from thinwire.sync.updates import BoundUpdate
+from thinwire.sync.views import Moment
+from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
+
+Program = Generator[tuple[Round, torch.Tensor], Average, Any]
+
+
+@runtime_checkable
+class BoundProgram(BoundUpdate, Protocol):
+    """An update that does the whole step itself."""
+
+    def program(self, rounds: Sequence[Round], oracle: Callable[[], Any]) -> Program:
+        """Return the generator of one step; when it is closed early, it puts the parameters back.
+
+        Args:
+            rounds: What the schedule launches in this step, in order; each is handed out once.
+            oracle: Puts the gradients at the model's present parameters, on this step's batch, into their `.grad`, and
+                returns the loss.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """The operator of a variational inequality at any point: the gradients of all trainable parameters, with signs.
+
+    For a minimisation it is the gradient; for a game of several players that share one loss, those of the players that
+    maximise it are negated.
+
+    Args:
+        ascent: Parameters that maximise the loss, by name; the name of a module stands for all below it.
+        hash_interval: Every how many steps the parameters are hashed to prove that replicas agree.
+
+    Raises:
+        ValueError: `hash_interval` is below 1.
+    """
+
+    ascent: tuple[str, ...] = ()
+    hash_interval: int = 50
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if self.hash_interval < 1:
+            raise ValueError(f"hash_interval must be at least 1, got {self.hash_interval}")
+
+    @property
+    def moment(self) -> Moment:
+        """Around the closure."""
+        return "around_closure"
+
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOperator:
+        """See `View.bind`."""
+        return BoundOperator(self, model)
+
+
+class BoundOperator:
+    """See `Operator`."""
+
+    def __init__(self, spec: Operator, model: nn.Module) -> None:
+        names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
+        by_name = dict(model.named_parameters())
+        for wanted in spec.ascent:
+            if not any(_is_below(name, wanted) for name in names):
+                raise ValueError(
+                    f"ascent names {wanted!r}, but the model has no trainable parameter of that name or below it; it "
+                    f"has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+                )
+        self._model = model
+        self._tensors = [by_name[name] for name in names]
+        self._rises = [any(_is_below(name, wanted) for wanted in spec.ascent) for name in names]
+        self._hash_interval = spec.hash_interval
+        # every replica holds the global values in its own parameters already: no second copy
+        self.parameters = GlobalParameters(model, [names], has_values=False)
+
+    def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
+        """See `BoundView.shapes`."""
+        return tuple(local_shard(tensor).shape for tensor in self._tensors)
+
+    def read(self, round: Round) -> torch.Tensor:
+        """See `BoundView.read`; the same as `values`."""
+        return self.values()
+
+    def read_last(self, fragment: int) -> torch.Tensor:
+        """There is no final exchange of gradients."""
+        raise NotImplementedError("gradients are exchanged at every step; nothing is left for a final exchange")
+
+    def reference_hash(self, round: Round) -> int:
+        """Hash the parameters at every `hash_interval`-th step: all replicas ask at the same point."""
+        if round.launch_step % self._hash_interval:
+            return 0
+        return checksum(self.point().cpu())
+
+    def values(self) -> torch.Tensor:
+        """Return the operator where the closure was called last: float32, `(numel,)`; 0 where there is no gradient."""
+        found = [local_shard(torch.zeros_like(t) if t.grad is None else t.grad) for t in self._tensors]
+        flat = flatten(found)
+        start = 0
+        for tensor, rises in zip(found, self._rises, strict=True):
+            if rises:
+                flat[start : start + tensor.numel()].neg_()
+            start += tensor.numel()
+        return flat
+
+    def point(self) -> torch.Tensor:
+        """Return the parameters: float32, `(numel,)`."""
+        return flatten(self.parameters.locals(0))
+
+    def move_to(self, point: torch.Tensor) -> None:
+        """Put parameters into the model."""
+        unflatten_into(point, self.parameters.locals(0))
+        drop_gathered(self._model)
+
+
+def _is_below(name: str, wanted: str) -> bool:
+    return name == wanted or name.startswith(wanted + ".")
