@@ -14,6 +14,7 @@ from thinwire.averaging.mixing import (
     Complete,
     Edges,
     Exponential,
+    Neighbours,
     OnePeerExponential,
     RandomPairs,
     Ring,
@@ -68,6 +69,16 @@ def test_all_members_of_a_group_see_the_same_members_and_everyone_is_in_one_grou
         assert all(seen[other].members == peers.members for other in peers.members)
     groups = {peers.members for peers in seen.values()}
     assert sorted(member for group in groups for member in group) == sorted(alive)
+
+
+@given(alive=alive_sets, round_id=st.integers(0, 1000), place=st.integers(0, 1))
+def test_neighbours_hear_each_other_and_are_those_that_have_a_weight(alive, round_id, place):
+    topology = Neighbours(graph=(Complete(), Ring())[place])
+    seen = {me: topology.peers(round_id=round_id, me=me, alive=sorted(alive)) for me in alive}
+    for me, peers in seen.items():
+        assert peers.me == me and me in peers.members
+        assert list(peers.members) == list(mixing_row(topology.graph, round_id=round_id, me=me, alive=alive))
+        assert all(me in seen[other].members for other in peers.others)
 
 
 @given(topology=topologies, alive=alive_sets, round_id=st.integers(0, 1000), data=st.data())

@@ -62,7 +62,9 @@ def train(transport: Any, *, method: str, kind: str) -> dict[str, Any]:
     result: dict[str, Any] = {"local": digest(model)}
     with optimizer.global_parameters():
         result["global"] = digest(model)
-    result["sizes"] = [optimizer._engine.view.parameters.numel(f) for f in range(optimizer.num_fragments)]
+    view = optimizer._engine.view
+    shapes = [view.shapes(fragment=f, channel=0) for f in range(optimizer.num_fragments)]
+    result["sizes"] = [sum(shape.numel() for shape in found) for found in shapes]
     result["rounds"] = optimizer.statistics.rounds_launched
     return result
 
@@ -215,6 +217,44 @@ def test_a_replica_of_two_ranks_with_fsdp_equals_an_unsharded_one(method):
         for name, reference in expected.items():
             # FSDP adds gradients of its shards in another order than one process
             torch.testing.assert_close(torch.tensor(full[name]), torch.tensor(reference), rtol=1e-4, atol=1e-6)
+
+
+def train_neighbours_with_fsdp() -> list[list[float]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    transport = thinwire.connect(ranks_per_replica=2, deadline_s=60)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = build("linear")
+    fully_shard(model, mesh=mesh["shard"])
+    found = step_in_a_ring(model, transport)
+    with pytest.raises(ValueError, match=r"is a shard, .* merge without matching \('none'\)"):
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        method = dimat(matching="weights", batches=[torch.ones(2, 3)])
+        thinwire.DistributedOptimizer(model, inner, method=method, transport=transport)
+    transport.close()
+    return found
+
+
+def step_in_a_ring(model: torch.nn.Module, transport: Any) -> list[list[float]]:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = thinwire.DistributedOptimizer(model, inner, method=dimat(sync_interval=4), transport=transport)
+    for step in range(1, 11):
+        loss_of(model, step=step, replica=transport.replica).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    own = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [tensor.detach().flatten().tolist() for tensor in own]
+
+
+def test_neighbours_exchange_shards_as_they_exchange_whole_models():
+    found = values(run(train_neighbours_with_fsdp, num_ranks=4, environment={"PYTHONPATH": ROOT}, deadline_s=120))
+    expected = thinwire.run_replicas(2, lambda t: step_in_a_ring(build("linear"), t))
+    assert expected[0] != expected[1], "a model of its own for each replica"
+    for rank, tensors in enumerate(found):
+        for one, other in zip(tensors, expected[rank // 2], strict=True):
+            torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-5, atol=1e-7)
 
 
 def train_with_more_shards_than_rows(method: str) -> list[int]:

@@ -36,6 +36,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "stochastic codec": {"sync_interval": 4, "overlap_steps": "3", "codec": "e3m0-stochastic"},
     "diloco": {"method": "diloco", "sync_interval": 4},
     "all-reduce": {"method": "all-reduce"},
+    "dimat": {"method": "dimat", "sync_interval": 5},
     "ef21": {"method": "ef21", "codec": "top-k"},
     "noloco": {"method": "noloco", "sync_interval": 5, "overlap_steps": "3"},
     "noloco without overlap": {"method": "noloco", "sync_interval": 5, "codec": "e3m0-stochastic"},

@@ -15,7 +15,8 @@ they are, which is decentralised SGD with local steps (D-PSGD, arXiv 1705.09056)
 The last word of a run (a final exchange) is the plain mean of all replicas' models, which is the same everywhere. It is
 a good model where units have kept their order, as they do while replicas that start from one model (as they do here)
 stay near each other. Replicas that were given models of their own after the start never agree on an order, since each
-merges in its own: for them leave the final exchange out and keep any one of the models.
+merges in its own, and their plain mean computes nothing: for them leave the final exchange out (in Python) and keep any
+one of the models.
 
 What we changed: weights follow from the degrees of the graph, where the shipped code writes them down; a replica that
 hears all others still merges for itself, where the shipped code merges once and copies; see `match_and_merge` for
