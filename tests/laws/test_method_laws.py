@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -59,9 +60,10 @@ def one_step(optimizer: thinwire.DistributedOptimizer, model: torch.nn.Module, *
     else:
         loss = closure()
         optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
+@cache
 def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | None = None) -> list[dict[str, Any]]:
     """Train; with `stop`, go on in new objects from the state after that step."""
 

@@ -112,7 +112,7 @@ def test_dgc_is_its_paper_s_loop_bit_for_bit(replicas: int) -> None:
 
     def matrices(replica: int, gradient: torch.Tensor, step: int) -> torch.Tensor:
         longest = clip / math.sqrt(replicas)
-        gradient = gradient * (longest / gradient.norm().clamp(min=longest))
+        gradient = gradient * (longest / max(longest, float(gradient.double().norm())))
         u[replica] = u.get(replica, torch.zeros_like(gradient)).mul(0.9) + gradient
         v[replica] = v.get(replica, torch.zeros_like(gradient)) + u[replica]
         sent = code.decode(code.encode(v[replica]), numel=gradient.numel())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from thinwire.averaging.attacks import ATTACKS, LONE_ATTACKS, Lie, attack, attack_script, largest_hidden_shift
+from thinwire.averaging.delivery import Delivery
 from thinwire.averaging.exchange import AllGather
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import by_name
@@ -95,9 +96,8 @@ def test_a_liar_moves_the_mean_of_all_others_alike_and_only_in_rounds(name: Any,
         assert list(peers.others) == others
         means = []
         for kind in (Kind.ROUND, Kind.BUFFERS):
-            steps = AllGather(codec=codec).steps(
-                tensors[transport.replica], peers=peers, transport=end, round_id=5, kind=kind
-            )
+            delivery = Delivery(peers=peers, transport=end, round_id=5, kind=kind)
+            steps = AllGather(codec=codec).steps(tensors[transport.replica], delivery)
             wait = next(steps)
             received = [pending.wait(deadline_s=1) for pending in wait.receives]
             try:

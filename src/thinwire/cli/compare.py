@@ -41,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         options = read_words(CompareOptions, arguments, prog="thinwire compare")
     except ValueError as error:
         return _fail(2, str(error))
+    except SystemExit:  # after --help
+        return 0
     try:
         return run(options)
     except ValueError as error:

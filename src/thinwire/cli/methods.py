@@ -45,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"thinwire methods: {error}", file=sys.stderr)
         return 2
+    except SystemExit:  # after --help
+        return 0
     found = {name: _facts(name) for name in names}
     if options.json:
         print(json_format.dumps(found))

@@ -204,7 +204,8 @@ class _BoundMomentumCorrection(_Vectors):
     def _clipped(self, gradient: torch.Tensor) -> torch.Tensor:
         if self._spec.clip_norm is None:
             return gradient
-        factor: torch.Tensor = self._spec.clip_norm / gradient.norm().clamp(min=self._spec.clip_norm)
+        # in float64, or the last bit would depend on where the vector lies in memory
+        factor = self._spec.clip_norm / max(self._spec.clip_norm, float(gradient.double().norm()))
         return gradient * factor
 
 
