@@ -54,7 +54,7 @@ class TrainConfig:
     blend: float | None = None
     """alpha: weight of the local value at apply, in [0, 1). Default: 0.5, or 0 without overlap."""
     codec: str | None = None
-    """float32, bfloat16, float16, block-int8, block-int4, e3m0, e3m0-stochastic. Default: the method's own."""
+    """float32, bfloat16, e3m0, block-int8, top-k, sign or another of thinwire.codecs.NAMES. Default: the method's own."""
     exchange: str | None = None
     """How payloads travel: auto, all-gather or two-phase. Default: auto, the cheaper one."""
     fragment_order: str | None = None
@@ -64,9 +64,9 @@ class TrainConfig:
     num_fragments: int | None = None
     """P: all fragments, that of the embedding and the rest among them; instead of --layers-per-fragment."""
     outer_lr: float | None = None
-    """Learning rate of the outer Nesterov step. Default: 0.6 below 8 replicas, 0.8 from there."""
+    """Learning rate of the outer step. Default: the method's; for Nesterov 0.6 below 8 replicas, 0.8 from there."""
     outer_momentum: float | None = None
-    """Momentum of the outer Nesterov step. Default: 0.9."""
+    """Momentum of the outer step. Default: the method's; for Nesterov 0.9."""
     method_option: tuple[str, ...] = ()
     """NAME=VALUE of an option that only this method has, see `thinwire methods NAME`; may be repeated."""
     final_exchange: bool = True
@@ -198,7 +198,8 @@ _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
 # Methods that an AdamW would spoil.
 _INNER = {"dgc": "plain-sgd", "demo": "plain-sgd"}
-_LR_OF_METHOD = {"demo": 1e-3}
+# DGC carries the momentum itself; DeMo steps with signs.
+_LR_OF_METHOD = {"dgc": 0.02, "demo": 1e-3}
 
 
 def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:
