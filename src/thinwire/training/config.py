@@ -54,7 +54,7 @@ class TrainConfig:
     blend: float | None = None
     """alpha: weight of the local value at apply, in [0, 1). Default: 0.5, or 0 without overlap."""
     codec: str | None = None
-    """float32, bfloat16, e3m0, block-int8, top-k, sign or another of thinwire.codecs.NAMES. Default: the method's own."""
+    """float32, bfloat16, e3m0, top-k, sign or another of thinwire.codecs.NAMES. Default: the method's own."""
     exchange: str | None = None
     """How payloads travel: auto, all-gather or two-phase. Default: auto, the cheaper one."""
     fragment_order: str | None = None
