@@ -89,7 +89,7 @@ def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | No
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_replicas_end_with_the_same_bits_and_a_lower_loss(name: str, replicas: int) -> None:
     found = train(name, replicas)
     assert all(same(found[0]["values"], other["values"]) for other in found)
@@ -107,7 +107,7 @@ def test_models_with_convolutions_and_without_gradients_train(name: str, kind: s
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("stop", [2, 5, 8, 11])
+@pytest.mark.parametrize("stop", [5, 11])
 def test_a_run_that_goes_on_from_its_state_ends_with_the_same_bits(name: str, stop: int) -> None:
     whole, resumed = train(name, 2), train(name, 2, stop=stop)
     for one, other in zip(whole, resumed, strict=True):
