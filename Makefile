@@ -58,13 +58,13 @@ check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 		echo "$$tool"; $(BIN)/$$tool || status=1; \
 	done; exit $$status
 
-# The tests run also where a check failed: one run says all that is wrong. The tests that start processes stay together
-# on one worker (tests/conftest.py), so that they do not fight for the cores.
+# The tests run also where a check failed: one run says all that is wrong. Files whose tests start processes stay whole
+# on one worker (tests/conftest.py), so that what a file prepares is made once.
 .PHONY: test
 test: $(TEST_STAMP) ## All checks and all tests, with branch coverage of src (ARGS="-k word" appends)
 	@status=0; \
 	$(MAKE) --no-print-directory check || status=1; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) \
 		--cov --cov-branch --cov-report=term --cov-fail-under=90 $(ARGS) || status=1; \
 	exit $$status
 

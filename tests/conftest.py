@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
-ROOT = Path(__file__).parent
-# These start processes of their own, some with deadlines: on one worker, one after the other.
-WITH_PROCESSES = {"multiprocess", "faults", "cli", "lab"}
+# These start processes of their own, and make much of it once a file: a file's tests stay together on one worker.
+WITH_PROCESSES = ("tests/multiprocess/", "tests/cli/", "tests/lab/", "tests/docs/")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if ROOT in item.path.parents and item.path.relative_to(ROOT).parts[0] in WITH_PROCESSES:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+class WholeFiles(LoadScopeScheduling):
+    """Deals out the files that start processes whole, largest first, and all other tests one by one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.split("::", 1)[0] if nodeid.startswith(WITH_PROCESSES) else nodeid
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WholeFiles:
+    return WholeFiles(config, log)

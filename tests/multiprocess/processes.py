@@ -14,6 +14,7 @@ Whatever happens in the test, no process is left behind: each is killed, by its 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -30,7 +31,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from nursery import Child, Nursery
+
 POLL_S = 0.02
+_NURSERY = Nursery()
 ENVIRONMENT_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -86,7 +90,7 @@ class Processes:
         self.master_port = free_port() if master_port is None else master_port
         self.ranks = list(range(num_ranks) if ranks is None else ranks)
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-processes-")
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes] | Child] = {}
         file = inspect.getsourcefile(function)
         assert file is not None
         for rank in self.ranks:
@@ -100,16 +104,25 @@ class Processes:
                 "OMP_NUM_THREADS": "1",
             }
             wanted = {**os.environ, **torchrun, **(environment or {})}
-            command = [sys.executable, __file__, file, function.__name__, json.dumps(dict(arguments or {}))]
-            with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
-                self._processes[rank] = subprocess.Popen(
-                    [*prefix(rank), *command, str(self._file(rank, "json"))],
-                    env={name: value for name, value in wanted.items() if value is not None},
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
+            words = [file, function.__name__, json.dumps(dict(arguments or {})), str(self._file(rank, "json"))]
+            present = {name: value for name, value in wanted.items() if value is not None}
+            self._processes[rank] = self._start(rank, words, prefix=prefix(rank), environment=present)
+
+    def _start(
+        self, rank: int, words: list[str], *, prefix: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes] | Child:
+        if not prefix:
+            paths = {name: str(self._file(rank, name)) for name in ("out", "err")}
+            return _NURSERY.start(arguments=words, environment=environment, **paths)
+        with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
+            return subprocess.Popen(
+                [*prefix, sys.executable, __file__, *words],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
 
     def __enter__(self) -> Processes:
         return self
@@ -132,7 +145,8 @@ class Processes:
         process = self._processes[rank]
         if process.poll() is None:
             # The session is the child's own, so its group holds nothing but the child and its children.
-            os.killpg(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, number)
 
     def kill(self, rank: int) -> None:
         """Kill one rank the hard way and wait until it is gone."""
@@ -173,7 +187,8 @@ class Processes:
     def _outcome(self, rank: int) -> Outcome:
         file = self._file(rank, "json")
         found = json.loads(file.read_text()) if file.exists() else {"value": None, "error": "", "text": ""}
-        code = self._processes[rank].returncode
+        code = self._processes[rank].poll()
+        assert code is not None
         return Outcome(
             rank=rank, returncode=code, stdout=self._read(rank, "out"), stderr=self._read(rank, "err"), **found
         )

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,23 @@ DEADLINE_S = 240
 DOCUMENTS = [f"{number}: " + "a thin wire carries little, so say little. " * 40 for number in range(20)]
 
 
+MARK = "STARTED_BY_TEST"
+
+
 class Started:
-    """A running command; its children are looked at by their own ids."""
+    """A running command; its children are looked at by their own ids, and carry its mark in their environment."""
 
     def __init__(self, arguments: list[str], *, environment: dict[str, str] | None = None) -> None:
+        self.mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **(environment or {})}, start_new_session=True,
+            env={**os.environ, **(environment or {}), MARK: self.mark}, start_new_session=True,
         )  # fmt: skip
         self.stdout = self.stderr = ""
+
+    def family(self) -> list[psutil.Process]:
+        """Return all that runs now and was started by this command, also what has lost its parent."""
+        return [process for process in psutil.process_iter() if _environment(process).get(MARK) == self.mark]
 
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
@@ -47,6 +56,13 @@ class Started:
     def end(self) -> int:
         self.stdout, self.stderr = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has just ended, or is a zombie
+        return {}
 
 
 def as_rank(lines: Sequence[Sequence[str]], ports: Sequence[int]) -> list[tuple[int, str, str]]:

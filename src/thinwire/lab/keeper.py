@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,14 +47,19 @@ class Keeper:
     def serve(self) -> None:
         """Do what the lab asks until it is gone."""
         sources: list[Any] = [self._channel, self._wake_up]
-        while True:
-            ready = select.select(sources, [], [], self._sampler.wait_s(time.monotonic()))[0]
-            self._sampler.take_if_due(time.monotonic())
-            if self._wake_up in ready:
-                self._wake_up.recv(4096)
-            self._reap()
-            if self._channel in ready and not self._answer():
-                return
+        try:
+            while True:
+                ready = select.select(sources, [], [], self._sampler.wait_s(time.monotonic()))[0]
+                self._sampler.take_if_due(time.monotonic())
+                if self._wake_up in ready:
+                    self._wake_up.recv(4096)
+                self._reap()
+                if self._channel in ready and not self._answer():
+                    return
+        finally:
+            # the sockets close with this object; a child that ends later must not be told of through a closed file
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def _answer(self) -> bool:
         received = self._channel.receive()
@@ -162,13 +168,21 @@ def main(arguments: Sequence[str]) -> int:
     except (LabError, OSError) as error:
         channel.send({"event": "failed", "text": str(error)})
         return 1
+    try:
+        folder = order["folder"] or tempfile.mkdtemp(prefix="thinwire-lab-")
+    except OSError as error:
+        reason = (
+            f"no folder can be made in {tempfile.gettempdir()}: {error.strerror}; set TMPDIR, or give one (folder=)"
+        )
+        channel.send({"event": "failed", "text": reason})
+        return 1
     inner = os.fork()
     if inner == 0:
-        os._exit(_run(channel, order))
+        os._exit(_run(channel, {**order, "folder": str(Path(folder).resolve())}))
     channel.close()
     os.waitpid(inner, 0)
-    if order["is_temporary"]:
-        shutil.rmtree(order["folder"], ignore_errors=True)
+    if order["folder"] is None:
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -184,7 +198,8 @@ def _run(channel: Channel, order: dict[str, Any]) -> int:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # commands inherit what is ignored, and the first process ignores anyway
     with contextlib.suppress(OSError):  # the lab is gone
-        channel.send({"event": "ready", "is_relayed": wiring.relay_id is not None, "has_netem": wiring.has_netem})
+        ready = {"is_relayed": wiring.relay_id is not None, "has_netem": wiring.has_netem, "folder": order["folder"]}
+        channel.send({"event": "ready", **ready})
         Keeper(channel, wiring=wiring, sampler=sampler).serve()
     sampler.take()
     return 0

@@ -89,21 +89,16 @@ class Lab:
     def _start(self, settings: LabSettings, *, folder: Path | str | None, can_delay: bool) -> None:
         check_machine()
         self._is_temporary = folder is None
-        try:
-            self.folder = Path(tempfile.mkdtemp(prefix="thinwire-lab-") if folder is None else folder).resolve()
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LabError(
-                f"the lab's folder {error.filename} cannot be made: {error.strerror}; give another one (--out, folder=)"
-            ) from None
         self._runs = itertools.count()
         self._processes: dict[int, HostProcess] = {}
-        order = {"settings": settings.to_json(), "folder": str(self.folder), "is_temporary": self._is_temporary}
-        try:
-            self._keeper = KeeperClient({**order, "force_relay": can_delay}, on_exit=self._note_exit)
-        except LabError:
-            self._forget_folder()
-            raise
+        order = {
+            "settings": settings.to_json(),
+            # a temporary one is the keeper's to make: it outlives us, wherever we may be killed
+            "folder": None if folder is None else str(_made(Path(folder))),
+            "force_relay": can_delay,
+        }
+        self._keeper = KeeperClient(order, on_exit=self._note_exit)
+        self.folder = Path(self._keeper.ready["folder"])
 
     def __enter__(self) -> Lab:
         """Return the lab, which runs already."""
@@ -363,3 +358,13 @@ def _files(*wanted: File) -> Any:
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
     return file.read().decode(errors="replace")
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LabError(
+            f"the lab's folder {error.filename} cannot be made: {error.strerror}; give another one (--out, folder=)"
+        ) from None
+    return folder.resolve()
