@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from thinwire.codecs import (
     E3M0,
     NAMES,
+    Block2Bit,
     BlockInt,
     ChunkedTopK,
     Codec,
@@ -120,6 +121,7 @@ def test_names_and_wire_numbers_are_distinct() -> None:
     assert by_format == {
         "float32": 1, "bfloat16": 2, "float16": 3, "block-int8": 4, "block-int4": 5, "e3m0": 6, "top-k": 10,
         "chunked-top-k": 11, "random-k": 12, "threshold": 13, "sign": 14, "dct-top-k": 15, "chunked-top-k-2bit": 16,
+        "block-2bit": 17,
     }  # fmt: skip
 
 
@@ -325,7 +327,7 @@ def test_what_cannot_be_carried_is_said_at_decode_by_every_receiver(codec: Codec
         try:
             assert codec.decode(payload, numel=300).isfinite().all()
         except NonFiniteError:
-            assert isinstance(codec, RandomK | DctTopK) or "codebook2" in repr(codec)
+            assert isinstance(codec, RandomK | DctTopK | Block2Bit) or "codebook2" in repr(codec)
         return
     with pytest.raises(NonFiniteError, match=f"{codec.name}: (a block|the tensor) held NaN, infinity"):
         codec.decode(payload, numel=300)

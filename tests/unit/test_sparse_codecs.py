@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.codecs import Codec, chunked_top_k, random_k, threshold, top_k
+from thinwire.codecs import Codec, block_2bit, chunked_top_k, random_k, threshold, top_k
 from thinwire.codecs import codebook2 as two_bits
 from thinwire.codecs.ordered_sum import ordered_sum
 from thinwire.codecs.random_k import random_set
@@ -262,3 +262,14 @@ def test_chunked_top_k_refuses_indices_that_are_never_sent(wrong: str) -> None:
 def test_wrong_arguments_are_named(make, match) -> None:
     with pytest.raises(ValueError, match=match):
         make()
+
+
+def test_two_bits_of_every_element_are_the_rows_of_the_codebook_and_a_wrong_block_is_refused() -> None:
+    codec = block_2bit(block=64)
+    x = torch.randn(130)
+    rows = torch.cat([x, torch.zeros(62)]).view(3, 64)
+    assert torch.equal(codec.encode(x), two_bits.encode(rows).view(-1))
+    assert codec.bits_per_element == 3.0 and block_2bit().bits_per_element == 2.0625
+    for block in (0, 6, -4):
+        with pytest.raises(ValueError, match=f"multiple of 4, got {block}"):
+            block_2bit(block=block)

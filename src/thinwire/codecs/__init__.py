@@ -7,6 +7,7 @@
 | `block_int8()` | 8.125 | 1/254 of the block's largest magnitude |
 | `block_int4()` | 4.25 | about 1/14 of the block's largest magnitude |
 | `e3m0()` | 4.125 | a third of the element; small elements 1/128 of the block's scale |
+| `block_2bit()` | 2.0625 | an element becomes one of four means of its block |
 | `sign()`, `sign("mean")` | 1 | the magnitude: all elements come back as one number and its opposite |
 
 These send some elements, whose values are off by 2**-11 at most; the others come back as zero. What is said of bits
@@ -27,6 +28,7 @@ holds for values in float16 and random positions.
 from __future__ import annotations
 
 from thinwire.codecs.base import Codec, NeedsLayout
+from thinwire.codecs.block_2bit import Block2Bit, block_2bit
 from thinwire.codecs.block_int import BlockInt, block_int4, block_int8
 from thinwire.codecs.chunked_top_k import ChunkedTopK, chunked_top_k
 from thinwire.codecs.dct_top_k import DctTopK, dct_top_k
@@ -41,6 +43,7 @@ from thinwire.codecs.top_k import TopK, top_k
 __all__ = [
     "E3M0",
     "NAMES",
+    "Block2Bit",
     "BlockInt",
     "ChunkedTopK",
     "Codec",
@@ -52,6 +55,7 @@ __all__ = [
     "Threshold",
     "TopK",
     "bfloat16",
+    "block_2bit",
     "block_int4",
     "block_int8",
     "by_name",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from thinwire.codecs.base import Codec
+from thinwire.codecs.block_2bit import block_2bit
 from thinwire.codecs.block_int import block_int4, block_int8
 from thinwire.codecs.chunked_top_k import chunked_top_k
 from thinwire.codecs.dct_top_k import dct_top_k
@@ -24,6 +25,7 @@ _FACTORIES: Mapping[str, Callable[[], Codec]] = MappingProxyType(
         "float16": float16,
         "block-int8": block_int8,
         "block-int4": block_int4,
+        "block-2bit": block_2bit,
         "e3m0": e3m0,
         "e3m0-stochastic": lambda: e3m0("stochastic"),
         "top-k": top_k,
