@@ -9,7 +9,6 @@ compute the same bits (arXiv 2501.18512, section 2.4: unreduced 4-bit payloads, 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,13 +16,13 @@ from typing import Any, Protocol
 
 import torch
 
+from thinwire.averaging.bound_hops import BoundHops
 from thinwire.averaging.decoding import check_finite, decode, mean_of
 from thinwire.averaging.delivery import Average, Delivery, Steps, Wait
 from thinwire.averaging.hop import Hop, Ramp, ShardedHop, codec_at, most_bytes
 from thinwire.averaging.robust import Aggregate
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.memory import Memory
-from thinwire.errors import CheckpointError
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Pending
 
@@ -64,6 +63,21 @@ class BoundExchange(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take it back.
+
+        Raises:
+            CheckpointError: It does not fit.
+        """
+        ...
+
+    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
+        """Take over what still holds under another set of replicas, and begin the rest anew.
+
+        Args:
+            state: What `state_dict` returned under the other set.
+            is_own: Whether this replica returned it.
+
+        Returns:
+            What begins anew, a line each.
 
         Raises:
             CheckpointError: It does not fit.
@@ -287,51 +301,6 @@ def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, 
     return list(pairwise(cuts))
 
 
-class BoundHops:
-    """What an exchange remembers, by fragment and hop."""
-
-    def __init__(self, spec: Exchange, hops: Sequence[Mapping[str, Hop]]) -> None:
-        self._spec = spec
-        self._hops = hops
-
-    @property
-    def has_memory(self) -> bool:
-        """See `BoundExchange.has_memory`."""
-        return any(hop.has_memory for hops in self._hops for hop in hops.values())
-
-    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `BoundExchange.sent_bytes`."""
-        return self._spec.sent_bytes(numel, num_replicas=num_replicas)
-
-    def shared_hash(self, fragment: int) -> int:
-        """See `BoundExchange.shared_hash`."""
-        found = 0
-        for hop in self._hops[fragment].values():
-            if hop.shared is not None:
-                found = zlib.crc32(hop.shared.cpu().numpy().tobytes(), found)
-        return found
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `BoundExchange.state_dict`."""
-        return {
-            str(fragment): {name: hop.state_dict() for name, hop in hops.items() if hop.has_memory}
-            for fragment, hops in enumerate(self._hops)
-            if self.has_memory
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `BoundExchange.load_state_dict`."""
-        own = self.state_dict()
-        if set(state) != set(own) or any(set(state[key]) != set(own[key]) for key in own):
-            raise CheckpointError(
-                f"the checkpoint remembers {_names(state)} of its exchanges, this run {_names(own)}; resume with its "
-                f"method"
-            )
-        for fragment, hops in state.items():
-            for name, vectors in hops.items():
-                self._hops[int(fragment)][name].load_state_dict(vectors)
-
-
 class _BoundAllGather(BoundHops):
     _spec: AllGather
 
@@ -352,10 +321,6 @@ class _BoundTwoPhase(BoundHops):
 def numel_of(shapes: Shapes) -> int:
     """Return how many elements tensors of these shapes have together."""
     return sum(shape.numel() for shape in shapes)
-
-
-def _names(state: Mapping[str, Any]) -> str:
-    return ", ".join(f"{fragment}/{name}" for fragment, hops in state.items() for name in hops) or "nothing"
 
 
 def code_for(code: Codec | Ramp, shapes: Shapes) -> Codec | Ramp:

@@ -81,3 +81,7 @@ class BoundGossip:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `BoundExchange.load_state_dict`."""
         self._inner.load_state_dict(state)
+
+    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
+        """See `BoundExchange.adopt`."""
+        return self._inner.adopt(state, is_own=is_own)

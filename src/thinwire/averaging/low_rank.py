@@ -139,6 +139,15 @@ class _BoundLowRank:
             self._residuals[int(fragment)] = vectors["residual"].clone()
             self._right[int(fragment)] = [vectors[f"right {n}"].clone() for n in range(len(vectors) - 1)]
 
+    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
+        """See `BoundExchange.adopt`: the thin matrices are the same on all; what was not sent is the sender's own."""
+        self.load_state_dict(state)
+        if is_own:
+            return ()
+        for residual in self._residuals:
+            residual.zero_()
+        return tuple(f"fragment {fragment}: what was not sent yet" for fragment in range(len(self._residuals)))
+
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Make a matrix's columns orthonormal, one after the other (modified Gram-Schmidt, in float64).

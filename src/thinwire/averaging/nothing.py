@@ -55,3 +55,8 @@ class BoundNothing:
         """See `BoundExchange.load_state_dict`."""
         if state:
             raise CheckpointError("the checkpoint remembers something of an exchange that sends nothing")
+
+    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
+        """Nothing is remembered."""
+        self.load_state_dict(state)
+        return ()

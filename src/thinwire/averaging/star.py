@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.averaging.bound_hops import BoundHops
 from thinwire.averaging.decoding import check_finite, decode, mean_of
 from thinwire.averaging.delivery import Average, Delivery, Steps, Wait
-from thinwire.averaging.exchange import BoundExchange, BoundHops, Shapes, code_for, numel_of
+from thinwire.averaging.exchange import BoundExchange, Shapes, code_for, numel_of
 from thinwire.averaging.hop import Hop, Ramp, most_bytes
 from thinwire.codecs.base import Codec
 from thinwire.codecs.memory import Memory, Shift

@@ -277,10 +277,43 @@ class Engine:
         for field, expected in own.items():
             if state.get(field) != expected:
                 raise CheckpointError(f"the checkpoint's {field} is {state.get(field)!r}, this run's is {expected!r}")
-        self.view.parameters.load_state_dict(state["global"])
-        self.update.load_state_dict(state["update"])
+        self._load_common(state)
         for channel, exchange in enumerate(self._exchanges):
             exchange.load_state_dict(state["exchanges"][str(channel)])
+
+    def adopt(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Take over the state of a run with another number of replicas, or of another replica of it.
+
+        Global values and momenta stay; rounds in flight, which have arrived, are applied when they are due, as those
+        that took part made them; what exchanges remember stays where it still holds.
+
+        Returns:
+            What begins anew, a line each.
+
+        Raises:
+            CheckpointError: It is of another method or model, or its replicas hold different global values.
+        """
+        if not self.method.has_common_value:
+            raise CheckpointError(
+                f"{self.method.name} keeps a model of its own on each replica, so a state of one of "
+                f"{state['num_replicas']} replicas says nothing for {self.transport.num_replicas}; end that run with "
+                f"its final exchange, and start from the model"
+            )
+        expected = self.method.describe(num_replicas=state["num_replicas"])
+        if state["method"] != expected:
+            raise CheckpointError(f"the checkpoint's method is {state['method']!r}, this run's is {expected!r}")
+        is_own = state["replica"] == self.transport.replica
+        self._load_common(state)
+        anew = [
+            f"channel {channel}, {line}"
+            for channel, exchange in enumerate(self._exchanges)
+            for line in exchange.adopt(state["exchanges"][str(channel)], is_own=is_own)
+        ]
+        return tuple(anew)
+
+    def _load_common(self, state: Mapping[str, Any]) -> None:
+        self.view.parameters.load_state_dict(state["global"])
+        self.update.load_state_dict(state["update"])
         self._in_flight, self._failed = {}, None
         for flight in state["in_flight"]:
             round = Round(**flight["round"])

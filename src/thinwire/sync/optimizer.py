@@ -286,13 +286,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: The state is of another version, method, replica or model.
         """
-        if missing := _STATE_KEYS - set(state_dict):
-            raise CheckpointError(f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}")
-        if state_dict["version"] != _STATE_VERSION:
-            raise CheckpointError(
-                f"the state has version {state_dict['version']}; this thinwire reads {_STATE_VERSION}"
-            )
+        _check_state(state_dict)
         self._engine.load_state_dict(state_dict["sync"])
+        self._load_own(state_dict)
+
+    def adopt_state_dict(self, state_dict: dict[str, Any]) -> tuple[str, ...]:
+        """Take over the state of a run with another number of replicas; load that replica's model first.
+
+        Each replica takes the state of the old one with its number, and one that is new that of any other. Global
+        values, momenta and the inner optimizer's state stay, and so do rounds in flight; what a replica has not sent
+        yet stays with it alone; what must be the same at both ends, or was the part of one owner, begins anew.
+
+        Returns:
+            What begins anew, a line each, to be told to the user.
+
+        Raises:
+            CheckpointError: The state is of another version, method or model, or its replicas hold different values.
+        """
+        _check_state(state_dict)
+        anew = self._engine.adopt(state_dict["sync"])
+        self._load_own(state_dict)
+        return anew
+
+    def _load_own(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict["inner"])
         self._share_state()
         self._steps_done = state_dict["steps_done"]
@@ -362,6 +378,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _gradients_owners(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _check_state(state_dict: dict[str, Any]) -> None:
+    if missing := _STATE_KEYS - set(state_dict):
+        raise CheckpointError(f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}")
+    if state_dict["version"] != _STATE_VERSION:
+        raise CheckpointError(f"the state has version {state_dict['version']}; this thinwire reads {_STATE_VERSION}")
 
 
 def _check_inner(model: nn.Module, inner: torch.optim.Optimizer) -> None:

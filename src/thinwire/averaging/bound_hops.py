@@ -1,0 +1,80 @@
+"""What an exchange remembers between rounds, by fragment and hop."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from thinwire.averaging.hop import Hop
+from thinwire.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from thinwire.averaging.exchange import Exchange
+
+_MEMORIES = {"out": "what was not sent yet", "mean": "what the owner of a part remembers of its means"}
+
+
+class BoundHops:
+    """What an exchange remembers, by fragment and hop."""
+
+    def __init__(self, spec: Exchange, hops: Sequence[Mapping[str, Hop]]) -> None:
+        self._spec = spec
+        self._hops = hops
+
+    @property
+    def has_memory(self) -> bool:
+        """See `BoundExchange.has_memory`."""
+        return any(hop.has_memory for hops in self._hops for hop in hops.values())
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`."""
+        return self._spec.sent_bytes(numel, num_replicas=num_replicas)
+
+    def shared_hash(self, fragment: int) -> int:
+        """See `BoundExchange.shared_hash`."""
+        found = 0
+        for hop in self._hops[fragment].values():
+            if hop.shared is not None:
+                found = zlib.crc32(hop.shared.cpu().numpy().tobytes(), found)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `BoundExchange.state_dict`."""
+        return {
+            str(fragment): {name: hop.state_dict() for name, hop in hops.items() if hop.has_memory}
+            for fragment, hops in enumerate(self._hops)
+            if self.has_memory
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `BoundExchange.load_state_dict`."""
+        own = self.state_dict()
+        if set(state) != set(own) or any(set(state[key]) != set(own[key]) for key in own):
+            raise CheckpointError(
+                f"the checkpoint remembers {_names(state)} of its exchanges, this run {_names(own)}; resume with its "
+                f"method"
+            )
+        for fragment, hops in state.items():
+            for name, vectors in hops.items():
+                self._hops[int(fragment)][name].load_state_dict(vectors)
+
+    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
+        """See `BoundExchange.adopt`: what a replica remembers of its own sending stays with it.
+
+        What receivers hold too must be the same on all, also on those that are new, and an owner's part is another one
+        where the number of replicas is another.
+        """
+        anew = []
+        for fragment, hops in enumerate(self._hops):
+            for name, hop in hops.items():
+                saved = state.get(str(fragment), {}).get(name)
+                if hop.has_memory and saved is not None and is_own and name == "out" and hop.shared is None:
+                    hop.load_state_dict(saved)
+                elif hop.has_memory:
+                    anew.append(f"fragment {fragment}: {_MEMORIES[name]}")
+        return tuple(anew)
+
+
+def _names(state: Mapping[str, Any]) -> str:
+    return ", ".join(f"{fragment}/{name}" for fragment, hops in state.items() for name in hops) or "nothing"
