@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.reference.loops import same, wrap
+import thinwire
+from tests.reference.loops import same, steps, values, wrap
 from tests.reference.plain_replicas import Replica, assert_all_same, mean_of, train
 from tests.reference.small_models import build
 from thinwire.codecs import e3m0, float32
@@ -165,3 +167,46 @@ def test_parts_of_one_method_are_refused_in_another():
         wrap(build("linear"), None, replace(diloco(), update=noloco().update))
     with pytest.raises(ValueError, match="use PseudoGradient"):
         wrap(build("linear"), None, replace(all_reduce(), update=co2().update))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("is_delayed", [True, False])
+def test_a_sharded_outer_state_comes_to_the_same_bits_and_is_kept_once(replicas, is_delayed):
+    arguments = {"sync_interval": 4, "has_gap_penalty": False, "outer_clip": 0.01, "is_delayed": is_delayed}
+    whole = train(co2(**arguments), replicas=replicas, count=18)
+    sharded = train(co2(**arguments, shards_outer_state=True), replicas=replicas, count=18)
+    for one, other in zip(whole, sharded, strict=True):
+        # the step is made as a difference from zero there, so its last bit may be another
+        for mine, theirs in zip([*one[0], *one[1]], [*other[0], *other[1]], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    assert all(same(one[1], sharded[0][1]) for one in sharded)
+
+    def kept(transport):
+        model = build("conv")
+        optimizer = wrap(model, transport, co2(**arguments, shards_outer_state=True))
+        exchanges = optimizer.state_dict()["sync"]["exchanges"]["0"]
+        return sum(hops["mean"]["outer momentum"].numel() for hops in exchanges.values()), optimizer
+
+    found = thinwire.run_replicas(replicas, kept)
+    numel = sum(p.numel() for p in build("conv").parameters())
+    assert sum(size for size, _ in found) == numel
+
+
+def test_a_sharded_outer_state_with_gap_penalty_trains_and_goes_on_from_its_state():
+    method = co2(sync_interval=4, shards_outer_state=True)
+
+    def replica_main(transport):
+        model = build("conv")
+        optimizer = wrap(model, transport, method)
+        steps(model, optimizer, 9, replica=transport.replica)
+        state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        steps(model, optimizer, 9, replica=transport.replica, start=9)
+        again = build("conv", seed=4)
+        resumed = wrap(again, transport, method)
+        again.load_state_dict(state[0])
+        resumed.load_state_dict(state[1])
+        steps(again, resumed, 9, replica=transport.replica, start=9)
+        return values(model), values(again)
+
+    for one, other in thinwire.run_replicas(3, replica_main):
+        assert same(one, other)

@@ -24,22 +24,25 @@ rank of a sharded replica), so no second anchor need be kept: alpha m(t-1) is th
 refinement. Without it, on a quadratic where the inner steps of a round go the share g of the way to the minimum, the
 delay makes the outer steps grow as soon as `alpha g > 1 - beta` (the roots of z^2 - (1 + beta) z + beta + alpha g).
 The authors' public code takes a constant for Lambda, throws the clipped momentum away and waits in the outer step; we
-follow the paper. The paper can shard the outer state over the replicas; we keep it whole on each.
+follow the paper. With `shards_outer_state` each replica keeps the outer momentum of its own part of the model only, as
+the paper can: it makes the step there and sends that in the mean's place, in as many bytes. The staleness gap is then
+each part's own, and a `GradScaler` is refused, as with everything that an exchange remembers.
 
 With `is_delayed=False` the exchange is waited for, nothing is stale, Lambda is 1, and without clip this is SlowMo.
 """
 
 from __future__ import annotations
 
-from thinwire.averaging.exchange import cheapest
+from thinwire.averaging.exchange import Exchange, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.about import About
 from thinwire.sync.delayed import DelayedOuterStep, TakenPseudoGradient
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer import StaleHeavyBall
+from thinwire.sync.outer import OuterOptimizer, PlainSGD, StaleHeavyBall
 from thinwire.sync.schedule import Staggered
+from thinwire.sync.sharded_outer import ShardedMomentum
 from thinwire.sync.updates import OuterStep, Update
 from thinwire.sync.views import PseudoGradient, View
 
@@ -60,6 +63,7 @@ def co2(
     outer_clip: float | None = 1.0,
     has_gap_penalty: bool = True,
     is_delayed: bool = True,
+    shards_outer_state: bool = False,
 ) -> Method:
     """Exchange the whole model every `sync_interval` inner steps, and apply each exchange when the next one starts.
 
@@ -71,6 +75,7 @@ def co2(
         outer_clip: phi: largest magnitude of an element of the outer momentum; None cuts nothing.
         has_gap_penalty: Whether stale pseudo-gradients are divided by the staleness gap.
         is_delayed: False waits for each exchange, as SlowMo does.
+        shards_outer_state: Whether a replica keeps the outer momentum of its part of the model only.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -85,12 +90,20 @@ def co2(
     )
     fragments = Pattern(num_fragments=1)
     view: View = TakenPseudoGradient(fragments=fragments) if is_delayed else PseudoGradient(fragments=fragments)
-    update: Update = DelayedOuterStep(optimizer=optimizer) if is_delayed else OuterStep(optimizer=optimizer)
+    step: OuterOptimizer = PlainSGD(lr=1.0) if shards_outer_state else optimizer
+    update: Update = DelayedOuterStep(optimizer=step) if is_delayed else OuterStep(optimizer=step)
+
+    def exchange(num_replicas: int) -> Exchange:
+        if shards_outer_state:
+            return TwoPhase(codec=payload_codec, owner_memory=ShardedMomentum(optimizer=optimizer))
+        return cheapest(payload_codec, num_replicas=num_replicas)
+
     return Method(
         name="co2",
         schedule=Staggered(sync_interval=sync_interval, overlap_steps=sync_interval if is_delayed else 0),
         topology=AllReplicas(),
         view=view,
-        exchange=lambda num_replicas: cheapest(payload_codec, num_replicas=num_replicas),
+        exchange=exchange,
         update=lambda num_replicas: update,
+        last_exchange=lambda num_replicas: cheapest(payload_codec, num_replicas=num_replicas),
     )
