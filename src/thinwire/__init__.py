@@ -22,6 +22,7 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     from thinwire import codecs, lab, methods
     from thinwire.errors import ThinwireError
+    from thinwire.sync.joined import JoinedOptimizer
     from thinwire.sync.method import Method
     from thinwire.sync.optimizer import DistributedOptimizer
     from thinwire.transport.connect import connect
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DistributedOptimizer": "thinwire.sync.optimizer",
     "FaultyTransport": "thinwire.transport.faulty",
+    "JoinedOptimizer": "thinwire.sync.joined",
     "LoopbackTransport": "thinwire.transport.loopback",
     "LoopbackWorld": "thinwire.transport.loopback",
     "Method": "thinwire.sync.method",
@@ -45,6 +47,7 @@ _MODULES = ("codecs", "lab", "methods")
 __all__ = [
     "DistributedOptimizer",
     "FaultyTransport",
+    "JoinedOptimizer",
     "LoopbackTransport",
     "LoopbackWorld",
     "Method",

@@ -23,6 +23,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_interval": 4},
     "streaming-diloco": {"sync_interval": 5, "overlap_steps": 3, "layers_per_fragment": 2},
     "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
+    "eager": {"sync_interval": 4},
+    "muloco": {"sync_interval": 4},
     "slowmo": {"sync_interval": 4},
     "co2": {"sync_interval": 4},
     "noloco": {"sync_interval": 4},

@@ -14,9 +14,11 @@ from thinwire.methods.demo import demo
 from thinwire.methods.dgc import dgc
 from thinwire.methods.diloco import diloco
 from thinwire.methods.dimat import dimat
+from thinwire.methods.eager import eager
 from thinwire.methods.ef21 import ef21, ef21_step_size
 from thinwire.methods.local_sgd import local_sgd
 from thinwire.methods.masha import masha1, masha2
+from thinwire.methods.muloco import muloco
 from thinwire.methods.noloco import noloco
 from thinwire.methods.one_bit_adam import one_bit_adam
 from thinwire.methods.one_bit_lamb import one_bit_lamb
@@ -35,6 +37,8 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "local-sgd": local_sgd,
     "diloco": diloco,
     "streaming-diloco": streaming_diloco,
+    "eager": eager,
+    "muloco": muloco,
     "sparse-loco": sparse_loco,
     "power-sgd": power_sgd,
     "dgc": dgc,
@@ -107,11 +111,13 @@ __all__ = [
     "dgc",
     "diloco",
     "dimat",
+    "eager",
     "ef21",
     "ef21_step_size",
     "local_sgd",
     "masha1",
     "masha2",
+    "muloco",
     "noloco",
     "one_bit_adam",
     "one_bit_lamb",

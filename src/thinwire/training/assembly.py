@@ -14,6 +14,7 @@ from thinwire import codecs, methods
 from thinwire.errors import MissingExtra
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
+from thinwire.sync.joined import JoinedOptimizer
 from thinwire.sync.method import Method
 from thinwire.sync.phases import WarmUp
 from thinwire.training.config import TrainConfig, check_values, flag
@@ -115,9 +116,34 @@ def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.O
     assert config.lr is not None
     if config.inner_optimizer in ("sgd", "plain-sgd"):
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9 if config.inner_optimizer == "sgd" else 0.0)
+    if config.inner_optimizer == "muon":
+        return _make_muon(model, lr=config.lr, weight_decay=config.weight_decay)
     if config.inner_optimizer == "adam":
         return torch.optim.Adam(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+
+
+def _make_muon(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Give the matrices of the blocks to Muon, and embeddings, the head, norms and biases to AdamW.
+
+    Muon's steps are scaled to AdamW's size (0.2 a root of the longer side), so that one learning rate does for both.
+    """
+    blocks = {name for names in find_blocks(model).blocks for name in names}
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    hidden = [p for name, p in trained if name in blocks and p.ndim == 2]
+    chosen = {id(parameter) for parameter in hidden}
+    others = [p for _, p in trained if id(p) not in chosen]
+    groups = [
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    parts: list[torch.optim.Optimizer] = []
+    if hidden:
+        parts.append(torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+    if groups:
+        parts.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True))
+    return JoinedOptimizer(parts)
 
 
 def lr_factor(step: int, *, config: TrainConfig) -> float:

@@ -87,7 +87,7 @@ class TrainConfig:
     clip_norm: float = 1.0
     """Largest norm of a replica's gradient; 0 clips nothing."""
     inner_optimizer: str | None = None
-    """adamw, adam, sgd (with momentum 0.9) or plain-sgd (without). Default: what goes with the method."""
+    """adamw, adam, sgd (with momentum 0.9), plain-sgd (without) or muon. Default: what goes with the method."""
     seed: int = 0
     """Of the first weights, the order of the data and stochastic codecs."""
 
@@ -179,7 +179,7 @@ class TrainConfig:
 
 _CHOICES = {
     "tokenizer": ("bpe", "bytes"),
-    "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd"),
+    "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
     "schedule": ("cosine", "constant"),
     "autocast": ("none", "bf16"),
     "exchange": ("auto", "all-gather", "two-phase"),
@@ -196,8 +196,8 @@ _LEAST = {
 _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
 
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
-# Methods that an AdamW would spoil.
-_INNER = {"dgc": "plain-sgd", "demo": "plain-sgd"}
+# Methods that an AdamW would spoil, or that are meant for another.
+_INNER = {"dgc": "plain-sgd", "demo": "plain-sgd", "muloco": "muon"}
 # DGC carries the momentum itself; DeMo steps with signs.
 _LR_OF_METHOD = {"dgc": 0.02, "demo": 1e-3}
 

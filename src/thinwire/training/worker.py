@@ -16,6 +16,7 @@ from thinwire.training.assembly import make_inner_optimizer, make_method, make_m
 from thinwire.training.checkpoint import Checkpoints, Found, Identity, choose_step, look
 from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
+from thinwire.training.cost_check import measure_code, measure_rate
 from thinwire.training.files import write_whole
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
@@ -24,7 +25,7 @@ from thinwire.training.summary import parameters_sha256, replica_note, save_mode
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 
-_OPENING, _READY, _CLOSING = range(3)
+_OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
 _LOCAL_NAMES = ("data", "model")
 _OUTPUTS = ("config.json", "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*")
@@ -151,6 +152,7 @@ class _Replica:
         training: Training | None = None
         try:
             training = self._assemble(meter)
+            self._check_code(warn)
             self._go_to(step, training, meter)
             training.run()
             return self._close(training)
@@ -216,6 +218,22 @@ class _Replica:
             checkpoints=self._checkpoints,
             device=device,
         )
+
+    def _check_code(self, warn: Callable[[str], None]) -> None:
+        """Warn where the method's code costs more time than it saves on this wire."""
+        if self._transport.num_replicas < 2 or self._optimizer.method.view.moment == "around_closure":
+            return
+        by_name = dict(self._model.named_parameters())
+        fragments = [[by_name[name].shape for name in names] for names in self._optimizer.fragments]
+        largest = max(fragments, key=lambda shapes: sum(shape.numel() for shape in shapes))
+        device = next(self._model.parameters()).device
+        cost = measure_code(self._optimizer.method, largest, num_replicas=self._transport.num_replicas, device=device)
+        if not cost.saved_bytes:
+            return
+        rate = measure_rate(self._transport, number=_PROBING, deadline_s=self._config.join_deadline_s)
+        complaint = cost.complaint(rate_bits_per_s=rate)
+        if complaint and self._transport.replica == 0:
+            warn(complaint)
 
     def _go_to(self, step: int, training: Training, meter: Meter) -> None:
         if step:

@@ -1,0 +1,78 @@
+"""Several inner optimizers as one, for models whose parameters need different ones (Muon and AdamW)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class JoinedOptimizer(torch.optim.Optimizer):
+    """Optimizers of disjoint parameters that look and step like one.
+
+    Schedulers, clipping, `state_dict` and `DistributedOptimizer` see all groups in the order of the parts, and one
+    state. The parts share both, so use them through this one only.
+
+    Args:
+        parts: The optimizers, at least one.
+
+    Raises:
+        ValueError: There is no part, or a parameter is in two of them.
+
+    Example:
+        >>> w, b = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+        >>> joined = JoinedOptimizer([torch.optim.SGD([w], lr=0.5), torch.optim.AdamW([b], lr=0.1)])
+        >>> (w.sum() + b.sum()).backward()
+        >>> joined.step()
+        >>> w[0].tolist(), [group["lr"] for group in joined.param_groups]
+        ([0.5, 0.5], [0.5, 0.1])
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+        groups = [group for part in self.parts for group in part.param_groups]
+        held = [id(parameter) for group in groups for parameter in group["params"]]
+        if not held or len(set(held)) < len(held):
+            raise ValueError("each part must have parameters of its own; give every parameter to one optimizer")
+        super().__init__(groups, {})
+        for part in self.parts:
+            self.state.update(part.state)
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Let each part step; a closure runs once, before the first.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: whose it would be is not said.
+
+        Raises:
+            ValueError: Always, once this is made.
+        """
+        if hasattr(self, "state") and self.state is getattr(self.parts[0], "state", None):
+            raise ValueError("a joined optimizer takes no more groups; add it to a part before joining")
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Hand what was loaded to the parts."""
+        super().__setstate__(state)
+        self._share()
+
+    def _share(self) -> None:
+        start = 0
+        for part in self.parts:
+            end = start + len(part.param_groups)
+            part.param_groups = self.param_groups[start:end]
+            part.state = self.state
+            start = end

@@ -1,0 +1,148 @@
+"""A run goes on with another number of replicas: what still holds stays, the rest begins anew and is named."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire
+from tests.reference.loops import same, steps, values, wrap
+from tests.reference.small_models import build
+from thinwire.codecs import float32
+from thinwire.errors import CheckpointError
+from thinwire.methods import co2, default_outer_lr, diloco, noloco, recipe, streaming_diloco
+from thinwire.transport.loopback import LoopbackTransport
+
+State = tuple[dict[str, Any], dict[str, Any]]
+# those whose update does more than take gradients or pseudo-gradients, at steps where something is remembered
+METHODS: dict[str, dict[str, Any]] = {
+    "all-reduce": {},
+    "diloco": {"sync_interval": 4},
+    "streaming-diloco": {"sync_interval": 5, "overlap_steps": 3, "layers_per_fragment": 2},
+    "co2": {"sync_interval": 4},
+    "slowmo": {"sync_interval": 4},
+    "muloco": {"sync_interval": 4},
+    "sparse-loco": {"sync_interval": 4, "k": 4, "chunk": 32},
+    "power-sgd": {"rank": 2},
+    "ef21": {},
+    "one-bit-adam": {"warmup_steps": 3},
+    "zero-one-adam": {"variance_steps": 4, "variance_updates": 2, "local_doubling_steps": 2, "max_local_steps": 4},
+}
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+def begin(name: str, *, replicas: int, count: int) -> list[State]:
+    def replica_main(transport: LoopbackTransport) -> State:
+        model = build("transformer")
+        optimizer = wrap(model, transport, recipe(name)(**METHODS[name]), adamw(model))
+        steps(model, optimizer, count, replica=transport.replica)
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    return list(thinwire.run_replicas(replicas, replica_main))
+
+
+def go_on(name: str, states: list[State], *, replicas: int, count: int, start: int) -> list[dict[str, Any]]:
+    def replica_main(transport: LoopbackTransport) -> dict[str, Any]:
+        model = build("transformer", seed=9)
+        optimizer = wrap(model, transport, recipe(name)(**METHODS[name]), adamw(model))
+        weights, state = copy.deepcopy(states[transport.replica % len(states)])
+        model.load_state_dict(weights)
+        anew = optimizer.adopt_state_dict(state)
+        exchanges = copy.deepcopy(optimizer.state_dict()["sync"]["exchanges"])
+        steps(model, optimizer, count, replica=transport.replica, start=start)
+        optimizer.close(final_exchange=True)
+        with optimizer.global_parameters():
+            return {"values": values(model), "anew": anew, "exchanges": exchanges}
+
+    return list(thinwire.run_replicas(replicas, replica_main))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("replicas", [1, 2, 5])
+def test_fewer_and_more_replicas_go_on_and_agree(name: str, replicas: int) -> None:
+    states = begin(name, replicas=3, count=7)
+    found = go_on(name, states, replicas=replicas, count=9, start=7)
+    assert all(same(found[0]["values"], other["values"]) for other in found)
+    assert all(torch.isfinite(value).all() for value in found[0]["values"])
+
+
+def test_what_a_replica_has_not_sent_stays_with_it_alone_and_a_new_one_says_what_begins_anew() -> None:
+    states = begin("sparse-loco", replicas=2, count=8)
+    found = go_on("sparse-loco", states, replicas=3, count=1, start=8)
+    kept = [state["sync"]["exchanges"]["0"]["0"]["out"] for _, state in states]
+    for replica in (0, 1):
+        mine = found[replica]["exchanges"]["0"]["0"]["out"]
+        assert all(torch.equal(mine[key], kept[replica][key]) for key in mine) and found[replica]["anew"] == ()
+    assert all(not vector.any() for vector in found[2]["exchanges"]["0"]["0"]["out"].values())
+    assert found[2]["anew"] == ("channel 0, fragment 0: what was not sent yet",)
+
+
+def test_twins_begin_anew_on_all_so_that_both_ends_agree() -> None:
+    found = go_on("ef21", begin("ef21", replicas=2, count=3), replicas=2, count=4, start=3)
+    assert all("what was not sent yet" in " ".join(one["anew"]) for one in found)
+
+
+def test_a_round_in_flight_is_applied_when_it_is_due_as_the_old_replicas_made_it() -> None:
+    """Everything had arrived; the value after it is the one that the old run came to."""
+
+    def whole(transport: LoopbackTransport) -> list[torch.Tensor]:
+        model = build("transformer")
+        optimizer = wrap(model, transport, diloco(sync_interval=4), adamw(model))
+        steps(model, optimizer, 4, replica=transport.replica)
+        with optimizer.global_parameters():
+            return values(model)
+
+    late = streaming_diloco(
+        sync_interval=4, overlap_steps=3, num_fragments=1, blend=0, codec=float32(), outer_lr=default_outer_lr(2)
+    )
+
+    def saved(transport: LoopbackTransport) -> State:
+        model = build("transformer")
+        optimizer = wrap(model, transport, late, adamw(model))
+        steps(model, optimizer, 5, replica=transport.replica)
+        assert optimizer.rounds_in_flight
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    def adopted(transport: LoopbackTransport) -> list[torch.Tensor]:
+        model = build("transformer", seed=4)
+        optimizer = wrap(model, transport, late, adamw(model))
+        model.load_state_dict(states[transport.replica][0])
+        optimizer.adopt_state_dict(copy.deepcopy(states[transport.replica][1]))
+        assert optimizer.rounds_in_flight
+        steps(model, optimizer, 2, start=5)
+        assert not optimizer.rounds_in_flight
+        with optimizer.global_parameters():
+            return values(model)
+
+    expected = thinwire.run_replicas(2, whole)[0]
+    states = list(thinwire.run_replicas(2, saved))
+    (found,) = thinwire.run_replicas(1, adopted)
+    assert same(found, expected)
+
+
+def test_replicas_with_models_of_their_own_are_refused_with_what_to_do() -> None:
+    def replica_main(transport: LoopbackTransport) -> None:
+        model = build("transformer")
+        optimizer = wrap(model, transport, noloco(sync_interval=4), adamw(model))
+        with pytest.raises(CheckpointError, match=r"noloco keeps a model of its own .* final exchange"):
+            optimizer.adopt_state_dict(optimizer.state_dict())
+
+    thinwire.run_replicas(2, replica_main)
+
+
+def test_another_method_is_refused() -> None:
+    def replica_main(transport: LoopbackTransport) -> None:
+        model = build("transformer")
+        twin = build("transformer")
+        other = wrap(twin, transport, diloco(sync_interval=4), adamw(twin))
+        optimizer = wrap(model, transport, co2(sync_interval=4), adamw(model))
+        with pytest.raises(CheckpointError, match=r"the checkpoint's method is .*diloco.*this run's is .*co2"):
+            optimizer.adopt_state_dict(other.state_dict())
+
+    thinwire.run_replicas(2, replica_main)

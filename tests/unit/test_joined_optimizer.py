@@ -1,0 +1,103 @@
+"""Several optimizers of one model step, save and load as one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import thinwire
+from tests.reference.small_models import build, loss_of
+from thinwire.methods import muloco
+from thinwire.training.assembly import make_inner_optimizer
+from thinwire.training.config import TrainConfig
+from thinwire.transport.loopback import LoopbackTransport
+
+
+def parts_of(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01)]
+
+
+def train(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> list[torch.Tensor]:
+    for step in steps:
+        loss_of(model, step=step, replica=0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_it_steps_as_its_parts_do_and_goes_on_from_its_state() -> None:
+    apart, joint = build("transformer"), build("transformer")
+    expected = train(apart, parts_of(apart), range(1, 9))
+    joined = thinwire.JoinedOptimizer(parts_of(joint))
+    train(joint, [joined], range(1, 5))
+    saved = copy.deepcopy((joint.state_dict(), joined.state_dict()))
+    again = build("transformer", seed=3)
+    resumed = thinwire.JoinedOptimizer(parts_of(again))
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    for model, optimizer in ((joint, joined), (again, resumed)):
+        found = train(model, [optimizer], range(5, 9))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_scheduler_reaches_all_parts_and_a_closure_runs_once() -> None:
+    model = build("transformer")
+    joined = thinwire.JoinedOptimizer(parts_of(model))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(joined, lambda step: 0.5**step)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        joined.zero_grad()
+        loss = loss_of(model, step=1, replica=0)
+        loss.backward()
+        return loss
+
+    assert float(joined.step(closure)) > 0 and len(calls) == 1
+    scheduler.step()
+    assert [part.param_groups[0]["lr"] for part in joined.parts] == [0.005, 0.005]
+
+
+def test_parameters_in_two_parts_and_later_groups_are_refused() -> None:
+    model = build("transformer")
+    with pytest.raises(ValueError, match="to one optimizer"):
+        thinwire.JoinedOptimizer([torch.optim.SGD(model.parameters(), lr=1), torch.optim.SGD(model.parameters(), lr=1)])
+    joined = thinwire.JoinedOptimizer(parts_of(model))
+    with pytest.raises(ValueError, match="takes no more groups"):
+        joined.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+def test_muon_gets_the_blocks_matrices_and_adamw_all_else() -> None:
+    model = build("transformer")
+    config = TrainConfig(inner_optimizer="muon", lr=0.01)
+    inner = make_inner_optimizer(config, model)
+    assert isinstance(inner, thinwire.JoinedOptimizer)
+    muon, adamw = inner.parts
+    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
+    hidden = {id(p) for group in muon.param_groups for p in group["params"]}
+    names = [name for name, p in model.named_parameters() if id(p) in hidden]
+    assert names and all("embed" not in name and "head" not in name for name in names)
+    everything = {id(p) for group in inner.param_groups for p in group["params"]}
+    assert everything == {id(p) for p in model.parameters()}
+
+
+def test_muloco_with_muon_inside_trains_replicas_that_agree() -> None:
+    def replica_main(transport: LoopbackTransport) -> list[torch.Tensor]:
+        model = build("transformer")
+        inner = thinwire.JoinedOptimizer(parts_of(model))
+        optimizer = thinwire.DistributedOptimizer(model, inner, method=muloco(sync_interval=3), transport=transport)
+        for step in range(1, 10):
+            loss_of(model, step=step, replica=transport.replica).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close(final_exchange=True)
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, *others = thinwire.run_replicas(3, replica_main)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
