@@ -31,6 +31,8 @@ import thinwire
 from thinwire.bench.worker import lr_factor
 from thinwire.codecs import by_name
 from thinwire.methods import recipe
+from thinwire.training.assembly import make_inner_optimizer
+from thinwire.training.config import TrainConfig
 from thinwire.training.models import build_model
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
@@ -39,25 +41,29 @@ RESULTS = Path(__file__).parent.parent / "results" / "methods.jsonl"
 CACHE = Path.home() / ".cache" / "thinwire"
 SEEDS = (0, 1, 2)
 TASKS = {"digits": {"replicas": 4, "steps": 300}, "language": {"replicas": 2, "steps": 200}}
-INNER: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
-    "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
-    "sgd": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9),
-    "plain-sgd": lambda p, lr: torch.optim.SGD(p, lr=lr),
+INNER: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
+    "adamw": lambda m, lr: torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
+    "sgd": lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9),
+    "plain-sgd": lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr),
+    "muon": lambda m, lr: make_inner_optimizer(TrainConfig(inner_optimizer="muon", lr=lr), m),
 }
 LR = {"digits": {"adamw": 3e-3, "sgd": 0.05, "plain-sgd": 0.05, "sign": 1e-3}}
-LR["language"] = {"adamw": 3e-3, "sgd": 0.02, "plain-sgd": 0.02, "sign": 1e-3}
+LR["language"] = {"muon": 3e-3, "adamw": 3e-3, "sgd": 0.02, "plain-sgd": 0.02, "sign": 1e-3}
 
 
 def entries(task: str) -> dict[str, dict[str, Any]]:
     """Return what runs: the method, its arguments and its inner optimizer, by the name in the table."""
     steps = TASKS[task]["steps"]
     interval = {"sync_interval": 10}
+    muon = {"muloco, Muon": {"method": "muloco", "arguments": interval, "inner": "muon"}}
     return {
         "all-reduce, AdamW": {"method": "all-reduce"},
         "all-reduce, SGD with momentum": {"method": "all-reduce", "inner": "sgd"},
         "local-sgd": {"method": "local-sgd", "arguments": interval},
         "diloco": {"method": "diloco", "arguments": interval},
         "streaming-diloco": {"method": "streaming-diloco", "arguments": interval | {"overlap_steps": 3}},
+        "eager": {"method": "eager", "arguments": interval},
+        **(muon if task == "language" else {}),
         "sparse-loco": {"method": "sparse-loco", "arguments": interval},
         "slowmo": {"method": "slowmo", "arguments": interval},
         "co2": {"method": "co2", "arguments": interval},
@@ -104,7 +110,7 @@ def train_replica(
     transport = RecordingTransport(loopback)
     model, batches, loss_of, measure = task(settings, replica=transport.replica)
     lr = LR[settings["task"]][settings.get("lr", settings["inner"])]
-    inner = INNER[settings["inner"]](model.parameters(), lr)
+    inner = INNER[settings["inner"]](model, lr)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport, seed=settings["seed"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=settings["steps"]))
     before = transport.log.totals("sent").payload_bytes
