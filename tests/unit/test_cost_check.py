@@ -54,6 +54,7 @@ def test_a_code_that_costs_more_than_it_saves_is_named_with_both_numbers_and_wha
     assert cost.complaint(rate_bits_per_s=100e6) == ""
     said = cost.complaint(rate_bits_per_s=1e9)
     assert "30.0 ms a round" in said and "8.0 ms of sending at the 1,000 Mbit/s" in said and "--codec float32" in said
+    assert cost.complaint(rate_bits_per_s=1e9, steps_between=30) == "", "less than a millisecond a step"
     assert CodeCost(extra_s=-0.001, saved_bytes=0).complaint(rate_bits_per_s=1e9) == ""
 
 

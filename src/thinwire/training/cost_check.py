@@ -20,6 +20,8 @@ _PROBE_BYTES = (2**14, 2**17)
 _LONG_ENOUGH_S = 0.1
 # More replicas than this are measured as so many: what a replica computes grows no faster than their number.
 _MOST_REPLICAS = 8
+# What nobody would notice is not worth a word.
+_LEAST_LOSS_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +36,19 @@ class CodeCost:
     extra_s: float
     saved_bytes: int
 
-    def complaint(self, *, rate_bits_per_s: float) -> str:
+    def complaint(self, *, rate_bits_per_s: float, steps_between: float = 1.0) -> str:
         """Return what to tell the user where the code does not pay on a wire of this rate, else an empty text.
+
+        Args:
+            rate_bits_per_s: Of the wire.
+            steps_between: Inner steps from one round to the next; less than a millisecond a step is not told.
 
         Example:
             >>> CodeCost(extra_s=0.020, saved_bytes=1_000_000).complaint(rate_bits_per_s=1e6)
             ''
         """
         saved_s = 8 * self.saved_bytes / rate_bits_per_s
-        if self.extra_s <= saved_s:
+        if (self.extra_s - saved_s) / steps_between < _LEAST_LOSS_S:
             return ""
         return (
             f"coding costs {self.extra_s * 1e3:.1f} ms a round more than float32 payloads would, and saves "

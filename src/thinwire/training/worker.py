@@ -231,8 +231,9 @@ class _Replica:
         if not cost.saved_bytes:
             return
         rate = measure_rate(self._transport, number=_PROBING, deadline_s=self._config.join_deadline_s)
-        complaint = cost.complaint(rate_bits_per_s=rate)
-        if complaint and self._transport.replica == 0:
+        steps_between = self._optimizer.method.schedule.sync_interval / self._optimizer.num_fragments
+        complaint = cost.complaint(rate_bits_per_s=rate, steps_between=steps_between)
+        if complaint and self._transport.replica == 0 and not self._config.quiet:
             warn(complaint)
 
     def _go_to(self, step: int, training: Training, meter: Meter) -> None:
