@@ -3,7 +3,7 @@
 `python benchmarks/methods/latency.py` drives thinwire's own exchanges, message by message, on a virtual clock: a
 message that leaves at t arrives at t plus a latency drawn for it, and a replica goes on when all it waits for has
 arrived. Rates are without limit, so only latencies count. A tree and a ring, which thinwire does not have, are computed
-with the same draws. Latencies are log-normal, as in arXiv 2506.10911.
+with draws from the same distribution. Latencies are log-normal, as in arXiv 2506.10911.
 """
 
 from __future__ import annotations
