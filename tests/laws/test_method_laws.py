@@ -66,8 +66,13 @@ def one_step(optimizer: thinwire.DistributedOptimizer, model: torch.nn.Module, *
 
 
 @cache
-def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | None = None) -> list[dict[str, Any]]:
-    """Train; with `stop`, go on in new objects from the state after that step."""
+def train(
+    name: str, replicas: int, *, kind: str = "transformer", stop: int | None = None, ends: tuple[bool, ...] = ()
+) -> list[dict[str, Any]]:
+    """Train; with `stop`, go on in new objects from the state after that step.
+
+    With `ends` the run is closed before that, with a final exchange or without.
+    """
 
     def replica_main(loopback: LoopbackTransport) -> dict[str, Any]:
         transport, model = RecordingTransport(loopback), build(kind)
@@ -76,6 +81,8 @@ def train(name: str, replicas: int, *, kind: str = "transformer", stop: int | No
         for step in range(1, STEPS + 1):
             losses.append(one_step(optimizer, model, data=step % 3, replica=transport.replica))
             if step == stop:
+                for final_exchange in ends:
+                    optimizer.close(final_exchange=final_exchange)
                 saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
                 model = build(kind, seed=5)
                 model.load_state_dict(saved[0])
@@ -114,3 +121,12 @@ def test_a_run_that_goes_on_from_its_state_ends_with_the_same_bits(name: str, st
     whole, resumed = train(name, 2), train(name, 2, stop=stop)
     for one, other in zip(whole, resumed, strict=True):
         assert same(one["values"], other["values"])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("final_exchange", [False, True])
+def test_a_run_that_was_ended_can_go_on_from_its_state(name: str, final_exchange: bool) -> None:
+    """What was in flight came in early, and is not waited for when it would have been due."""
+    found = train(name, 2, stop=6, ends=(final_exchange,))
+    assert same(found[0]["values"], found[1]["values"])
+    assert sum(found[0]["losses"][-3:]) < sum(found[0]["losses"][:3])

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
-from tests.reference.plain_replicas import Replica, assert_all_same, mean_of, train
+import thinwire
+from tests.reference.loops import same, steps, values, wrap
+from tests.reference.plain_replicas import Replica, adamw, assert_all_same, mean_of, train
+from tests.reference.small_models import build
 from thinwire.codecs import block_int8, float32
+from thinwire.errors import CheckpointError
 from thinwire.methods import diloco, eager
 from thinwire.sync.eager import EagerOuterStep, OwnFirst
 from thinwire.sync.outer import PlainSGD
+from thinwire.transport.loopback import single
 
 
-def reference_eager(*, kind, replicas, count, interval, lr, mu, codec):
-    """Own share at once, the others' an interval later (arXiv 2502.12996), with plain dictionaries."""
+def reference_eager(*, kind, replicas, count, interval, lr, mu, codec=None):
+    """Own share at once, the others' an interval later (arXiv 2502.12996); return replicas and what is in flight."""
     everyone = [Replica(kind, number) for number in range(replicas)]
     before, late = None, None
     for step in range(1, count + 1):
@@ -35,7 +42,7 @@ def reference_eager(*, kind, replicas, count, interval, lr, mu, codec):
             replica.phi = phi
             replica.start_again()
         before = fresh
-    return [replica.result() for replica in everyone]
+    return everyone, before
 
 
 @pytest.mark.parametrize(("replicas", "interval", "count"), [(2, 5, 23), (3, 4, 24), (4, 1, 7), (1, 4, 18), (2, 5, 4)])
@@ -43,10 +50,10 @@ def test_eager_updates_are_the_papers_equations_bit_for_bit(replicas, interval, 
     # above two replicas an exchange in two phases would code the mean again
     codec = block_int8() if replicas == 2 else float32()
     method = eager(sync_interval=interval, codec=codec, outer_lr=0.7, outer_momentum=0.9)
-    expected = reference_eager(
+    everyone, _ = reference_eager(
         kind="conv", replicas=replicas, count=count, interval=interval, lr=0.7, mu=0.9, codec=codec
     )
-    assert_all_same(train(method, replicas=replicas, count=count), expected)
+    assert_all_same(train(method, replicas=replicas, count=count), [replica.result() for replica in everyone])
 
 
 def test_alone_there_is_nothing_to_wait_for_and_eager_is_diloco():
@@ -58,19 +65,52 @@ def test_alone_there_is_nothing_to_wait_for_and_eager_is_diloco():
 
 
 @pytest.mark.parametrize("count", [8, 10, 3])
-def test_with_plain_outer_steps_all_work_arrives_and_the_end_is_the_mean_of_all(count):
-    """One interval is in flight: its own shares are in the replicas' mean, the others' come by the last step."""
-    method = eager(sync_interval=4, outer_lr=1.0, outer_momentum=0.0)
-    (one, other) = train(method, kind="linear", count=count, final=True, dtype=torch.float64)
-    assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
-    open_ended = train(method, kind="linear", count=count, dtype=torch.float64)
-    means = [(a + b) / 2 for a, b in zip(open_ended[0][0], open_ended[1][0], strict=True)]
-    if count < 4:  # nothing was ever sent
-        for mine, mean in zip(one[0], means, strict=True):
-            torch.testing.assert_close(mine, mean, rtol=1e-6, atol=1e-6)
-        return
-    moved = sum(float((a - b).abs().sum()) for a, b in zip(one[0], means, strict=True))
-    assert moved > 0, "the others' share of the round in flight was taken in"
+def test_the_end_is_the_mean_of_all_and_a_plain_step_with_the_others_share_of_what_is_in_flight(count):
+    """Theta = mean theta_m - lr (1 - 1/M) mean Delta_m; a replica's own part in M of it was taken in at once."""
+    arguments = {"outer_lr": 1.0, "outer_momentum": 0.5}
+    found = train(eager(sync_interval=4, **arguments), kind="linear", count=count, final=True)
+    everyone, in_flight = reference_eager(kind="linear", replicas=2, count=count, interval=4, lr=1.0, mu=0.5)
+    assert (in_flight is None) == (count < 4)
+    expected = mean_of([{name: p.detach() for name, p in replica.theta.items()} for replica in everyone])
+    if in_flight is not None:
+        late = mean_of(in_flight)
+        expected = {name: value - 0.5 * late[name] for name, value in expected.items()}
+    for _, reached in found:
+        names = [name for name, _ in everyone[0].model.named_parameters()]
+        assert all(torch.equal(one, expected[name]) for name, one in zip(names, reached, strict=True))
+
+
+def test_a_mean_that_came_early_waits_in_the_checkpoint_too():
+    """Closing takes in what is in flight, but the others' share still waits for the next outer step."""
+
+    def replica_main(transport):
+        reached = []
+        for saves in (False, True):
+            model = build("linear")
+            optimizer = wrap(model, transport, eager(sync_interval=3), adamw(model))
+            steps(model, optimizer, 4, replica=transport.replica)
+            if saves:
+                optimizer.close()
+                assert not optimizer.rounds_in_flight
+                state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+                model = build("linear", seed=5)
+                optimizer = wrap(model, transport, eager(sync_interval=3), adamw(model))
+                model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+            steps(model, optimizer, 7, replica=transport.replica, start=4)
+            reached.append(values(model))
+        return same(*reached)
+
+    assert thinwire.run_replicas(2, replica_main) == [True, True]
+
+
+def test_a_mean_of_another_size_in_a_checkpoint_is_refused():
+    model = build("linear")
+    optimizer = wrap(model, single(), eager(sync_interval=3), adamw(model))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["sync"]["update"]["arrived"] = {"0": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match="mean of fragment 0 has 3 elements and fits none"):
+        optimizer.load_state_dict(state)
 
 
 def test_both_rounds_of_a_launch_have_numbers_of_their_own_and_the_late_one_comes_first():

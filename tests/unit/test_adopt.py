@@ -14,7 +14,7 @@ from tests.reference.small_models import build
 from thinwire.codecs import float32
 from thinwire.errors import CheckpointError
 from thinwire.methods import co2, default_outer_lr, diloco, noloco, recipe, streaming_diloco
-from thinwire.transport.loopback import LoopbackTransport
+from thinwire.transport.loopback import LoopbackTransport, single
 
 State = tuple[dict[str, Any], dict[str, Any]]
 # those whose update does more than take gradients or pseudo-gradients, at steps where something is remembered
@@ -52,13 +52,16 @@ def go_on(name: str, states: list[State], *, replicas: int, count: int, start: i
         model = build("transformer", seed=9)
         optimizer = wrap(model, transport, recipe(name)(**METHODS[name]), adamw(model))
         weights, state = copy.deepcopy(states[transport.replica % len(states)])
+        # what this optimizer has done before must not matter
+        steps(model, optimizer, 6, replica=transport.replica, start=50)
         model.load_state_dict(weights)
         anew = optimizer.adopt_state_dict(state)
         exchanges = copy.deepcopy(optimizer.state_dict()["sync"]["exchanges"])
+        locals_ = values(model)
         steps(model, optimizer, count, replica=transport.replica, start=start)
         optimizer.close(final_exchange=True)
         with optimizer.global_parameters():
-            return {"values": values(model), "anew": anew, "exchanges": exchanges}
+            return {"values": values(model), "anew": anew, "exchanges": exchanges, "locals": locals_}
 
     return list(thinwire.run_replicas(replicas, replica_main))
 
@@ -80,7 +83,50 @@ def test_what_a_replica_has_not_sent_stays_with_it_alone_and_a_new_one_says_what
         mine = found[replica]["exchanges"]["0"]["0"]["out"]
         assert all(torch.equal(mine[key], kept[replica][key]) for key in mine) and found[replica]["anew"] == ()
     assert all(not vector.any() for vector in found[2]["exchanges"]["0"]["0"]["out"].values())
-    assert found[2]["anew"] == ("channel 0, fragment 0: what was not sent yet",)
+    assert found[2]["anew"] == (
+        "local parameters: what replica 0 has trained since its last exchange",
+        "channel 0, fragment 0: what was not sent yet",
+    )
+
+
+def test_a_memory_that_begins_anew_holds_nothing_of_what_the_optimizer_did_before() -> None:
+    states = begin("ef21", replicas=2, count=3)
+    for one in go_on("ef21", states, replicas=3, count=1, start=3):
+        hop = one["exchanges"]["0"]["0"]["out"]
+        assert set(hop) == {"own", "mean"} and not any(vector.any() for vector in hop.values())
+
+
+def trained(weights: dict[str, Any]) -> list[torch.Tensor]:
+    model = build("transformer")
+    model.load_state_dict(weights)
+    return values(model)
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors]).sort().values
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming-diloco", "co2", "zero-one-adam"])
+def test_what_another_replica_has_trained_since_its_last_exchange_is_not_counted_twice(name: str) -> None:
+    states = begin(name, replicas=2, count=11)
+    found = go_on(name, states, replicas=3, count=1, start=11)
+    kept = [trained(weights) for weights, _ in states]
+    assert all(same(found[number]["locals"], kept[number]) for number in (0, 1)), "a replica keeps its own work"
+    # fragments have an order of their own
+    expected = torch.cat([*states[0][1]["sync"]["global"].values()]).sort().values
+    assert not torch.equal(flat(kept[0]), expected), "there was work that could be counted twice"
+    assert torch.equal(flat(found[2]["locals"]), expected), "a new one begins from the global value"
+    assert found[2]["anew"][0].startswith("local parameters: what replica 0 has trained")
+
+
+@pytest.mark.parametrize("number", [None, 0, "2"])
+def test_a_damaged_number_of_replicas_is_named(number: object) -> None:
+    model = build("transformer")
+    optimizer = wrap(model, single(), diloco(sync_interval=4), adamw(model))
+    state = optimizer.state_dict()
+    state["sync"]["num_replicas"] = number
+    with pytest.raises(CheckpointError, match=r"num_replicas must be at least 1, got .* damaged"):
+        optimizer.adopt_state_dict(state)
 
 
 def test_twins_begin_anew_on_all_so_that_both_ends_agree() -> None:

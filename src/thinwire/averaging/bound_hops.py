@@ -72,6 +72,7 @@ class BoundHops:
                 if hop.has_memory and saved is not None and is_own and name == "out" and hop.shared is None:
                     hop.load_state_dict(saved)
                 elif hop.has_memory:
+                    hop.forget()
                     anew.append(f"fragment {fragment}: {_MEMORIES[name]}")
         return tuple(anew)
 

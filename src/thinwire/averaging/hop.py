@@ -98,6 +98,11 @@ class Hop:
         """Return what is applied, from the mean of what all sent."""
         return mean if self._memory is None else self._memory.received(mean)
 
+    def forget(self) -> None:
+        """Begin anew."""
+        if self._memory is not None:
+            self._memory.forget()
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what is remembered."""
         return {} if self._memory is None else self._memory.state_dict()

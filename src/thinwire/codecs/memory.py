@@ -43,6 +43,10 @@ class BoundMemory(Protocol):
         """The vector that all members of the exchange must hold alike: float32, `(numel,)`; None for none."""
         ...
 
+    def forget(self) -> None:
+        """Begin anew: every vector is as it was before the first round."""
+        ...
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the vectors by name."""
         ...
@@ -64,8 +68,13 @@ class Memory(Protocol):
         ...
 
 
-class _Vectors:
-    """Named float32 vectors that start at zero, on the device of what they are used with."""
+class Vectors:
+    """Named float32 vectors that start at zero, on the device of what they are used with: what a memory is made of.
+
+    Args:
+        numel: Elements of each.
+        names: Their names in the state.
+    """
 
     def __init__(self, numel: int, *names: str) -> None:
         self._numel = numel
@@ -76,7 +85,13 @@ class _Vectors:
         """See `BoundMemory.shared`."""
         return None
 
-    def _there(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def forget(self) -> None:
+        """See `BoundMemory.forget`."""
+        for vector in self._vectors.values():
+            vector.zero_()
+
+    def there(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a vector by its name, to read and to write, on the device that `like` is on."""
         self._vectors[name] = found = self._vectors[name].to(like.device)
         return found
 
@@ -124,17 +139,17 @@ class ErrorFeedback:
         return _BoundErrorFeedback(self, numel)
 
 
-class _BoundErrorFeedback(_Vectors):
+class _BoundErrorFeedback(Vectors):
     def __init__(self, spec: ErrorFeedback, numel: int) -> None:
         super().__init__(numel, "residual")
         self._decay = spec.decay
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        residual = self._there("residual", x).mul_(self._decay).add_(x)
+        residual = self.there("residual", x).mul_(self._decay).add_(x)
         return residual.clone()
 
     def after(self, sent: torch.Tensor) -> None:
-        self._there("residual", sent).sub_(sent)
+        self.there("residual", sent).sub_(sent)
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
         return mean
@@ -175,14 +190,14 @@ class MomentumCorrection:
         return _BoundMomentumCorrection(self, numel)
 
 
-class _BoundMomentumCorrection(_Vectors):
+class _BoundMomentumCorrection(Vectors):
     def __init__(self, spec: MomentumCorrection, numel: int) -> None:
         super().__init__(numel, "momentum", "velocity")
         self._spec = spec
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
         gradient, m = self._clipped(x), self._spec.momentum
-        u, v = self._there("momentum", x), self._there("velocity", x)
+        u, v = self.there("momentum", x), self.there("velocity", x)
         if self._spec.nesterov:
             u.add_(gradient).mul_(m)
             v.add_(u).add_(gradient)
@@ -192,7 +207,7 @@ class _BoundMomentumCorrection(_Vectors):
         return v.clone()
 
     def after(self, sent: torch.Tensor) -> None:
-        u, v = self._there("momentum", sent), self._there("velocity", sent)
+        u, v = self.there("momentum", sent), self.there("velocity", sent)
         stays = sent == 0
         v.mul_(stays)
         if self._spec.masks:
@@ -236,13 +251,13 @@ class Momentum:
         return _BoundMomentum(self, numel)
 
 
-class _BoundMomentum(_Vectors):
+class _BoundMomentum(Vectors):
     def __init__(self, spec: Momentum, numel: int) -> None:
         super().__init__(numel, "momentum")
         self._spec = spec
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        momentum = self._there("momentum", x).mul_(self._spec.momentum).add_(x)
+        momentum = self.there("momentum", x).mul_(self._spec.momentum).add_(x)
         return x + self._spec.momentum * momentum if self._spec.nesterov else momentum.clone()
 
     def after(self, sent: torch.Tensor) -> None:
@@ -281,7 +296,7 @@ class Shift:
         return _BoundShift(numel) if self.momentum == 0 else _BoundShiftOfMomentum(self, numel)
 
 
-class _BoundShift(_Vectors):
+class _BoundShift(Vectors):
     def __init__(self, numel: int, *names: str) -> None:
         super().__init__(numel, "own", "mean", *names)
         self._sent: torch.Tensor | None = None
@@ -290,17 +305,21 @@ class _BoundShift(_Vectors):
     def shared(self) -> torch.Tensor | None:
         return self._vectors["mean"]
 
+    def forget(self) -> None:
+        super().forget()
+        self._sent = None
+
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        return x - self._there("own", x)
+        return x - self.there("own", x)
 
     def after(self, sent: torch.Tensor) -> None:
         self._sent = sent
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
         if self._sent is not None:  # a member that sends nothing in a round keeps its state
-            self._there("own", self._sent).add_(self._sent)
+            self.there("own", self._sent).add_(self._sent)
             self._sent = None
-        return self._there("mean", mean).add_(mean).clone()
+        return self.there("mean", mean).add_(mean).clone()
 
 
 class _BoundShiftOfMomentum(_BoundShift):
@@ -310,9 +329,13 @@ class _BoundShiftOfMomentum(_BoundShift):
         self._momentum = spec.momentum
         self._velocity: torch.Tensor | None = None
 
+    def forget(self) -> None:
+        super().forget()
+        self._velocity = None
+
     def before(self, x: torch.Tensor) -> torch.Tensor:
         if self._vectors["has_started"].item():
-            self._velocity = self._momentum * self._there("velocity", x) + (1 - self._momentum) * x
+            self._velocity = self._momentum * self.there("velocity", x) + (1 - self._momentum) * x
         else:
             self._velocity = x.to(torch.float32).clone()
         return super().before(self._velocity)

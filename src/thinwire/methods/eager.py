@@ -25,10 +25,11 @@ from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.about import About
 from thinwire.methods.outer_learning_rate import default_outer_lr
-from thinwire.sync.eager import EagerOuterStep, OwnFirst, OwnPseudoGradient
+from thinwire.sync.eager import EagerOuterStep, OwnFirst
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer import Nesterov
+from thinwire.sync.views import OwnPseudoGradient
 
 ABOUT = About(
     paper="arXiv 2502.12996",

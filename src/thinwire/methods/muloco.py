@@ -34,7 +34,7 @@ ABOUT = About(
     exchanged="pseudo-gradients of Muon's steps in 2 bits, every H steps",
     bits="2.06 (M - 1) / H",
     memory="3 (global value, outer momentum, residual)",
-    restrictions="bytes grow with M; meant for Muon inside (--inner-optimizer muon, its default)",
+    restrictions="bytes grow with M; thinwire train takes Muon as its inner optimizer by default",
 )
 
 

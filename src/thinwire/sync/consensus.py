@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from thinwire.averaging.delivery import Average
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
-from thinwire.sync.global_parameters import GlobalParameters
+from thinwire.sync.global_parameters import load_waiting
 from thinwire.sync.outer import HeavyBall
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundOuterStep, OuterStep
-from thinwire.sync.views import BoundPseudoGradient, BoundView
-from thinwire.transport.shards import flatten
+from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlowWeightsAndPseudoGradient:
-    """The replica's own global value in channel 0, and its pseudo-gradient in channel 1.
-
-    The final exchange is about the local parameters themselves: their mean is the same on all replicas, while a mean
-    of differences to values that differ would not be.
-
-    Args:
-        fragments: How the model is cut.
-    """
-
-    fragments: Pattern = field(default_factory=Pattern)
-
-    @property
-    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
-        """After the inner step."""
-        return "after_inner_step"
+class SlowWeightsAndPseudoGradient(OwnPseudoGradient):
+    """The replica's own global value in channel 0, and its pseudo-gradient in channel 1; see `OwnPseudoGradient`."""
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundSlowWeights:
         """See `View.bind`."""
-        return BoundSlowWeights(GlobalParameters(model, self.fragments.partition(find_blocks(model))))
+        return BoundSlowWeights(self.cut(model))
 
 
-class BoundSlowWeights(BoundPseudoGradient):
+class BoundSlowWeights(BoundOwnPseudoGradient):
     """See `SlowWeightsAndPseudoGradient`."""
 
     def read(self, round: Round) -> torch.Tensor:
@@ -50,14 +33,6 @@ class BoundSlowWeights(BoundPseudoGradient):
         if round.channel == 0:
             return self.parameters.values[round.fragment].clone()
         return super().read(round)
-
-    def read_last(self, fragment: int) -> torch.Tensor:
-        """Return the local parameters."""
-        return flatten(self.parameters.locals(fragment))
-
-    def reference_hash(self, round: Round) -> int:
-        """Return 0: replicas hold different values, and that is meant."""
-        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +109,11 @@ class BoundConsensusStep:
         self._view.parameters.blend_into_locals(fragment, blend=0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the momenta by fragment."""
-        return self._outer.state_dict()
+        """Return the momenta by fragment, and distances that wait for the next step."""
+        distances = {str(fragment): distance for fragment, distance in self._distances.items()}
+        return {"momenta": self._outer.state_dict(), "distances": distances}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `BoundUpdate.load_state_dict`."""
-        self._outer.load_state_dict(state)
+        self._outer.load_state_dict(state["momenta"])
+        self._distances = load_waiting(state["distances"], self._view.parameters, what="distance")

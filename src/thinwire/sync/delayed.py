@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from thinwire.averaging.delivery import Average
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
-from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.outer import OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundOuterStep, OuterStep, check_pseudo_gradients
-from thinwire.sync.views import BoundPseudoGradient, BoundView
+from thinwire.sync.views import BoundPseudoGradient, BoundView, PseudoGradient
 from thinwire.transport.shards import flatten, unflatten_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TakenPseudoGradient:
+class TakenPseudoGradient(PseudoGradient):
     """Global minus local parameters, and reading takes it: the local value goes back to the global one.
 
-    What a replica's inner steps have made is on the wire from then on, and comes back with the mean.
-
-    Args:
-        fragments: How the model is cut.
+    What a replica's inner steps have made is on the wire from then on, and comes back with the mean. See
+    `PseudoGradient`.
     """
-
-    fragments: Pattern = field(default_factory=Pattern)
-
-    @property
-    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
-        """After the inner step."""
-        return "after_inner_step"
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundTakenPseudoGradient:
         """See `View.bind`."""
-        return BoundTakenPseudoGradient(GlobalParameters(model, self.fragments.partition(find_blocks(model))))
+        return BoundTakenPseudoGradient(self.cut(model))
 
 
 class BoundTakenPseudoGradient(BoundPseudoGradient):

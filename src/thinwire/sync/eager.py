@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
 
 from thinwire.averaging.delivery import Average
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
-from thinwire.sync.global_parameters import GlobalParameters, load_vectors
+from thinwire.sync.global_parameters import load_vectors, load_waiting
 from thinwire.sync.outer import OuterOptimizer
 from thinwire.sync.schedule import Round, Staggered
 from thinwire.sync.updates import BoundOuterStep, OuterStep
-from thinwire.sync.views import BoundPseudoGradient, BoundView
-from thinwire.transport.shards import flatten
+from thinwire.sync.views import BoundOwnPseudoGradient, BoundView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,40 +56,6 @@ class OwnFirst:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnPseudoGradient:
-    """The pseudo-gradient against the replica's own global value, in both channels.
-
-    The final exchange is about the local parameters themselves, as the replicas' global values differ.
-
-    Args:
-        fragments: How the model is cut.
-    """
-
-    fragments: Pattern = field(default_factory=Pattern)
-
-    @property
-    def moment(self) -> Literal["before_inner_step", "after_inner_step"]:
-        """After the inner step."""
-        return "after_inner_step"
-
-    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOwnPseudoGradient:
-        """See `View.bind`."""
-        return BoundOwnPseudoGradient(GlobalParameters(model, self.fragments.partition(find_blocks(model))))
-
-
-class BoundOwnPseudoGradient(BoundPseudoGradient):
-    """See `OwnPseudoGradient`."""
-
-    def read_last(self, fragment: int) -> torch.Tensor:
-        """Return the local parameters."""
-        return flatten(self.parameters.locals(fragment))
-
-    def reference_hash(self, round: Round) -> int:
-        """Return 0: replicas hold different values, and that is meant."""
-        return 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EagerOuterStep:
     """An outer step with the replica's own fresh pseudo-gradient and the others' of an interval ago.
 
@@ -112,7 +74,8 @@ class EagerOuterStep:
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundEagerOuterStep:
         """See `Update.bind`."""
-        if not isinstance(view, BoundOwnPseudoGradient):
+        # not those below it, which send something else in channel 0
+        if type(view) is not BoundOwnPseudoGradient:
             raise ValueError(
                 "EagerOuterStep() applies a replica's own pseudo-gradients before the others', which only "
                 "OwnPseudoGradient() reads; use that as the view"
@@ -163,11 +126,13 @@ class BoundEagerOuterStep:
         self._parameters.blend_into_locals(fragment, blend=0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the momenta, and what this replica sent last, by fragment."""
+        """Return the momenta, and what this replica sent last, by fragment; and means that wait for the next step."""
         own = {str(fragment): sent for fragment, sent in enumerate(self._own)}
-        return {"momenta": self._outer.state_dict(), "own": own}
+        arrived = {str(fragment): mean for fragment, mean in self._arrived.items()}
+        return {"momenta": self._outer.state_dict(), "own": own, "arrived": arrived}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `BoundUpdate.load_state_dict`."""
         self._outer.load_state_dict(state["momenta"])
         load_vectors(state["own"], self._own, what="last pseudo-gradient of its own")
+        self._arrived = load_waiting(state["arrived"], self._parameters, what="mean")

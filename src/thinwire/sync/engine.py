@@ -79,6 +79,7 @@ class Engine:
         self.deadlines = deadlines
         self._alive = tuple(range(transport.num_replicas))
         self._in_flight: dict[int, InFlight] = {}
+        self._taken_early: set[int] = set()  # the schedule still names them, where a run goes on after its end
         self._seed = seed
         self._pace = pace
         self._failed: Round | None = None
@@ -107,7 +108,10 @@ class Engine:
         for round in self.method.schedule.launches(step, **where):
             self._launch(round)
         for round in self.method.schedule.applies(step, **where):
-            self._apply(round.id)
+            if round.id in self._taken_early:
+                self._taken_early.discard(round.id)
+            else:
+                self._apply(round.id)
         for flight in self._in_flight.values():
             flight.poll()
 
@@ -143,9 +147,10 @@ class Engine:
             program.close()
 
     def flush(self) -> None:
-        """Wait for all rounds in flight and apply them, in the order of their launch."""
+        """Wait for all rounds in flight and apply them, in the order of their launch, before they are due."""
         for number in list(self._in_flight):
             self._apply(number)
+            self._taken_early.add(number)
 
     def merge_everything(self, step: int) -> None:
         """Flush, then set every fragment's global value to the mean of the local ones: the last word of a run.
@@ -261,6 +266,7 @@ class Engine:
             "update": self.update.state_dict(),
             "exchanges": {str(channel): exchange.state_dict() for channel, exchange in enumerate(self._exchanges)},
             "in_flight": flights,
+            "taken_early": sorted(self._taken_early),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -296,15 +302,21 @@ class Engine:
         if not self.method.has_common_value:
             raise CheckpointError(
                 f"{self.method.name} keeps a model of its own on each replica, so a state of one of "
-                f"{state['num_replicas']} replicas says nothing for {self.transport.num_replicas}; end that run with "
-                f"its final exchange, and start from the model"
+                f"{state.get('num_replicas')} replicas says nothing for {self.transport.num_replicas}; end that run "
+                f"with its final exchange, and start from the model"
             )
-        expected = self.method.describe(num_replicas=state["num_replicas"])
-        if state["method"] != expected:
-            raise CheckpointError(f"the checkpoint's method is {state['method']!r}, this run's is {expected!r}")
-        is_own = state["replica"] == self.transport.replica
+        before = state.get("num_replicas")
+        if not isinstance(before, int) or before < 1:
+            raise CheckpointError(f"the checkpoint's num_replicas must be at least 1, got {before!r}; it is damaged")
+        expected = self.method.describe(num_replicas=before)
+        if state.get("method") != expected:
+            raise CheckpointError(f"the checkpoint's method is {state.get('method')!r}, this run's is {expected!r}")
+        is_own = state.get("replica") == self.transport.replica
         self._load_common(state)
-        anew = [
+        anew = []
+        if not is_own and self.view.parameters.forget_locals():
+            anew.append(f"local parameters: what replica {state.get('replica')} has trained since its last exchange")
+        anew += [
             f"channel {channel}, {line}"
             for channel, exchange in enumerate(self._exchanges)
             for line in exchange.adopt(state["exchanges"][str(channel)], is_own=is_own)
@@ -315,6 +327,7 @@ class Engine:
         self.view.parameters.load_state_dict(state["global"])
         self.update.load_state_dict(state["update"])
         self._in_flight, self._failed = {}, None
+        self._taken_early = set(state["taken_early"])
         for flight in state["in_flight"]:
             round = Round(**flight["round"])
             parts = {int(replica): part.clone() for replica, part in flight.get("parts", {}).items()}

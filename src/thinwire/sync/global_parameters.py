@@ -40,6 +40,16 @@ class GlobalParameters:
         if self._has_values:
             self.values = [flatten(self.locals(fragment)).cpu() for fragment in range(self.num_fragments)]
 
+    def forget_locals(self) -> bool:
+        """Set the local parameters to the global values, and tell whether there are any kept apart from them.
+
+        For a replica that goes on from the state of another: what that one has trained since the last exchange stays
+        that one's, or it would be counted twice.
+        """
+        for fragment in range(len(self.values)):
+            self.blend_into_locals(fragment, blend=0.0)
+        return bool(self.values)
+
     def locals(self, fragment: int) -> list[torch.Tensor]:
         """Return a fragment's tensors in the model (this rank's shards), to read and to write."""
         return [local_shard(parameter) for parameter in self.parameters[fragment]]
@@ -122,3 +132,18 @@ def load_vectors(state: dict[str, torch.Tensor], into: Sequence[torch.Tensor], *
                 f"the checkpoint's {what} of fragment {index} has {saved.numel()} elements, this run's {target.numel()}"
             )
         target.copy_(saved)
+
+
+def load_waiting(state: dict[str, torch.Tensor], parameters: GlobalParameters, *, what: str) -> dict[int, torch.Tensor]:
+    """Return saved vectors of some fragments, which wait for what comes with the next outer step.
+
+    Raises:
+        CheckpointError: There is no such fragment, or its size is another.
+    """
+    for fragment, vector in state.items():
+        if fragment not in parameters.state_dict() or vector.shape != parameters.values[int(fragment)].shape:
+            raise CheckpointError(
+                f"the checkpoint's {what} of fragment {fragment} has {vector.numel()} elements and fits none of this "
+                f"run's {parameters.num_fragments} fragments; resume with its model"
+            )
+    return {int(fragment): vector.clone() for fragment, vector in state.items()}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from thinwire.errors import CheckpointError
+from thinwire.codecs.memory import Vectors
 from thinwire.sync.outer import OuterOptimizer
 
 
@@ -30,18 +29,17 @@ class ShardedMomentum:
         return BoundShardedMomentum(self.optimizer, numel)
 
 
-class BoundShardedMomentum:
+class BoundShardedMomentum(Vectors):
     """See `ShardedMomentum`."""
 
     def __init__(self, optimizer: OuterOptimizer, numel: int) -> None:
+        super().__init__(numel, "outer momentum")
         self._optimizer = optimizer
-        self._momentum = torch.zeros(numel)
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outer step, by which the value shall decrease; see `BoundMemory.before`."""
-        self._momentum = self._momentum.to(x.device)
         moved = torch.zeros_like(x)
-        self._optimizer.step(moved, x.clone(), self._momentum)
+        self._optimizer.step(moved, x.clone(), self.there("outer momentum", x))
         return moved.neg_()
 
     def after(self, sent: torch.Tensor) -> None:
@@ -50,22 +48,3 @@ class BoundShardedMomentum:
     def received(self, mean: torch.Tensor) -> torch.Tensor:
         """See `BoundMemory.received`."""
         return mean
-
-    @property
-    def shared(self) -> torch.Tensor | None:
-        """See `BoundMemory.shared`: nobody else has it."""
-        return None
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the shard's momentum."""
-        return {"outer momentum": self._momentum}
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `BoundMemory.load_state_dict`."""
-        found = state.get("outer momentum")
-        if found is None or found.shape != self._momentum.shape:
-            raise CheckpointError(
-                f"the checkpoint holds no outer momentum of {self._momentum.numel()} elements for this shard; resume "
-                f"with as many replicas, or by adopt_state_dict"
-            )
-        self._momentum = found.to(torch.float32).clone()

@@ -85,7 +85,11 @@ class PseudoGradient:
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundPseudoGradient:
         """See `View.bind`."""
-        return BoundPseudoGradient(GlobalParameters(model, self.fragments.partition(find_blocks(model))))
+        return BoundPseudoGradient(self.cut(model))
+
+    def cut(self, model: nn.Module) -> GlobalParameters:
+        """Return the model's fragments with their global values."""
+        return GlobalParameters(model, self.fragments.partition(find_blocks(model)))
 
 
 class BoundPseudoGradient:
@@ -109,6 +113,31 @@ class BoundPseudoGradient:
     def reference_hash(self, round: Round) -> int:
         """See `BoundView.reference_hash`."""
         return self.parameters.reference_hash(round.fragment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnPseudoGradient(PseudoGradient):
+    """The pseudo-gradient against a global value that is the replica's own; see `PseudoGradient`.
+
+    The final exchange is about the local parameters themselves: their mean is the same on all replicas, while a mean
+    of differences to values that differ would not be.
+    """
+
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOwnPseudoGradient:
+        """See `View.bind`."""
+        return BoundOwnPseudoGradient(self.cut(model))
+
+
+class BoundOwnPseudoGradient(BoundPseudoGradient):
+    """See `OwnPseudoGradient`."""
+
+    def read_last(self, fragment: int) -> torch.Tensor:
+        """Return the local parameters."""
+        return flatten(self.parameters.locals(fragment))
+
+    def reference_hash(self, round: Round) -> int:
+        """Return 0: replicas hold different values, and that is meant."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

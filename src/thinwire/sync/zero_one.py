@@ -39,10 +39,20 @@ class LocalMomentum(Momentum):
 
 
 class LastExchanged(GlobalParameters):
-    """The parameters after the last exchange, kept from the first local step on; before it, the model's own are."""
+    """The parameters after the last exchange, kept from the first local step on; before it, the model's own are.
+
+    Attributes:
+        total: u, what the local steps since then add up to: float32, `(numel,)`; None before the first one.
+    """
 
     def __init__(self, model: nn.Module, fragments: tuple[tuple[str, ...], ...]) -> None:
         super().__init__(model, fragments, has_values=False)
+        self.total: torch.Tensor | None = None
+
+    def forget_locals(self) -> bool:
+        """See `GlobalParameters.forget_locals`; what decay and learning rates say of these steps is the same on all."""
+        self.total = None if self.total is None else torch.zeros_like(self.total)
+        return super().forget_locals()
 
     def keep(self) -> None:
         """Take the model's present parameters, where none are kept yet."""
@@ -61,8 +71,7 @@ class BoundLocalMomentum(BoundMomentum):
     """See `LocalMomentum`.
 
     Attributes:
-        last: The parameters after the last exchange.
-        total: u; None before the first local step.
+        last: The parameters after the last exchange, and what the local steps since add up to.
         counts: How many gradients each parameter's momentum has taken in, and how many its variance.
     """
 
@@ -70,7 +79,6 @@ class BoundLocalMomentum(BoundMomentum):
         super().__init__(gradients, adam)
         self.parameters = self.last = last
         self._hash_interval = hash_interval
-        self.total: torch.Tensor | None = None
         self.counts = [[0, 0] for _ in adam.parameters]
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
@@ -93,9 +101,9 @@ class BoundLocalMomentum(BoundMomentum):
 
     def parts_of_total(self) -> list[torch.Tensor]:
         """Return each parameter's part of u, to read and to write."""
-        if self.total is None:
-            self.total = torch.zeros(self.last.numel(0), device=self.adam.slots()[0].value.device)
-        return list(self.parts(self.total))
+        if self.last.total is None:
+            self.last.total = torch.zeros(self.last.numel(0), device=self.adam.slots()[0].value.device)
+        return list(self.parts(self.last.total))
 
     def _magnitude(self, slot: Slot) -> torch.Tensor:
         return slot.second.sqrt()
@@ -109,7 +117,7 @@ class BoundLocalMomentum(BoundMomentum):
     def _next_total(self, index: int, slot: Slot, into: torch.Tensor) -> None:
         momentum = slot.first.to(torch.float32).lerp(slot.gradient().to(torch.float32), 1 - slot.betas[0])
         into.copy_(momentum).mul_(slot.lr / (1 - slot.betas[0] ** (self.counts[index][0] + 1)))
-        if self.total is not None:
+        if self.last.total is not None:
             into.add_(self.parts_of_total()[index])
 
 
@@ -168,7 +176,7 @@ class BoundLocalAdam:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sum of local steps, what belongs to it, and the view's factors."""
-        total = {} if self._view.total is None else {"total": self._view.total}
+        total = {} if self._view.last.total is None else {"total": self._view.last.total}
         return self._view.state_dict() | total | {
             "counts": torch.tensor(self._view.counts, dtype=torch.int64).reshape(-1, 2),
             "rates": torch.tensor(self._rates, dtype=torch.float64),
@@ -186,10 +194,10 @@ class BoundLocalAdam:
         self._view.load_state_dict(state)
         self._view.counts = state["counts"].tolist()
         self._rates, self._shares = state["rates"].tolist(), state["shares"].tolist()
-        self._view.total = None
+        self._view.last.total = None
         if "total" in state:
             device = self._view.adam.parameters[0].device
-            self._view.total = state["total"].to(device, torch.float32).clone()
+            self._view.last.total = state["total"].to(device, torch.float32).clone()
 
     def _dense_step(self) -> None:
         for index, slot in enumerate(self._view.adam.slots()):
@@ -234,8 +242,8 @@ class BoundLocalAdam:
             self._rates[index], self._shares[index] = 0.0, 1.0
         self._view.last.values[0].copy_(value)
         unflatten_into(value, self._view.last.locals(0))
-        if self._view.total is not None:
-            self._view.total.zero_()
+        if self._view.last.total is not None:
+            self._view.last.total.zero_()
 
     def _count_rate(self, index: int, slot: Slot) -> None:
         self._rates[index] += slot.lr
