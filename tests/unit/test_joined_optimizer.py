@@ -68,8 +68,19 @@ def test_a_scheduler_reaches_all_parts_and_a_closure_runs_once() -> None:
 
 def test_parameters_in_two_parts_and_later_groups_are_refused() -> None:
     model = build("transformer")
-    with pytest.raises(ValueError, match="to one optimizer"):
-        thinwire.JoinedOptimizer([torch.optim.SGD(model.parameters(), lr=1), torch.optim.SGD(model.parameters(), lr=1)])
+    matrices, others = parts_of(model)
+    everything, some = torch.optim.SGD(model.parameters(), lr=1), list(model.parameters())[3:7]
+    num_parameters = len(list(model.parameters()))
+    for second, num_shared in ((everything, num_parameters), (torch.optim.SGD(some, lr=1), 4)):
+        with pytest.raises(ValueError) as found:
+            thinwire.JoinedOptimizer([matrices, others, second])
+        assert str(found.value) == (
+            f"{num_shared} of {num_parameters} parameters are given more than once, and would be stepped as often; "
+            f"leave each in one part alone, such as matrices in Muon's and all others in AdamW's"
+        )
+    for parts in ([], [torch.optim.SGD([{"params": []}], lr=1)]):
+        with pytest.raises(ValueError, match=f"{len(parts)} parts hold no parameter; give at least one optimizer"):
+            thinwire.JoinedOptimizer(parts)
     joined = thinwire.JoinedOptimizer(parts_of(model))
     with pytest.raises(ValueError, match="takes no more groups"):
         joined.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
