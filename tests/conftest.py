@@ -17,5 +17,6 @@ class WholeFiles(LoadScopeScheduling):
         return nodeid.split("::", 1)[0] if nodeid.startswith(WITH_PROCESSES) else nodeid
 
 
+@pytest.hookimpl(optionalhook=True)  # without workers there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WholeFiles:
     return WholeFiles(config, log)

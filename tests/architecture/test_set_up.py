@@ -123,6 +123,16 @@ def test_torch_is_pinned_by_number_alone() -> None:
     assert "://" not in (ROOT / "constraints.txt").read_text()
 
 
+def test_the_tests_can_be_run_without_workers() -> None:
+    words = ["-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "--collect-only", "-q"]
+    files = ["tests/architecture/test_set_up.py", "tests/docs/test_examples.py"]  # one by one and whole, with workers
+    done = subprocess.run(
+        [sys.executable, *words, *files], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"{file}::test_" in done.stdout for file in files)
+
+
 def test_ci_runs_what_a_person_runs() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)

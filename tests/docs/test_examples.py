@@ -8,14 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 # torchrun's ranks write a line's end on its own, so that two lines may come as one
 LINE = re.compile(r"replica (\d)[^:]*: loss of the global parameters ([0-9.]+), .*?([0-9,]+) bytes sent")
-
-pytestmark = pytest.mark.xdist_group("processes")
 
 
 def results(name: str, *, num_ranks: int | None = None) -> list[tuple[int, float, int]]:

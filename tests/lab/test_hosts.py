@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -54,6 +56,14 @@ for _ in others:
 for thread in threads:
     thread.join()
 print(json.dumps(sorted(heard)))
+"""
+MAKE = """
+from thinwire.errors import LabError
+from thinwire.lab import Lab
+try:
+    Lab(hosts=1)
+except LabError as error:
+    print(error)
 """
 ALL_REDUCE = """
 import datetime, os, torch, torch.distributed as dist
@@ -331,6 +341,19 @@ def test_the_lab_writes_its_counts_into_a_folder_that_stays_where_one_is_given(t
     with Lab(hosts=2) as temporary:
         assert temporary.folder.exists()
     assert not temporary.folder.exists()
+
+
+def test_a_lab_without_a_usable_temporary_folder_says_so_and_what_to_do(tmp_path: Path) -> None:
+    # what is covered could not be written down either
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
+    done = subprocess.run(
+        ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *PYTHON, MAKE],  # no folder takes files, also not from root
+        capture_output=True, text=True, timeout=60, env={**environment, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    tried = f"the lab's folder cannot be made: No usable temporary directory found in ['{tmp_path}', "
+    assert done.stdout.startswith(tried), done.stderr
+    assert done.stdout.endswith("]; set TMPDIR to a folder that takes files, or give one (folder=)\n")
+    assert done.stderr == ""
 
 
 def test_a_closed_lab_says_so_and_closing_again_does_nothing() -> None:

@@ -134,6 +134,7 @@ def test_it_is_a_frozen_value(codec: Codec) -> None:
     assert codec == by_name(codec.name) or codec in VARIANTS
     with pytest.raises(FrozenInstanceError):
         setattr(codec, fields(codec)[0].name, None)  # type: ignore[arg-type]
+    assert not hasattr(codec, "__dict__"), "a base class without slots lets a frozen value take other attributes"
 
 
 @every_codec

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ import torch
 import thinwire
 from tests.reference.small_models import build, loss_of
 from thinwire.methods import muloco
-from thinwire.training.assembly import make_inner_optimizer
-from thinwire.training.config import TrainConfig
+from thinwire.training import assembly
+from thinwire.training.assembly import check, make_inner_optimizer
+from thinwire.training.config import TrainConfig, resolve
 from thinwire.transport.loopback import LoopbackTransport
 
 
@@ -65,8 +68,19 @@ def test_a_scheduler_reaches_all_parts_and_a_closure_runs_once() -> None:
 
 def test_parameters_in_two_parts_and_later_groups_are_refused() -> None:
     model = build("transformer")
-    with pytest.raises(ValueError, match="to one optimizer"):
-        thinwire.JoinedOptimizer([torch.optim.SGD(model.parameters(), lr=1), torch.optim.SGD(model.parameters(), lr=1)])
+    matrices, others = parts_of(model)
+    everything, some = torch.optim.SGD(model.parameters(), lr=1), list(model.parameters())[3:7]
+    num_parameters = len(list(model.parameters()))
+    for second, num_shared in ((everything, num_parameters), (torch.optim.SGD(some, lr=1), 4)):
+        with pytest.raises(ValueError) as found:
+            thinwire.JoinedOptimizer([matrices, others, second])
+        assert str(found.value) == (
+            f"{num_shared} of {num_parameters} parameters are given more than once, and would be stepped as often; "
+            f"leave each in one part alone, such as matrices in Muon's and all others in AdamW's"
+        )
+    for parts in ([], [torch.optim.SGD([{"params": []}], lr=1)]):
+        with pytest.raises(ValueError, match=f"{len(parts)} parts hold no parameter; give at least one optimizer"):
+            thinwire.JoinedOptimizer(parts)
     joined = thinwire.JoinedOptimizer(parts_of(model))
     with pytest.raises(ValueError, match="takes no more groups"):
         joined.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
@@ -84,6 +98,34 @@ def test_muon_gets_the_blocks_matrices_and_adamw_all_else() -> None:
     assert names and all("embed" not in name and "head" not in name for name in names)
     everything = {id(p) for group in inner.param_groups for p in group["params"]}
     assert everything == {id(p) for p in model.parameters()}
+
+
+def test_muon_is_refused_where_no_block_has_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = (
+        "--inner-optimizer muon is for matrices of a model's blocks, and --model nano has none: its blocks hold 4 "
+        "trained tensors, none of them of two dimensions; use --inner-optimizer adamw"
+    )
+    config = resolve(TrainConfig(inner_optimizer="muon"), world_size=None, cores=1, home=Path("/home/someone"))
+    with pytest.raises(ValueError) as found:
+        make_inner_optimizer(config, build("conv"))
+    assert str(found.value) == reason
+    # its stages are of one class twice, a convolution: kernels of four dimensions, and a matrix in the head alone
+    assert [p.ndim for p in build("conv").parameters()] == [4, 1, 1, 1, 4, 1, 1, 1, 2, 1]
+    check(config)
+    monkeypatch.setattr(assembly, "make_model", lambda *_, **__: build("conv"))
+    with pytest.raises(ValueError, match="none of them of two dimensions; use --inner-optimizer adamw"):
+        check(config)  # before a worker starts
+    check(replace(config, inner_optimizer="adamw"))
+
+
+@pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
+def test_vectors_do_not_decay_and_frozen_parameters_are_in_no_group(inner_optimizer: str) -> None:
+    model = build("transformer")
+    frozen = model.get_parameter("blocks.0.mlp.0.weight")
+    frozen.requires_grad_(False)
+    inner = make_inner_optimizer(TrainConfig(inner_optimizer=inner_optimizer, lr=0.01, weight_decay=0.1), model)
+    decay = {id(p): group["weight_decay"] for group in inner.param_groups for p in group["params"]}
+    assert decay == {id(p): 0.1 if p.ndim >= 2 else 0.0 for p in model.parameters() if p is not frozen}
 
 
 def test_muloco_with_muon_inside_trains_replicas_that_agree() -> None:

@@ -1,14 +1,67 @@
-"""The keeper leaves the process as it found it."""
+"""The keeper says what it cannot do, and leaves the process as it found it."""
 
 from __future__ import annotations
 
+import resource
 import signal
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
+from thinwire.lab import keeper as keeper_process
 from thinwire.lab.channel import Channel
 from thinwire.lab.keeper import Keeper
+
+REMEDY = "; set TMPDIR to a folder that takes files, or give one (folder=)"
+
+
+@pytest.fixture
+def no_file_can_be_written() -> Iterator[None]:
+    """Make every folder unusable for temporary files, also for root."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def fault_of_a_keeper_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a keeper in this process up to its folder."""
+    ours, theirs = socket.socketpair()
+    lab = Channel(ours)
+    lab.send({"folder": None})
+    with monkeypatch.context() as patched:
+        patched.setattr(keeper_process, "enter_new_world", lambda *, as_user: None)
+        patched.setattr(keeper_process.signal, "signal", lambda *_: None)
+        patched.setattr(keeper_process.os, "fork", lambda: pytest.fail("a keeper without a folder went on"))
+        assert keeper_process.main([str(theirs.detach())]) == 1
+    received = lab.receive()
+    lab.close()
+    assert received is not None and received[0]["event"] == "failed"
+    return str(received[0]["text"])
+
+
+def test_a_temporary_folder_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))  # as it is when it goes after the first use
+    fault = fault_of_a_keeper_without_a_folder(monkeypatch)
+    assert fault.startswith(
+        f"the lab's folder cannot be made: No such file or directory: {tmp_path}/gone/thinwire-lab-"
+    )
+    assert fault.endswith(REMEDY)
+
+
+@pytest.mark.usefixtures("no_file_can_be_written")
+def test_where_no_folder_takes_files_those_that_were_tried_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    fault = fault_of_a_keeper_without_a_folder(monkeypatch)
+    assert fault.startswith(f"the lab's folder cannot be made: No usable temporary directory found in ['{tmp_path}', ")
+    assert fault.endswith(f"]{REMEDY}")
 
 
 def test_a_keeper_that_is_done_is_told_of_no_more_ended_children() -> None:

@@ -31,6 +31,8 @@ class Codec(Protocol):
             differs between replicas.
     """
 
+    __slots__ = ()  # so that values which inherit from it can have slots alone
+
     @property
     def name(self) -> str:
         """Short name, as the command line takes it."""

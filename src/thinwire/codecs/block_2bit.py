@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs import codebook2
-from thinwire.codecs.rows import check_payload, decode_rows, encode_rows, num_rows
+from thinwire.codecs.rows import BlockCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block2Bit:
+class Block2Bit(BlockCodec):
     """Two bits an element; use `block_2bit()`.
 
     Attributes:
@@ -47,49 +47,14 @@ class Block2Bit:
         return 17
 
     @property
-    def bits_per_element(self) -> float:
-        """2, and a block's share of its means; 2.0625 for 1024."""
-        return 8 * self._row_bytes / self.block
-
-    @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
-
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Never."""
-        return False
-
-    def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
-        return num_rows(numel, block=self.block) * self._row_bytes
-
-    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`."""
-
-        def rows(x: torch.Tensor, out: torch.Tensor, start: int) -> None:
-            out.copy_(codebook2.encode(x))
-
-        return encode_rows(tensor, block=self.block, row_bytes=self._row_bytes, encode=rows)
-
-    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
-        check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
-
-        def rows(data: torch.Tensor, out: torch.Tensor) -> None:
-            out.copy_(codebook2.decode(data, count=self.block, name=self.name))
-
-        return decode_rows(payload, numel=numel, block=self.block, row_bytes=self._row_bytes, decode=rows)
-
-    @property
     def _row_bytes(self) -> int:
         return codebook2.row_bytes(self.block)
+
+    def _encode_rows(self, x: torch.Tensor, rows: torch.Tensor, *, start: int, seed: int) -> None:
+        rows.copy_(codebook2.encode(x))
+
+    def _decode_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(codebook2.decode(rows, count=self.block, name=self.name))
 
 
 def block_2bit(*, block: int = 1024) -> Block2Bit:

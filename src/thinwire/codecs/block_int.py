@@ -27,7 +27,7 @@ import torch
 
 from thinwire.codecs import nibbles
 from thinwire.codecs.fusion import Fused
-from thinwire.codecs.rows import check_payload, decode_rows, encode_rows, num_rows
+from thinwire.codecs.rows import BlockCodec
 from thinwire.errors import NonFiniteError, PayloadError
 
 _SMALLEST_PEAK = 2.0**-100  # keeps the scale and its reciprocal normal numbers, which no device flushes to zero
@@ -35,7 +35,7 @@ _PEAK_LIMIT = 2.0**127  # keeps the largest integer times the scale finite, howe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockInt:
+class BlockInt(BlockCodec):
     """Integers times a scale a block; use `block_int8()` or `block_int4()`.
 
     Attributes:
@@ -63,19 +63,9 @@ class BlockInt:
         return 4 if self.bits == 8 else 5
 
     @property
-    def bits_per_element(self) -> float:
-        """8.125 or 4.25."""
-        return 8 * self._row_bytes / self.block
-
-    @property
     def block(self) -> int:
         """256 or 64 elements share a scale."""
         return 256 if self.bits == 8 else nibbles.BLOCK
-
-    @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
 
     @property
     def _scale_dtype(self) -> torch.dtype:
@@ -90,36 +80,13 @@ class BlockInt:
     def _largest(self) -> int:
         return (1 << (self.bits - 1)) - 1
 
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Never."""
-        return False
-
-    def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
-        return num_rows(numel, block=self.block) * self._row_bytes
-
-    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`."""
-        return encode_rows(tensor, block=self.block, row_bytes=self._row_bytes, encode=self._encode)
-
-    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
-        check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
-        return decode_rows(payload, numel=numel, block=self.block, row_bytes=self._row_bytes, decode=self._decode)
-
-    def _encode(self, x: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+    def _encode_rows(self, x: torch.Tensor, rows: torch.Tensor, *, start: int, seed: int) -> None:
         stored, inverse = self._scales(_peaks(x))
         width = self._scale_dtype.itemsize
         rows[:, :width] = stored.view(torch.uint8)
         (_quantise_bytes if self.bits == 8 else _quantise_nibbles)(x, inverse, rows[:, width:])
 
-    def _decode(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def _decode_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
         width = self._scale_dtype.itemsize
         scale = rows[:, :width].contiguous().view(self._scale_dtype).to(torch.float32)
         self._check_scales(scale)

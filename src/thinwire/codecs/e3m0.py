@@ -48,7 +48,7 @@ import torch
 from thinwire.codecs import nibbles
 from thinwire.codecs.counter_random import counter_keys, random_bits
 from thinwire.codecs.fusion import Fused
-from thinwire.codecs.rows import check_payload, decode_rows, encode_rows, num_rows
+from thinwire.codecs.rows import BlockCodec
 from thinwire.errors import NonFiniteError, PayloadError
 
 BLOCK = nibbles.BLOCK
@@ -64,7 +64,7 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class E3M0:
+class E3M0(BlockCodec):
     """Signed powers of two in 4 bits; see the module for format and bounds.
 
     Attributes:
@@ -92,51 +92,25 @@ class E3M0:
         return 6
 
     @property
-    def bits_per_element(self) -> float:
-        """4.125."""
-        return 8 * ROW_BYTES / BLOCK
-
-    @property
     def block(self) -> int:
         """64 elements share a scale."""
         return BLOCK
 
     @property
-    def is_lossless_for_float32(self) -> bool:
-        """No."""
-        return False
+    def _row_bytes(self) -> int:
+        return ROW_BYTES
 
-    @property
-    def has_fixed_size(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_sparse(self) -> bool:
-        """Never."""
-        return False
-
-    def payload_bytes(self, numel: int) -> int:
-        """See `Codec.payload_bytes`."""
-        return num_rows(numel, block=BLOCK) * ROW_BYTES
-
-    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        """See `Codec.encode`. Stochastic rounding draws by element number: equal seeds give equal bytes."""
-
-        def encode_stochastic(x: torch.Tensor, rows: torch.Tensor, start: int) -> None:
+    def _encode_rows(self, x: torch.Tensor, rows: torch.Tensor, *, start: int, seed: int) -> None:
+        if self.rounding == "nearest":
+            _encode_nearest(x, rows)
+        else:  # drawn by element number: equal seeds give equal bytes
             _encode_stochastic(x, rows, counter_keys(seed, start=start, device=x.device))
 
-        def encode_nearest(x: torch.Tensor, rows: torch.Tensor, start: int) -> None:
-            _encode_nearest(x, rows)
+    def _decode_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        _decode(rows, out)
 
-        encode = encode_nearest if self.rounding == "nearest" else encode_stochastic
-        return encode_rows(tensor, block=BLOCK, row_bytes=ROW_BYTES, encode=encode)
-
-    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
-        """See `Codec.decode`."""
-        check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
-        _check_exponents(payload[::ROW_BYTES], name=self.name)
-        return decode_rows(payload, numel=numel, block=BLOCK, row_bytes=ROW_BYTES, decode=_decode)
+    def _check_rows(self, table: torch.Tensor) -> None:
+        _check_exponents(table[:, 0], name=self.name)
 
 
 def e3m0(rounding: Rounding = "nearest") -> E3M0:

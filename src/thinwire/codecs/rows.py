@@ -6,10 +6,12 @@ block is padded with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 
+from thinwire.codecs.base import Codec
 from thinwire.errors import PayloadError
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -18,9 +20,6 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # enough to hide what an operation costs before it touches an element; a GPU only needs an end to its temporaries.
 _CHUNK = {"cpu": 2**17}
 _CHUNK_ELSEWHERE = 2**25
-
-EncodeRows = Callable[[torch.Tensor, torch.Tensor, int], None]
-DecodeRows = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def flatten(tensor: torch.Tensor) -> torch.Tensor:
@@ -94,55 +93,82 @@ def num_rows(numel: int, *, block: int) -> int:
     return -(-numel // block)
 
 
-def encode_rows(tensor: torch.Tensor, *, block: int, row_bytes: int, encode: EncodeRows) -> torch.Tensor:
-    """Encode a tensor block by block.
+class BlockCodec(Codec):
+    """What codecs share that make of every block a row of so many bytes.
 
-    Args:
-        tensor: Floating, any rank, size and layout.
-        block: Elements in a row.
-        row_bytes: Bytes in a row.
-        encode: Takes float32 `(rows, block)`, the uint8 `(rows, row_bytes)` to fill, and the first element's index.
-
-    Returns:
-        uint8, `(ceil(numel / block) * row_bytes,)`.
+    A codec says its `name`, `wire_id` and `block`, the bytes of a row, and how rows are filled and read.
     """
-    flat = flatten(tensor)
-    rows = num_rows(flat.numel(), block=block)
-    table = torch.empty(rows, row_bytes, dtype=torch.uint8, device=flat.device)
-    whole = flat.numel() // block
-    for first, last in _chunks(whole, block=block, device=flat.device):
-        x = flat[first * block : last * block].to(torch.float32).view(-1, block)
-        encode(x, table[first:last], first * block)
-    if whole < rows:
-        padded = torch.zeros(1, block, dtype=torch.float32, device=flat.device)
-        padded[0, : flat.numel() - whole * block] = flat[whole * block :]
-        encode(padded, table[whole:], whole * block)
-    return table.view(-1)
 
+    __slots__ = ()
 
-def decode_rows(payload: torch.Tensor, *, numel: int, block: int, row_bytes: int, decode: DecodeRows) -> torch.Tensor:
-    """Decode a payload row by row.
+    @property
+    def bits_per_element(self) -> float:
+        """A row's bits, shared by the elements of a block."""
+        return 8 * self._row_bytes / self.block
 
-    Args:
-        payload: uint8, of the size that `numel` needs.
-        numel: Elements to return.
-        block: Elements in a row.
-        row_bytes: Bytes in a row.
-        decode: Takes uint8 `(rows, row_bytes)` and the float32 `(rows, block)` to fill.
+    @property
+    def is_lossless_for_float32(self) -> bool:
+        """No."""
+        return False
 
-    Returns:
-        float32, `(numel,)`, in memory of its own.
-    """
-    table = payload.contiguous().view(-1, row_bytes)
-    values = torch.empty(numel, dtype=torch.float32, device=payload.device)
-    whole = numel // block
-    for first, last in _chunks(whole, block=block, device=payload.device):
-        decode(table[first:last], values[first * block : last * block].view(-1, block))
-    if whole < table.shape[0]:
-        padded = torch.empty(1, block, dtype=torch.float32, device=payload.device)
-        decode(table[whole:], padded)
-        values[whole * block :] = padded[0, : numel - whole * block]
-    return values
+    @property
+    def has_fixed_size(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_sparse(self) -> bool:
+        """Never."""
+        return False
+
+    def payload_bytes(self, numel: int) -> int:
+        """See `Codec.payload_bytes`."""
+        return num_rows(numel, block=self.block) * self._row_bytes
+
+    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
+        """See `Codec.encode`."""
+        flat, block = flatten(tensor), self.block
+        rows, whole = num_rows(flat.numel(), block=block), flat.numel() // block
+        table = torch.empty(rows, self._row_bytes, dtype=torch.uint8, device=flat.device)
+        for first, last in _chunks(whole, block=block, device=flat.device):
+            x = flat[first * block : last * block].to(torch.float32).view(-1, block)
+            self._encode_rows(x, table[first:last], start=first * block, seed=seed)
+        if whole < rows:
+            padded = torch.zeros(1, block, dtype=torch.float32, device=flat.device)
+            padded[0, : flat.numel() - whole * block] = flat[whole * block :]
+            self._encode_rows(padded, table[whole:], start=whole * block, seed=seed)
+        return table.view(-1)
+
+    def decode(self, payload: torch.Tensor, *, numel: int) -> torch.Tensor:
+        """See `Codec.decode`; the values are in memory of their own."""
+        check_payload(payload, name=self.name, numel=numel, expected=self.payload_bytes(numel))
+        table, block = payload.contiguous().view(-1, self._row_bytes), self.block
+        self._check_rows(table)
+        values = torch.empty(numel, dtype=torch.float32, device=payload.device)
+        whole = numel // block
+        for first, last in _chunks(whole, block=block, device=payload.device):
+            self._decode_rows(table[first:last], values[first * block : last * block].view(-1, block))
+        if whole < table.shape[0]:
+            padded = torch.empty(1, block, dtype=torch.float32, device=payload.device)
+            self._decode_rows(table[whole:], padded)
+            values[whole * block :] = padded[0, : numel - whole * block]
+        return values
+
+    @property
+    @abstractmethod
+    def _row_bytes(self) -> int:
+        """Bytes of a row."""
+
+    @abstractmethod
+    def _encode_rows(self, x: torch.Tensor, rows: torch.Tensor, *, start: int, seed: int) -> None:
+        """Fill uint8 `(rows, row_bytes)` from float32 `(rows, block)`, whose first element has the index `start`."""
+
+    @abstractmethod
+    def _decode_rows(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill float32 `(rows, block)` from uint8 `(rows, row_bytes)`."""
+
+    def _check_rows(self, table: torch.Tensor) -> None:
+        """Refuse all rows at once, where that is cheaper than a look at each chunk of them."""
 
 
 def elements_at_once(device: torch.device) -> int:

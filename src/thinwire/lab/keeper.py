@@ -69,7 +69,7 @@ class Keeper:
         try:
             reply = getattr(self, f"_on_{request['ask']}")(request, files)
         except (OSError, ValueError, LabError, subprocess.SubprocessError) as error:
-            reply = {"error": f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)}
+            reply = {"error": _reason(error) if isinstance(error, OSError) else str(error)}
         finally:
             for file in files:
                 os.close(file)
@@ -165,16 +165,9 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     try:
         enter_new_world(as_user=os.geteuid() != 0)
+        folder = order["folder"] or _temporary_folder()
     except (LabError, OSError) as error:
         channel.send({"event": "failed", "text": str(error)})
-        return 1
-    try:
-        folder = order["folder"] or tempfile.mkdtemp(prefix="thinwire-lab-")
-    except OSError as error:
-        reason = (
-            f"no folder can be made in {tempfile.gettempdir()}: {error.strerror}; set TMPDIR, or give one (folder=)"
-        )
-        channel.send({"event": "failed", "text": reason})
         return 1
     inner = os.fork()
     if inner == 0:
@@ -184,6 +177,21 @@ def main(arguments: Sequence[str]) -> int:
     if order["folder"] is None:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
+
+
+def _temporary_folder() -> str:
+    try:
+        return tempfile.mkdtemp(prefix="thinwire-lab-")
+    except OSError as error:
+        raise LabError(
+            f"the lab's folder cannot be made: {_reason(error)}; set TMPDIR to a folder that takes files, or give one "
+            f"(folder=)"
+        ) from None
+
+
+def _reason(error: OSError) -> str:
+    """Say what the system refused, and where it says so which file; without a usable folder there is no file."""
+    return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
 
 
 def _run(channel: Channel, order: dict[str, Any]) -> int:

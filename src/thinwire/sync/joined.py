@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ class JoinedOptimizer(torch.optim.Optimizer):
         parts: The optimizers, at least one.
 
     Raises:
-        ValueError: There is no part, or a parameter is in two of them.
+        ValueError: The parts hold no parameter, or one of them twice.
 
     Example:
         >>> w, b = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
@@ -33,8 +34,13 @@ class JoinedOptimizer(torch.optim.Optimizer):
         self.parts = tuple(parts)
         groups = [group for part in self.parts for group in part.param_groups]
         held = [id(parameter) for group in groups for parameter in group["params"]]
-        if not held or len(set(held)) < len(held):
-            raise ValueError("each part must have parameters of its own; give every parameter to one optimizer")
+        if not held:
+            raise ValueError(f"{len(self.parts)} parts hold no parameter; give at least one optimizer that holds some")
+        if num_shared := sum(count > 1 for count in Counter(held).values()):
+            raise ValueError(
+                f"{num_shared} of {len(set(held))} parameters are given more than once, and would be stepped as often; "
+                f"leave each in one part alone, such as matrices in Muon's and all others in AdamW's"
+            )
         super().__init__(groups, {})
         for part in self.parts:
             self.state.update(part.state)

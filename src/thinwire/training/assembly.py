@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -106,44 +107,54 @@ def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.O
     """Build the inner optimizer, with decay on matrices only.
 
     Gains and biases have a scale of their own, which decay would pull to zero.
+
+    Raises:
+        ValueError: Muon is wanted, and the model's blocks have no matrices.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
     assert config.lr is not None
+    if config.inner_optimizer == "muon":
+        return _make_muon(config, model, lr=config.lr)
+    groups = _groups(model.parameters(), weight_decay=config.weight_decay)
     if config.inner_optimizer in ("sgd", "plain-sgd"):
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9 if config.inner_optimizer == "sgd" else 0.0)
-    if config.inner_optimizer == "muon":
-        return _make_muon(model, lr=config.lr, weight_decay=config.weight_decay)
     if config.inner_optimizer == "adam":
         return torch.optim.Adam(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
-def _make_muon(model: nn.Module, *, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
     """Give the matrices of the blocks to Muon, and embeddings, the head, norms and biases to AdamW.
 
     Muon's steps are scaled to AdamW's size (0.2 a root of the longer side), so that one learning rate does for both.
     """
-    blocks = {name for names in find_blocks(model).blocks for name in names}
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    hidden = [p for name, p in trained if name in blocks and p.ndim == 2]
+    hidden = _block_matrices(config, model)
     chosen = {id(parameter) for parameter in hidden}
-    others = [p for _, p in trained if id(p) not in chosen]
+    groups = _groups((p for p in model.parameters() if id(p) not in chosen), weight_decay=config.weight_decay)
+    muon = torch.optim.Muon(hidden, lr=lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    adamw = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)] if groups else []
+    return JoinedOptimizer([muon, *adamw])
+
+
+def _groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:
+    """Sort what is trained into what decays and what does not; a group of nothing is left out."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     groups = [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    parts: list[torch.optim.Optimizer] = []
-    if hidden:
-        parts.append(torch.optim.Muon(hidden, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
-    if groups:
-        parts.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True))
-    return JoinedOptimizer(parts)
+    return [group for group in groups if group["params"]]
+
+
+def _block_matrices(config: TrainConfig, model: nn.Module) -> list[nn.Parameter]:
+    """Return what Muon is for; without any of it a run would be one of AdamW under another name."""
+    blocks = {name for names in find_blocks(model).blocks for name in names}
+    found = [p for name, p in model.named_parameters() if name in blocks and p.ndim == 2]
+    if not found:
+        raise ValueError(
+            f"--inner-optimizer muon is for matrices of a model's blocks, and --model {config.model} has none: its "
+            f"blocks hold {len(blocks)} trained tensors, none of them of two dimensions; use --inner-optimizer adamw"
+        )
+    return found
 
 
 def lr_factor(step: int, *, config: TrainConfig) -> float:
@@ -185,6 +196,8 @@ def check(config: TrainConfig) -> None:
     # the pattern alone: binding a view would copy values, and a model on the meta device has none
     pattern = getattr(method.view, "fragments", Pattern(num_fragments=1))
     num_fragments = len(pattern.partition(find_blocks(model)))
+    if config.inner_optimizer == "muon":
+        _block_matrices(config, model)
     method.schedule.check(num_fragments=num_fragments, num_replicas=config.num_replicas)
     method.exchanges(config.num_replicas)
     method.update(config.num_replicas)
