@@ -15,11 +15,15 @@ from thinwire.sync.adam_state import Slot, check_adam
 from thinwire.sync.momenta import BoundMomentum
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundView
+from thinwire.transport.shards import local_shard, of_all_shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrozenLamb:
     """LAMB's step in channel 0; in channel 1 one along the mean momentum, with coefficients that follow frozen ones.
+
+    Norms and ratios are those of whole layers: where ranks hold shards (FSDP2), each tells the others of its replica a
+    number or two for each parameter and step.
 
     Args:
         coeff_beta: Decay of the average of a layer's coefficient over the warm-up, in [0, 1).
@@ -55,11 +59,6 @@ class FrozenLamb:
                 "LAMB decays weights as AdamW does, but the inner optimizer is Adam, which adds decay to the gradient; "
                 "give torch.optim.AdamW"
             )
-        if any(hasattr(parameter, "to_local") for parameter in view.adam.parameters):
-            raise ValueError(
-                "LAMB needs the norms of whole layers, but the model's parameters are sharded (FSDP2); leave them "
-                "whole, or use one_bit_adam()"
-            )
         return BoundFrozenLamb(self, view)
 
 
@@ -88,7 +87,7 @@ class BoundFrozenLamb:
                         self._warm_step(index, slot)
             else:
                 for index, slot, part in self._view.received(average.mean):
-                    if part.numel():
+                    if slot.parameter.numel():  # of the whole: a rank with an empty shard speaks to the others too
                         self._frozen_step(index, slot, part)
 
     def merge(self, fragment: int, mean: torch.Tensor) -> None:
@@ -109,7 +108,7 @@ class BoundFrozenLamb:
             raise CheckpointError("the checkpoint is of another update or model than this 1-bit LAMB's")
         parameters = self._view.adam.parameters
         for index, variance in state["fresh"].items():
-            if int(index) >= len(parameters) or variance.shape != parameters[int(index)].shape:
+            if int(index) >= len(parameters) or variance.shape != local_shard(parameters[int(index)]).shape:
                 raise CheckpointError(
                     f"the checkpoint's variance of parameter {index} has another shape than this run's"
                 )
@@ -127,7 +126,7 @@ class BoundFrozenLamb:
         slot.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         update = slot.first.to(torch.float32) / _denominator(slot.second, eps=slot.eps)
         update.add_(slot.value, alpha=slot.decoupled_decay)
-        weight, length = _norm(slot.value), _norm(update)
+        weight, length = _norms(slot, slot.value, update)
         found = (weight / length).clamp(*self._spec.coeff_range)
         coefficient = torch.where((weight > 0) & (length > 0), found, 1.0)
         average, beta = self._coefficients[index], self._spec.coeff_beta
@@ -148,7 +147,9 @@ class BoundFrozenLamb:
         step = slot.first.to(torch.float32) / denominator
         update = step.add(slot.value, alpha=slot.decoupled_decay)
         ratios = (denominator / _denominator(fresh, eps=slot.eps)).masked_fill_(slot.is_dead(), 0)
-        self._follow(index, ratios.max().to(torch.float64), share=_share(step, update))
+        largest = ratios.max() if ratios.numel() else _number(0.0, like=ratios)
+        ratio = of_all_shards(largest.to(torch.float64), parameter=slot.parameter).max()
+        self._follow(index, ratio, share=_share(slot, step, update))
         frozen = self._coefficients[index]
         coefficient = torch.where(frozen > 0, frozen, 1.0) * self._factors[index]
         slot.value.sub_(update.mul_(slot.lr * coefficient))
@@ -164,15 +165,17 @@ def _denominator(variance: torch.Tensor, *, eps: float) -> torch.Tensor:
     return variance.to(torch.float32).sqrt().add_(eps)
 
 
-def _norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the length in float64, the same bits everywhere."""
-    return ordered_sum(tensor.reshape(1, -1).to(torch.float64).square()).sqrt().reshape(())
+def _norms(slot: Slot, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return the lengths of what a whole parameter's tensors are, in float64, the same bits everywhere."""
+    own = [ordered_sum(tensor.reshape(1, -1).to(torch.float64).square()).reshape(()) for tensor in tensors]
+    squares = [of_all_shards(square, parameter=slot.parameter) for square in own]
+    return [ordered_sum(square.reshape(1, -1)).sqrt().reshape(()) for square in squares]
 
 
-def _share(step: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+def _share(slot: Slot, step: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
     """Return how much of an update is not weight decay, at most 1."""
-    length = _norm(update)
-    return torch.where(length > 0, (_norm(step) / length).clamp(max=1.0), 1.0)
+    own, length = _norms(slot, step, update)
+    return torch.where(length > 0, (own / length).clamp(max=1.0), 1.0)
 
 
 def _number(value: float, *, like: torch.Tensor) -> torch.Tensor:

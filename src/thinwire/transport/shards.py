@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -21,6 +22,32 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """
     sharded: Any = tensor
     return sharded.to_local().detach() if _is_a("torch.distributed.tensor", "DTensor", tensor) else tensor.detach()
+
+
+def of_all_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torch.Tensor:
+    """Gather one number from each rank that holds a shard of a parameter, in the order of the shards.
+
+    Every rank that holds one must call it, also where its shard is empty; along axes of the mesh on which the parameter
+    is replicated nothing is gathered, because the number is the same there.
+
+    Args:
+        number: Of this rank's shard, zero-dimensional, on the parameter's device.
+        parameter: A plain tensor or a DTensor.
+
+    Returns:
+        `(number of shards,)`, the same on all ranks; of a plain tensor `(1,)`.
+    """
+    found, sharded = number.reshape(1), parameter
+    if not _is_a("torch.distributed.tensor", "DTensor", parameter):
+        return found
+    mesh: Any = sharded.device_mesh  # type: ignore[attr-defined]
+    placements: Any = sharded.placements  # type: ignore[attr-defined]
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
+            dist.all_gather(parts, found, group=mesh.get_group(axis))
+            found = torch.cat(parts)
+    return found
 
 
 def drop_gathered(model: nn.Module) -> None:
