@@ -219,6 +219,19 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     unfinished.replace(path)
 
 
+def read_machine(entry: object, *, where: str) -> Machine:
+    """Check what somebody says of a machine.
+
+    Args:
+        entry: JSON values by the names of `Machine`.
+        where: What it is called in an error's text.
+
+    Raises:
+        DataError: It is no machine.
+    """
+    return _value(entry, Machine, where)
+
+
 # How a field's text is read, and whether zero is a number it can have.
 _UNITS: Mapping[str, Callable[[str], float]] = {"bits_per_s": parse_rate, "bytes": parse_bytes, "s": parse_seconds}
 _MAY_BE_ZERO = ("latency_s",)
