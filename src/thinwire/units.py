@@ -73,6 +73,23 @@ def parse_rate(text: str) -> float:
     return float(match.group(1)) * _DECIMAL[match.group(2)]
 
 
+def parse_bytes(text: str) -> float:
+    """Read a size such as `24 GB`, `512MiB` or `1e9` as bytes.
+
+    Raises:
+        ValueError: The text is no size.
+
+    Example:
+        >>> parse_bytes("24 GB"), parse_bytes("1KiB")
+        (24000000000.0, 1024.0)
+    """
+    match = re.fullmatch(_NUMBER + r"([kmgt]?)(i?)b?\s*", text.lower())
+    if match is None or (match.group(3) and not match.group(2)):
+        raise ValueError(f"a size must look like '24 GB' or '512MiB', got {text!r}")
+    power = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}[match.group(2)]
+    return float(match.group(1)) * (1024.0 if match.group(3) else 1000.0) ** power
+
+
 def parse_seconds(text: str) -> float:
     """Read a duration such as `40ms`, `2 s` or `10min` as seconds.
 

@@ -17,8 +17,8 @@ import pytest
 from processes import free_port
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result
 
-from thinwire.training.notes import NOTE_BYTES
 from thinwire.transport.message import HEADER_BYTES
+from thinwire.transport.notes import NOTE_BYTES
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ COMMANDS = {
     "compare": "put several runs side by side",
     "methods": "list the methods",
     "bench": "compare methods on real sockets over thin wires",
+    "probe": "measure the wires between hosts and what each can compute, as cluster.json",
     "lab": "run a command on hosts that are joined by thin wires, all on this machine",
 }
 

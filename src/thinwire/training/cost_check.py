@@ -12,8 +12,8 @@ from thinwire.averaging.cost import measure_exchange
 from thinwire.averaging.exchange import cheapest
 from thinwire.codecs import float32
 from thinwire.sync.method import Method
-from thinwire.training.notes import tell_all
 from thinwire.transport.base import Envelope, Kind, Transport
+from thinwire.transport.notes import tell_all
 
 # Small first, so that a thin wire is not kept busy for long; more where that was too quick to be told from a latency.
 _PROBE_BYTES = (2**14, 2**17)

@@ -20,9 +20,9 @@ from thinwire.training.cost_check import measure_code, measure_rate
 from thinwire.training.files import write_whole
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
-from thinwire.training.notes import tell_all
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.transport.connect import connect
+from thinwire.transport.notes import tell_all
 from thinwire.transport.recording import RecordingTransport
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)

@@ -1,0 +1,199 @@
+"""`thinwire probe`: measures the wires between hosts and what each computes, and writes cluster.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.train_options import world_size
+from thinwire.cli.words import read_words
+from thinwire.errors import ThinwireError
+from thinwire.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from thinwire.planning.cluster import Machine
+    from thinwire.planning.probe import Wires
+    from thinwire.transport.base import Transport
+
+USAGE, FAILED = 2, 1
+_NAMES = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """Measure every wire between the hosts, alone and all at once, and each host's inner step, memory and coding.
+
+    Start it on every host by torchrun, as `thinwire train`, or in a lab: thinwire lab --hosts 2 -- thinwire probe.
+    """
+
+    out: Path = Path("cluster.json")
+    """Where replica 0 writes what was found; people may read and change it."""
+
+    model: str = "nano"
+    """Whose inner step is timed."""
+
+    batch_size: int | None = None
+    """Sequences of that step. Default: 8."""
+
+    seq_len: int | None = None
+    """Tokens of a sequence. Default: 128 for nano, else 1024."""
+
+    device: str = "cpu"
+    """Where to train: cpu or cuda."""
+
+    threads: int | None = None
+    """Torch's threads. Default: this host's cores."""
+
+    budget: str = "60s"
+    """About how long all wires together take; each pair has its share."""
+
+    step_time: str = "5s"
+    """About how long inner steps are timed."""
+
+    most: str = "32MiB"
+    """Size of the largest transfer."""
+
+    interface: str | None = None
+    """Network interface that the other hosts reach, such as eth0."""
+
+    address: str | None = None
+    """Address of this host that the other hosts reach."""
+
+    deadline: str = "60s"
+    """How long a host may take to come, or a message."""
+
+    json: bool = False
+    """Print the cluster as JSON on stdout instead of tables."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire probe --help`.
+
+    Returns:
+        0, 1 for what went wrong while measuring, 2 for wrong options.
+    """
+    is_told = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        options = read_words(ProbeOptions, arguments, prog="thinwire probe")
+        if world_size() in (None, 1):
+            raise ValueError(
+                "a probe measures the wires between at least 2 hosts; start it by torchrun on each of them, or in a "
+                "lab: thinwire lab --hosts 2 --rate 20mbit -- thinwire probe"
+            )
+        return _probe(options)
+    except ValueError as error:
+        return _fail(USAGE, error, is_told=is_told)
+    except ThinwireError as error:
+        return _fail(FAILED, error)
+    except OSError as error:
+        return _fail(FAILED, f"cannot write {error.filename}: {error.strerror}; give another file with --out")
+
+
+def _probe(options: ProbeOptions) -> int:
+    from thinwire.planning.cluster import save_cluster
+    from thinwire.planning.probe import Budget, probe_wires
+    from thinwire.training.config import TrainConfig, resolve
+    from thinwire.training.machine import measure_machine
+    from thinwire.transport.connect import connect
+
+    budget = Budget(seconds=parse_seconds(options.budget), most_bytes=int(parse_bytes(options.most)))
+    step_s, deadline_s = parse_seconds(options.step_time), parse_seconds(options.deadline)
+    wanted = TrainConfig(
+        model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,
+        threads=options.threads or os.cpu_count(),
+    )  # fmt: skip
+    config = resolve(wanted, world_size=1, cores=os.cpu_count() or 1, home=Path.home())
+    machine = measure_machine(config, name=socket.gethostname(), seconds=step_s)
+    transport = connect(interface=options.interface, address=options.address, deadline_s=deadline_s)
+    try:
+        machines = _all_machines(machine, transport, deadline_s=deadline_s)
+        wires = probe_wires(transport, budget=budget, deadline_s=deadline_s, number=_NAMES + 1)
+    finally:
+        transport.close()
+    if transport.replica != 0:
+        return 0
+    cluster = wires.cluster(machines)
+    save_cluster(cluster, options.out)
+    if options.json:
+        print(json.dumps(cluster.to_json()))
+    else:
+        _show(wires, machines)
+    _say(f"written to {options.out}")
+    return 0
+
+
+def _all_machines(own: Machine, transport: Transport, *, deadline_s: float) -> list[Machine]:
+    """Tell all replicas of one's own machine, and return theirs under names that differ."""
+    from thinwire.errors import DataError, PayloadError
+    from thinwire.planning.cluster import read_machine
+    from thinwire.transport.notes import tell_all
+
+    told = tell_all(dataclasses.asdict(own), transport=transport, number=_NAMES, deadline_s=deadline_s)
+    found = []
+    for replica, note in enumerate(told):
+        known = {name: value for name, value in note.items() if value is not None}
+        try:
+            found.append(read_machine(known, where=f"what replica {replica} says of itself"))
+        except DataError as error:
+            raise PayloadError(f"{error}; run the same thinwire on all hosts") from error
+    names = [machine.name for machine in found]
+    return [
+        dataclasses.replace(machine, name=f"{machine.name}-{replica}") if names.count(machine.name) > 1 else machine
+        for replica, machine in enumerate(found)
+    ]
+
+
+def _show(wires: Wires, machines: Sequence[Machine]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from thinwire.cli.tables import plain
+
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("from", "to", "bandwidth", "95 % interval", "latency", "while all send"):
+        table.add_column(name, justify="left" if name in ("from", "to") else "right")
+    for (source, destination), fit in wires.fits.items():
+        interval = f"{format_rate(fit.low_bits_per_s)} to {format_rate(fit.high_bits_per_s)}"
+        table.add_row(
+            plain(machines[source].name), plain(machines[destination].name), format_rate(fit.bandwidth_bits_per_s),
+            interval, format_seconds(wires.latencies_s[source, destination]),
+            format_rate(wires.together_bits_per_s[source, destination]),
+        )  # fmt: skip
+    console.print(table)
+    console.print()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("replica", "inner step", "tokens", "FLOP/s", "free memory", "E3M0"):
+        table.add_column(name, justify="left" if name == "replica" else "right")
+    for machine in machines:
+        table.add_row(plain(machine.name), *_abilities(machine))
+    console.print(table)
+    for line in wires.shared():
+        console.print(plain(f"note: {line}"))
+
+
+def _abilities(machine: Machine) -> list[str]:
+    def shown(value: float | None, form: Any) -> str:
+        return "-" if value is None else str(form(value))
+
+    return [
+        shown(machine.step_s, format_seconds), shown(machine.step_tokens, lambda n: f"{n:,.0f}"),
+        shown(machine.flops_per_s, lambda n: f"{n:.2e}"), shown(machine.memory_bytes, format_bytes),
+        shown(machine.encode_bytes_per_s, lambda n: f"{format_bytes(n)}/s"),
+    ]  # fmt: skip
+
+
+def _fail(code: int, reason: object, *, is_told: bool = True) -> int:
+    if is_told:
+        _say(str(reason))
+    return code
+
+
+def _say(words: str) -> None:
+    print(f"thinwire probe: {words}", file=sys.stderr, flush=True)

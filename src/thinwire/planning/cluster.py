@@ -1,0 +1,332 @@
+"""The machines and wires of a job as a file that people read and change: `cluster.json`.
+
+```json
+{
+  "format": "thinwire-cluster",
+  "version": 1,
+  "replicas": [
+    {"name": "attic", "flops_per_s": 2.1e13, "memory_bytes": "24 GB", "up_bits_per_s": "20mbit"},
+    {"name": "office", "flops_per_s": 2.1e13, "memory_bytes": "24 GB", "up_bits_per_s": "1gbit"}
+  ],
+  "links": [
+    {"source": "attic", "destination": "office", "bandwidth_bits_per_s": "18.6mbit", "latency_s": "21ms"},
+    {"source": "office", "destination": "attic", "bandwidth_bits_per_s": "93mbit", "latency_s": "21ms"}
+  ]
+}
+```
+
+Every name says its unit; a number is in that unit, and a text may bring another one with it (`"5mbit"`, `"40ms"`,
+`"24 GB"`).
+A replica's access bounds all that it sends or receives at once; a link bounds one pair in one direction. Where a pair
+has no link of its own, the two accesses make it; where neither is there, the file is refused with the pair's name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from thinwire.errors import DataError
+from thinwire.units import parse_bytes, parse_rate, parse_seconds
+
+_Item = TypeVar("_Item", str, tuple[str, str])
+_Kind = TypeVar("_Kind", "Machine", "Wire")
+
+FORMAT, VERSION = "thinwire-cluster", 1
+# A file of more is a mistake, or an attack.
+_MOST_REPLICAS, _MOST_BYTES = 10_000, 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One replica's machine.
+
+    Attributes:
+        name: As the links name it.
+        flops_per_s: Floating-point operations a second that training reaches there (6 a parameter and token), measured
+            or the accelerator's peak times the share that is usual; None where nobody knows.
+        memory_bytes: Memory for parameters, optimizer and activations; None where nobody knows.
+        encode_bytes_per_s: Bytes of float32 that it codes or decodes a second in E3M0; None where nobody knows.
+        up_bits_per_s: What it sends at most, to all others together; None for no limit of its own.
+        down_bits_per_s: What it receives at most, from all others together; None for no limit of its own.
+        latency_s: One way from it to the middle of the net, for pairs without a link of their own.
+        step_s: Seconds of an inner step where one was measured, and of how many tokens.
+        step_tokens: Tokens of that step.
+    """
+
+    name: str
+    flops_per_s: float | None = None
+    memory_bytes: float | None = None
+    encode_bytes_per_s: float | None = None
+    up_bits_per_s: float | None = None
+    down_bits_per_s: float | None = None
+    latency_s: float = 0.0
+    step_s: float | None = None
+    step_tokens: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """What one pair of replicas has in one direction, when nobody else sends.
+
+    Attributes:
+        source: The sender's name.
+        destination: The receiver's name.
+        bandwidth_bits_per_s: Payload bits a second.
+        latency_s: One way, of an empty message.
+        bandwidth_low_bits_per_s: Lower end of a 95 % interval, where the number was measured.
+        bandwidth_high_bits_per_s: Upper end of it.
+    """
+
+    source: str
+    destination: str
+    bandwidth_bits_per_s: float
+    latency_s: float = 0.0
+    bandwidth_low_bits_per_s: float | None = None
+    bandwidth_high_bits_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Machines and the wires between them.
+
+    Attributes:
+        machines: In the order of the replicas' numbers.
+        wires: Pairs with numbers of their own, each direction apart.
+
+    Raises:
+        ValueError: A name is there twice or unknown, or a pair has neither a link nor accesses.
+
+    Example:
+        >>> home = Machine(name="home", up_bits_per_s=20e6, down_bits_per_s=100e6, latency_s=0.01)
+        >>> Cluster(machines=(home, Machine(name="lab", up_bits_per_s=1e9, down_bits_per_s=1e9))).wire("home", "lab")
+        Wire(source='home', destination='lab', bandwidth_bits_per_s=20000000.0, latency_s=0.01, \
+bandwidth_low_bits_per_s=None, bandwidth_high_bits_per_s=None)
+    """
+
+    machines: tuple[Machine, ...]
+    wires: tuple[Wire, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the names and that every pair has a wire."""
+        names = [machine.name for machine in self.machines]
+        if not names:
+            raise ValueError("replicas must name at least one machine, got none")
+        if (twice := _first_twice(names)) is not None:
+            raise ValueError(f"every replica needs a name of its own, got {twice!r} twice; rename one")
+        pairs = [(wire.source, wire.destination) for wire in self.wires]
+        known = set(names)
+        for source, destination in pairs:
+            if missing := {source, destination} - known:
+                raise ValueError(
+                    f"a link names {sorted(missing)[0]!r}, which is no replica; there are {', '.join(names[:8])}"
+                )
+            if source == destination:
+                raise ValueError(f"a link leads from {source!r} to itself; leave it out")
+        if (pair := _first_twice(pairs)) is not None:
+            raise ValueError(f"the link from {pair[0]!r} to {pair[1]!r} is there twice; leave one out")
+        self._check_pairs(set(pairs))
+
+    def _check_pairs(self, known: set[tuple[str, str]]) -> None:
+        bare_up = [m.name for m in self.machines if m.up_bits_per_s is None]
+        bare_down = [m.name for m in self.machines if m.down_bits_per_s is None]
+        for source in bare_up:
+            for destination in bare_down:
+                if source != destination and (source, destination) not in known:
+                    raise ValueError(
+                        f"nothing says how fast {source!r} reaches {destination!r}; give that link, or up_bits_per_s "
+                        f"of {source!r}, or down_bits_per_s of {destination!r}"
+                    )
+
+    @property
+    def num_replicas(self) -> int:
+        """How many machines there are."""
+        return len(self.machines)
+
+    def machine(self, name: str) -> Machine:
+        """Return a machine by its name.
+
+        Raises:
+            ValueError: There is none.
+        """
+        for machine in self.machines:
+            if machine.name == name:
+                return machine
+        raise ValueError(f"there is no replica {name!r}; there are {', '.join(m.name for m in self.machines[:8])}")
+
+    def wire(self, source: str, destination: str) -> Wire:
+        """Return what a pair has in one direction: its own link, or what the two accesses leave."""
+        for wire in self.wires:
+            if (wire.source, wire.destination) == (source, destination):
+                return wire
+        one, other = self.machine(source), self.machine(destination)
+        rates = [rate for rate in (one.up_bits_per_s, other.down_bits_per_s) if rate is not None]
+        return Wire(
+            source=source, destination=destination, bandwidth_bits_per_s=min(rates),
+            latency_s=one.latency_s + other.latency_s,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the file's content; what is unknown is left out."""
+        return {
+            "format": FORMAT, "version": VERSION,
+            "replicas": [_entry(machine) for machine in self.machines],
+            "links": [_entry(wire) for wire in self.wires],
+        }  # fmt: skip
+
+    @staticmethod
+    def from_json(content: object) -> Cluster:
+        """Check a file's content and return the cluster.
+
+        Raises:
+            DataError: It is no cluster; names the place, the value and the remedy.
+        """
+        return _read(content)
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read `cluster.json`.
+
+    Raises:
+        DataError: There is no such file, or it is no cluster.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise DataError(f"{path} has {path.stat().st_size} bytes, more than {_MOST_BYTES}; is it a cluster.json?")
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; `thinwire probe` writes such a file") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON: {error}; `thinwire probe` writes such a file") from error
+    try:
+        return Cluster.from_json(content)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def save_cluster(cluster: Cluster, path: Path) -> None:
+    """Write `cluster.json`, whole or not at all.
+
+    Raises:
+        OSError: The place cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(json.dumps(cluster.to_json(), indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read_machine(entry: object, *, where: str) -> Machine:
+    """Check what somebody says of a machine.
+
+    Args:
+        entry: JSON values by the names of `Machine`.
+        where: What it is called in an error's text.
+
+    Raises:
+        DataError: It is no machine.
+    """
+    return _value(entry, Machine, where)
+
+
+# How a field's text is read, and whether zero is a number it can have.
+_UNITS: Mapping[str, Callable[[str], float]] = {"bits_per_s": parse_rate, "bytes": parse_bytes, "s": parse_seconds}
+_MAY_BE_ZERO = ("latency_s",)
+
+
+def _read(content: object) -> Cluster:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f'this is no cluster: it must be an object with "format": "{FORMAT}"')
+    if content.get("version") != VERSION:
+        raise DataError(f"the cluster has version {content.get('version')!r}; this thinwire reads {VERSION}")
+    _check_keys(content, allowed=("format", "version", "replicas", "links", "note"), where="the cluster")
+    machines = [_value(entry, Machine, f"replicas[{n}]") for n, entry in _entries(content, "replicas")]
+    wires = [_value(entry, Wire, f"links[{n}]") for n, entry in _entries(content, "links")]
+    try:
+        return Cluster(machines=tuple(machines), wires=tuple(wires))
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+def _entries(content: Mapping[str, Any], key: str) -> Iterator[tuple[int, Any]]:
+    found = content.get(key, [])
+    most = _MOST_REPLICAS if key == "replicas" else _MOST_REPLICAS**2
+    if not isinstance(found, list) or len(found) > most:
+        raise DataError(f'"{key}" must be a list of at most {most} entries, got {_short(found)}')
+    yield from enumerate(found)
+
+
+def _value(entry: object, kind: type[_Kind], where: str) -> _Kind:
+    if not isinstance(entry, dict):
+        raise DataError(f"{where} must be an object, got {_short(entry)}")
+    allowed = [field.name for field in fields(kind)]
+    _check_keys(entry, allowed=allowed, where=where)
+    names = ("name",) if kind is Machine else ("source", "destination", "bandwidth_bits_per_s")
+    if missing := [name for name in names if name not in entry]:
+        raise DataError(f"{where} lacks {missing[0]!r}")
+    texts = ("name", "source", "destination")
+    values: dict[str, Any] = {
+        name: _text(found, f"{where}.{name}") if name in texts else _number(found, name, where)
+        for name, found in entry.items()
+    }
+    return kind(**values)
+
+
+def _check_keys(entry: Mapping[str, Any], *, allowed: Sequence[str], where: str) -> None:
+    for key in entry:
+        if key not in allowed:
+            stem = key.split("_")[0]
+            near = [name for name in allowed if name.startswith(stem)]
+            hint = f"; use {' or '.join(near)}" if near else f"; there are {', '.join(allowed)}"
+            raise DataError(f"{where} has {key!r}, which means nothing here{hint}")
+
+
+def _text(found: object, where: str) -> str:
+    if not isinstance(found, str) or not found or len(found) > 200:
+        raise DataError(f"{where} must be a text of 1 to 200 characters, got {_short(found)}")
+    return found
+
+
+def _number(found: object, name: str, where: str) -> float:
+    value: object = found
+    if isinstance(found, str):
+        unit = next((suffix for suffix in ("bits_per_s", "bytes", "_s") if name.endswith(suffix)), "")
+        read = _UNITS.get(unit.lstrip("_"))
+        if read is None or name.endswith(("flops_per_s", "bytes_per_s")):
+            raise DataError(f"{where}.{name} must be a number, got {_short(found)}")
+        try:
+            value = read(found)
+        except ValueError as error:
+            raise DataError(f"{where}.{name}: {error}") from error
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"{where}.{name} must be a finite number, got {_short(found)}")
+    if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+        least = "at least 0" if name in _MAY_BE_ZERO else "above 0"
+        raise DataError(f"{where}.{name} must be {least}, got {_short(found)}")
+    return float(value)
+
+
+def _entry(value: Machine | Wire) -> dict[str, Any]:
+    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: item for name, item in found.items() if item is not None}
+
+
+def _first_twice(items: Sequence[_Item]) -> _Item | None:
+    seen: set[_Item] = set()
+    for item in items:
+        if item in seen:
+            return item
+        seen.add(item)
+    return None
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number here")
+
+
+def _short(found: object) -> str:
+    text = repr(found)
+    return text if len(text) <= 60 else text[:57] + "..."

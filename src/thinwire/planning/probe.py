@@ -1,0 +1,337 @@
+"""Measuring the wires between replicas: each pair alone in both directions, then all at once."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from thinwire.errors import PayloadError
+from thinwire.planning.cluster import Cluster, Machine, Wire
+from thinwire.planning.wire_fit import Transfer, WireFit, fit_wire
+from thinwire.transport.base import Envelope, Kind, Transport
+from thinwire.transport.notes import tell_all
+
+# Messages are numbered by what they are for: notes of all, then a block for each pair.
+_PAIR_NUMBERS = 1 << 10
+_SMALLEST_BYTES, _PINGS, _REPEATS = 2**14, 5, 3
+_POLL_S = 5e-4
+# A pair sends some tens of messages, each with the deadline, while the others wait for one note.
+_PATIENCE = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """How long and how much a probe of wires may send.
+
+    Args:
+        seconds: About how long all pairs take, one after the other. What a pair has of it bounds its transfers.
+        most_bytes: Size of the largest transfer.
+
+    Raises:
+        ValueError: A number is too small.
+    """
+
+    seconds: float = 60.0
+    most_bytes: int = 2**25
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not self.seconds > 0:
+            raise ValueError(f"a probe's budget must be above 0 s, got {self.seconds}; 60 s is usual")
+        if self.most_bytes < 4 * _SMALLEST_BYTES:
+            raise ValueError(
+                f"the largest transfer must have at least {4 * _SMALLEST_BYTES} bytes, got {self.most_bytes}; smaller "
+                f"ones tell a latency, and no bandwidth"
+            )
+
+    def transfer_s(self, num_replicas: int) -> float:
+        """Return how long the longest transfer of a pair should take."""
+        # three sizes (a quarter, a half, all of it), each some times, and what it takes to find them
+        return min(2.0, self.seconds / max(1, num_replicas * (num_replicas - 1)) / (2 * _REPEATS))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """What was measured, the same on all replicas.
+
+    Attributes:
+        fits: By (source, destination), alone.
+        latencies_s: By the same, one way: half of what a word and its answer take, as no clock is shared.
+        together_bits_per_s: By the same, while everyone sends to everyone.
+        up_bits_per_s: By replica: what it sent to all others while everyone did.
+        down_bits_per_s: By replica: what it received meanwhile.
+    """
+
+    fits: Mapping[tuple[int, int], WireFit]
+    latencies_s: Mapping[tuple[int, int], float]
+    together_bits_per_s: Mapping[tuple[int, int], float]
+    up_bits_per_s: Sequence[float]
+    down_bits_per_s: Sequence[float]
+
+    def shared(self) -> list[str]:
+        """Return a line for each replica whose wires are slower together than each alone: they share one.
+
+        Example:
+            >>> fit = WireFit(bandwidth_bits_per_s=9e6, low_bits_per_s=9e6, high_bits_per_s=9e6, overhead_s=0.0)
+            >>> pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
+            >>> half = Wires(
+            ...     fits=dict.fromkeys(pairs, fit), latencies_s=dict.fromkeys(pairs, 0.0),
+            ...     together_bits_per_s=dict.fromkeys(pairs, 4.5e6), up_bits_per_s=[9e6] * 3, down_bits_per_s=[9e6] * 3,
+            ... )
+            >>> half.shared()[0]
+            'replica 0 sends 9.0 Mbit/s to all others together, and could send 18.0 Mbit/s over the wires one by one'
+        """
+        lines = []
+        for replica, (up, down) in enumerate(zip(self.up_bits_per_s, self.down_bits_per_s, strict=True)):
+            for does, end, found in (("send", 0, up), ("receive", 1, down)):
+                alone = sum(fit.bandwidth_bits_per_s for pair, fit in self.fits.items() if pair[end] == replica)
+                if found < 0.8 * alone:
+                    whom = "to" if does == "send" else "from"
+                    lines.append(
+                        f"replica {replica} {does}s {found / 1e6:.1f} Mbit/s {whom} all others together, and could "
+                        f"{does} {alone / 1e6:.1f} Mbit/s over the wires one by one"
+                    )
+        return lines
+
+    def cluster(self, machines: Sequence[Machine]) -> Cluster:
+        """Return the cluster of these machines, in the replicas' order, with what was measured."""
+        measured = []
+        for replica, machine in enumerate(machines):
+            # a wire that was quicker alone than all together at another time shows what the access can do
+            out = [fit.bandwidth_bits_per_s for pair, fit in self.fits.items() if pair[0] == replica]
+            back = [fit.bandwidth_bits_per_s for pair, fit in self.fits.items() if pair[1] == replica]
+            up = max(self.up_bits_per_s[replica], *out)
+            down = max(self.down_bits_per_s[replica], *back)
+            measured.append(replace(machine, up_bits_per_s=up, down_bits_per_s=down))
+        wires = [
+            Wire(
+                source=machines[source].name, destination=machines[destination].name,
+                bandwidth_bits_per_s=fit.bandwidth_bits_per_s, latency_s=self.latencies_s[source, destination],
+                bandwidth_low_bits_per_s=fit.low_bits_per_s,
+                bandwidth_high_bits_per_s=fit.high_bits_per_s if fit.high_bits_per_s < float("inf") else None,
+            )
+            for (source, destination), fit in self.fits.items()
+        ]  # fmt: skip
+        return Cluster(machines=tuple(measured), wires=tuple(wires))
+
+
+def probe_wires(
+    transport: Transport, *, budget: Budget | None = None, deadline_s: float = 60.0, number: int = 0
+) -> Wires:
+    """Measure every pair's bandwidth and latency in both directions, one pair after the other, then all at once.
+
+    All replicas must call this together. What counts is what a replica's payloads see: the transport's own headers and
+    acknowledgements are in the time.
+
+    Args:
+        transport: Joins the replicas, at least two.
+        budget: Bounds time and bytes.
+        deadline_s: Seconds until a replica that does not answer counts as lost.
+        number: The first of the numbers of notes and messages, which nobody else uses.
+
+    Returns:
+        The same on all replicas.
+
+    Raises:
+        TransportError: A replica was lost or late, or sent something else.
+        ValueError: There is one replica only.
+    """
+    if transport.num_replicas < 2:
+        raise ValueError("a probe needs at least 2 replicas, got 1; start it on the hosts by torchrun, or in a lab")
+    limits = Budget() if budget is None else budget
+    notes = itertools.count(number)
+    pairs = list(itertools.permutations(range(transport.num_replicas), 2))
+    found = {}
+    for place, pair in enumerate(pairs):
+        line = _Line(transport, number=number + (place + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
+        said: dict[str, Any] = {}
+        if transport.replica == pair[0]:
+            said = _lead(line, pair[1], limits)
+        elif transport.replica == pair[1]:
+            _follow(line, pair[0], limits)
+        # nobody else may send meanwhile, so all wait until the pair has done
+        notes_of_all = tell_all(said, transport=transport, number=next(notes), deadline_s=_PATIENCE * deadline_s)
+        found[pair] = _checked(notes_of_all[pair[0]], pair)
+    fits = {pair: _fit(*found[pair]) for pair in pairs}
+    line = _Line(transport, number=number + (len(pairs) + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
+    sizes = _sizes_together(fits, limits, num_replicas=transport.num_replicas)
+    tell_all({}, transport=transport, number=next(notes), deadline_s=deadline_s)
+    arrived = _together(line, sizes)
+    told = tell_all(arrived, transport=transport, number=next(notes), deadline_s=deadline_s)
+    seconds = {(s, d): _positive(told[d].get(str(s)), replica=d) for s, d in pairs}
+    return _wires(fits, {pair: found[pair][0] for pair in pairs}, sizes, seconds, transport.num_replicas)
+
+
+class _Line:
+    """Messages with one peer in an order that both know, so that both number them alike."""
+
+    def __init__(self, transport: Transport, *, number: int, deadline_s: float) -> None:
+        self.transport = transport
+        self.deadline_s = deadline_s
+        self._numbers = itertools.count(number)
+
+    def say(self, payload: torch.Tensor, *, to: int) -> None:
+        envelope = Envelope(kind=Kind.SETUP, round_id=next(self._numbers), payload_bytes=payload.numel())
+        self.transport.send(payload, to=to, envelope=envelope).wait(deadline_s=self.deadline_s)
+
+    def hear(self, num_bytes: int, *, source: int) -> torch.Tensor:
+        envelope = Envelope(kind=Kind.SETUP, round_id=next(self._numbers), payload_bytes=num_bytes)
+        received = self.transport.receive(source=source, envelope=envelope).wait(deadline_s=self.deadline_s)
+        assert received is not None
+        return received.payload
+
+
+def _lead(line: _Line, peer: int, budget: Budget) -> dict[str, Any]:
+    """Time words and transfers to a peer; return the latency, sizes and seconds."""
+    pings = [_timed(line, peer, 1) for _ in range(_PINGS)]
+    longest_s = budget.transfer_s(line.transport.num_replicas)
+    size, transfers = _SMALLEST_BYTES, []
+    while True:
+        taken_s = _timed(line, peer, size)
+        if taken_s >= longest_s / 3 or 4 * size > budget.most_bytes:
+            break
+        size *= 4
+    for _ in range(_REPEATS):
+        for num_bytes in (size // 4, size // 2, size):
+            transfers.append((num_bytes, _timed(line, peer, num_bytes)))
+    line.say(_size_word(0), to=peer)
+    return {"latency_s": statistics.median(pings) / 2, "transfers": transfers}
+
+
+def _timed(line: _Line, peer: int, num_bytes: int) -> float:
+    line.say(_size_word(num_bytes), to=peer)
+    payload = torch.zeros(num_bytes, dtype=torch.uint8)
+    line.hear(1, source=peer)  # it is waiting now
+    began_s = time.perf_counter()
+    line.say(payload, to=peer)
+    line.hear(1, source=peer)
+    return time.perf_counter() - began_s
+
+
+def _follow(line: _Line, peer: int, budget: Budget) -> None:
+    """Answer what a peer's probe sends, until it says that it has done."""
+    answer = torch.zeros(1, dtype=torch.uint8)
+    while True:
+        num_bytes = int.from_bytes(bytes(line.hear(8, source=peer).numpy()), "little")
+        if num_bytes == 0:
+            return
+        if num_bytes > budget.most_bytes:
+            raise PayloadError(
+                f"replica {peer} wants to send a probe of {num_bytes} bytes, more than {budget.most_bytes}; run the "
+                f"same thinwire with the same options on all hosts"
+            )
+        line.say(answer, to=peer)
+        line.hear(num_bytes, source=peer)
+        line.say(answer, to=peer)
+
+
+def _size_word(num_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(num_bytes.to_bytes(8, "little")), dtype=torch.uint8)
+
+
+def _sizes_together(
+    fits: Mapping[tuple[int, int], WireFit], budget: Budget, *, num_replicas: int
+) -> dict[tuple[int, int], int]:
+    """Return what each pair sends while all do: alike long on each wire, were it alone with its share."""
+    seconds = 4 * budget.transfer_s(num_replicas)
+    share = seconds / 8 / (num_replicas - 1)
+    return {
+        pair: int(min(max(fit.bandwidth_bits_per_s * share, _SMALLEST_BYTES), budget.most_bytes))
+        for pair, fit in fits.items()
+    }
+
+
+def _together(line: _Line, sizes: Mapping[tuple[int, int], int]) -> dict[str, float]:
+    """Send to and receive from all at once; return the seconds until each source's message was here."""
+    transport, me = line.transport, line.transport.replica
+    others = [replica for replica in range(transport.num_replicas) if replica != me]
+    first = next(line._numbers)
+    began_s = time.perf_counter()
+    waiting = {
+        source: transport.receive(source=source, envelope=_envelope(first, sizes[source, me])) for source in others
+    }
+    sends = [
+        transport.send(torch.zeros(sizes[me, to], dtype=torch.uint8), to=to, envelope=_envelope(first, sizes[me, to]))
+        for to in others
+    ]
+    seconds: dict[str, float] = {}
+    while waiting and time.perf_counter() - began_s < line.deadline_s:
+        for source in [source for source, pending in waiting.items() if pending.done()]:
+            waiting.pop(source).wait(deadline_s=line.deadline_s)
+            seconds[str(source)] = time.perf_counter() - began_s
+        time.sleep(_POLL_S)
+    for source, pending in waiting.items():  # late: this raises, and names it
+        pending.wait(deadline_s=_POLL_S)
+        seconds[str(source)] = time.perf_counter() - began_s
+    for pending in sends:
+        pending.wait(deadline_s=line.deadline_s)
+    return seconds
+
+
+def _envelope(number: int, num_bytes: int) -> Envelope:
+    return Envelope(kind=Kind.SETUP, round_id=number, payload_bytes=num_bytes)
+
+
+def _checked(said: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, list[Transfer]]:
+    """Return what a replica says of its wire: the latency, and transfers."""
+    source, destination = pair
+    if not isinstance(said.get("transfers"), list):
+        raise PayloadError(
+            f"replica {source} did not tell of its wire to {destination}; run the same thinwire on all hosts"
+        )
+    transfers = [
+        Transfer(num_bytes=int(_positive(size, replica=source)), seconds=_positive(taken, replica=source))
+        for size, taken in _couples(said["transfers"], replica=source)
+    ]
+    return _positive(said.get("latency_s"), replica=source), transfers
+
+
+def _couples(entries: Sequence[Any], *, replica: int) -> Iterator[tuple[Any, Any]]:
+    for entry in entries:
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise PayloadError(
+                f"replica {replica} told a transfer as {entry!r:.60}; run the same thinwire on all hosts"
+            )
+        yield entry[0], entry[1]
+
+
+def _positive(value: object, *, replica: int) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise PayloadError(
+            f"replica {replica} told a measurement as {value!r:.60}, which is no number above 0; run the same thinwire "
+            f"on all hosts"
+        )
+    return float(value)
+
+
+def _fit(latency_s: float, transfers: Sequence[Transfer]) -> WireFit:
+    try:
+        return fit_wire(transfers)
+    except ValueError:  # quicker than the clock's noise: what the largest took bounds it from below
+        largest = max(transfers, key=lambda transfer: transfer.num_bytes)
+        rate = 8 * largest.num_bytes / largest.seconds
+        return WireFit(
+            bandwidth_bits_per_s=rate, low_bits_per_s=rate, high_bits_per_s=float("inf"), overhead_s=2 * latency_s
+        )
+
+
+def _wires(
+    fits: Mapping[tuple[int, int], WireFit], latencies_s: Mapping[tuple[int, int], float],
+    sizes: Mapping[tuple[int, int], int], seconds: Mapping[tuple[int, int], float], num_replicas: int,
+) -> Wires:  # fmt: skip
+    access = []
+    for way in (0, 1):
+        for replica in range(num_replicas):
+            mine = [pair for pair in sizes if pair[way] == replica]
+            access.append(8 * sum(sizes[pair] for pair in mine) / max(seconds[pair] for pair in mine))
+    return Wires(
+        fits=fits, latencies_s=latencies_s,
+        together_bits_per_s={pair: 8 * size / seconds[pair] for pair, size in sizes.items()},
+        up_bits_per_s=access[:num_replicas], down_bits_per_s=access[num_replicas:],
+    )  # fmt: skip

@@ -1,0 +1,52 @@
+"""`thinwire probe` as a process: its options, and what it says to wrong ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
+OPTIONS_FILE = Path(__file__).with_name("options_of_probe.txt")
+
+
+def probe(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*THINWIRE, "probe", *words],
+        capture_output=True, text=True, timeout=120, cwd=cwd, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_the_options_of_probe_are_those_that_were_agreed_on(tmp_path: Path) -> None:
+    told = probe("--help", cwd=tmp_path, COLUMNS="100").stdout
+    options = sorted(set(re.findall(r"^│ (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
+    assert options == OPTIONS_FILE.read_text().splitlines(), (
+        "an option is a promise: change tests/cli/options_of_probe.txt and CHANGELOG.md with it"
+    )
+
+
+UNDER_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        ([], {}, "a probe measures the wires between at least 2 hosts; start it by torchrun"),
+        (["--budgt", "3s"], {}, "did you mean --budget?"),
+        (["--budget", "soon"], UNDER_TORCHRUN, "a duration must look like '40ms' or '2s', got 'soon'"),
+        (["--most", "9 GBit"], UNDER_TORCHRUN, "a size must look like '24 GB' or '512MiB', got '9 GBit'"),
+        (["--most", "9"], UNDER_TORCHRUN, "the largest transfer must have at least 65536 bytes, got 9"),
+        (["--step-time", "0s"], UNDER_TORCHRUN, "the time for steps must be above 0 s"),
+        (["--model", "big"], UNDER_TORCHRUN, "big"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(
+    words: list[str], environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    found = probe(*words, cwd=tmp_path, **environment)
+    assert found.returncode == 2 and said in found.stderr and found.stderr.count("\n") == 1, found.stderr
+    assert not list(tmp_path.iterdir())
