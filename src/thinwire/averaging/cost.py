@@ -49,7 +49,7 @@ def measure_exchange(
         The cost for all shapes.
 
     Raises:
-        ValueError: The exchange does not fit so many replicas.
+        ValueError: The exchange does not fit so many replicas, or does not end.
 
     Example:
         >>> from thinwire.averaging.exchange import AllGather
@@ -75,7 +75,7 @@ def measure_exchange(
             for me, (one, vector) in enumerate(zip(bound, vectors, strict=True))
         ]  # fmt: skip
         began_s = time.perf_counter()
-        _drive(rounds)
+        _drive(rounds, exchange=exchange)
         found_s.append(time.perf_counter() - began_s)
     seconds = min(found_s[_WARM_ROUNDS:]) / num_replicas
     return ExchangeCost(computing_s=seconds * numel / max(size, 1), sent_bytes=sent_bytes)
@@ -93,7 +93,7 @@ def _first_of(shapes: Shapes) -> list[torch.Size]:
     return chosen
 
 
-def _drive(rounds: Sequence[Steps]) -> None:
+def _drive(rounds: Sequence[Steps], *, exchange: Exchange) -> None:
     """Let each go on as far as it can, in turn, until all are done."""
     waits: dict[int, Wait] = {}
     for number, steps in enumerate(rounds):
@@ -101,10 +101,20 @@ def _drive(rounds: Sequence[Steps]) -> None:
     while waits:
         ready = [number for number, wait in waits.items() if all(pending.done() for pending in wait.receives)]
         if not ready:
-            raise ValueError("this exchange does not end when all take part")
+            raise ValueError(_stuck(waits, exchange=exchange, num_replicas=len(rounds)))
         for number in ready:
             received = [pending.wait(deadline_s=0.0) for pending in waits.pop(number).receives]
             _go_on(number, rounds[number], [message for message in received if message is not None], waits)
+
+
+def _stuck(waits: dict[int, Wait], *, exchange: Exchange, num_replicas: int) -> str:
+    missing = {number: [p for p in wait.receives if not p.done()] for number, wait in sorted(waits.items())}
+    first, *_ = missing
+    return (
+        f"{len(missing)} of {num_replicas} replicas wait for {sum(map(len, missing.values()))} messages that nobody "
+        f"sends, replica {first} for {missing[first][0]}, so that a round of {exchange} does not end; let its steps() "
+        f"send every message that they receive, under the same envelope"
+    )
 
 
 def _go_on(number: int, steps: Steps, received: Sequence[Received] | None, waits: dict[int, Wait]) -> None:
