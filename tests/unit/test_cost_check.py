@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
 import torch
 
 import thinwire
-from thinwire.averaging.cost import measure_exchange
-from thinwire.averaging.exchange import AllGather, cheapest
-from thinwire.codecs import e3m0, float32
-from thinwire.codecs.dense import Dense
+from thinwire.codecs import e3m0
 from thinwire.methods import RECIPES, recipe
 from thinwire.training.cost_check import CodeCost, measure_code, measure_rate
 from thinwire.transport.loopback import LoopbackTransport
 
 CPU = torch.device("cpu")
 SHAPES = [torch.Size([48, 20]), torch.Size([48])]
-
-
-class SlowCodec(Dense):
-    """float32 that takes its time."""
-
-    def encode(self, tensor: torch.Tensor, *, seed: int = 0) -> torch.Tensor:
-        time.sleep(0.02)
-        return super().encode(tensor, seed=seed)
-
-
-def test_the_time_of_coding_is_in_the_cost_and_the_bytes_are_the_exchange_s() -> None:
-    slow = AllGather(codec=SlowCodec(**_fields(float32())))
-    quick = AllGather(codec=float32())
-    costs = [measure_exchange(exchange, SHAPES, num_replicas=3) for exchange in (slow, quick)]
-    assert costs[0].computing_s >= 0.02 > costs[1].computing_s
-    assert costs[0].sent_bytes == 2 * 4 * (48 * 20 + 48)
-
-
-def _fields(codec: Any) -> dict[str, Any]:
-    return {name: getattr(codec, name) for name in codec.__dataclass_fields__}
-
-
-def test_long_tensors_are_measured_in_part_and_counted_whole() -> None:
-    shapes = [torch.Size([3000, 1000]), torch.Size([7, 1000])]
-    exchange = cheapest(e3m0(), num_replicas=2)
-    assert measure_exchange(exchange, shapes, num_replicas=2).sent_bytes == exchange.sent_bytes(
-        3_007_000, num_replicas=2
-    )
 
 
 def test_a_code_that_costs_more_than_it_saves_is_named_with_both_numbers_and_what_to_do() -> None:
