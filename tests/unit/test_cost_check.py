@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from thinwire.averaging.cost import ExchangeCost, measure_exchange
 from thinwire.averaging.exchange import AllGather, Exchange, Shapes, cheapest
 from thinwire.codecs import bfloat16, e3m0, float32, top_k
 from thinwire.codecs.dense import Dense
+from thinwire.errors import PayloadError
 from thinwire.methods import RECIPES, recipe
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
@@ -22,6 +25,8 @@ from thinwire.sync.schedule import Staggered
 from thinwire.sync.views import PseudoGradient
 from thinwire.training import cost_check
 from thinwire.training.cost_check import CodeCost, complain, measure_codes, measure_rate
+from thinwire.training.notes import tell_all
+from thinwire.transport.base import Transport
 from thinwire.transport.loopback import LoopbackTransport
 
 CPU = torch.device("cpu")
@@ -205,3 +210,32 @@ def test_the_rate_is_the_same_on_all_replicas() -> None:
 
     rates = thinwire.run_replicas(3, replica_main)
     assert len(set(rates)) == 1 and rates[0] > 0
+
+
+def rates_where_a_replica_says(note: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    def lying(told: Mapping[str, Any], *, transport: Transport, **rest: Any) -> list[dict[str, Any]]:
+        return tell_all(note if told and transport.replica == 1 else told, transport=transport, **rest)
+
+    monkeypatch.setattr(cost_check, "tell_all", lying)
+    return list(thinwire.run_replicas(2, lambda transport: measure_rate(transport, number=3, deadline_s=10)))
+
+
+NO_TIMES = [None, "0.1", True, [1.0], math.nan, math.inf, -math.inf, 0, 0.0, -0.5, 10**400]
+
+
+@pytest.mark.parametrize("note", [{"other": 1.0}, *({"taken_s": value} for value in NO_TIMES)], ids=repr)
+def test_a_time_that_is_none_is_refused_with_its_replica_and_what_to_do(
+    note: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PayloadError, match=r"replica 1 says that its probe .*; run the same thinwire on all hosts"):
+        rates_where_a_replica_says(note, monkeypatch)
+
+
+def test_the_slowest_replica_s_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rates_where_a_replica_says({"taken_s": 2}, monkeypatch) == [8 * 2**14 / 2] * 2
+
+
+def test_a_clock_that_stands_still_divides_nothing_by_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_check.time, "perf_counter", lambda: 7.0)
+    rates = thinwire.run_replicas(2, lambda transport: measure_rate(transport, number=3, deadline_s=10))
+    assert rates[0] == rates[1] and 0 < rates[0] < math.inf

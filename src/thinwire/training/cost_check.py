@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from thinwire.averaging.exchange import AllGather, Exchange, Shapes, cheapest, n
 from thinwire.averaging.gossip import Gossip
 from thinwire.codecs import float32
 from thinwire.codecs.memory import Shift
+from thinwire.errors import PayloadError
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.schedule import Schedule
@@ -23,6 +26,8 @@ from thinwire.transport.base import Envelope, Kind, Transport
 # Small first, so that a thin wire is not kept busy for long; more where that was too quick to be told from a latency.
 _PROBE_BYTES = (2**14, 2**17)
 _LONG_ENOUGH_S = 0.1
+# No probe is quicker; a clock that stands still between two looks says so all the same.
+_SHORTEST_S = 1e-9
 # The times of more replicas are those of so many: what a replica computes does not shrink with their number.
 _MOST_REPLICAS = 8
 # What nobody would notice is not worth a word.
@@ -95,7 +100,7 @@ def complain(
         device: Where the model is.
 
     Raises:
-        TransportError: A replica was lost or late.
+        TransportError: A replica was lost or late, or sent no time.
     """
     method, num_replicas = optimizer.method, optimizer.transport.num_replicas
     fragments = range(optimizer.num_fragments)
@@ -240,6 +245,7 @@ def measure_rate(transport: Transport, *, number: int, deadline_s: float) -> flo
         Bits per second, the same on all replicas; latency counts as time.
 
     Raises:
+        PayloadError: A replica sent no time.
         TransportError: A replica was lost or late.
     """
     me, count = transport.replica, transport.num_replicas
@@ -252,10 +258,21 @@ def measure_rate(transport: Transport, *, number: int, deadline_s: float) -> flo
         sending = transport.send(torch.zeros(num_bytes, dtype=torch.uint8), to=(me + 1) % count, envelope=envelope)
         receiving.wait(deadline_s=deadline_s)
         sending.wait(deadline_s=deadline_s)
-        taken = {"taken_s": time.perf_counter() - began_s}
+        taken = {"taken_s": max(time.perf_counter() - began_s, _SHORTEST_S)}
         notes = tell_all(taken, transport=transport, number=number + 2 * place + 1, deadline_s=deadline_s)
-        slowest_s = max(float(note["taken_s"]) for note in notes)
+        slowest_s = max(_taken_s(note, replica=replica) for replica, note in enumerate(notes))
         rate = 8 * num_bytes / slowest_s
         if slowest_s > _LONG_ENOUGH_S:
             break
     return rate
+
+
+def _taken_s(note: Mapping[str, Any], *, replica: int) -> float:
+    taken_s = note.get("taken_s")
+    # NaN is not above 0 either; a whole number may be too large for a float
+    if isinstance(taken_s, bool) or not isinstance(taken_s, int | float) or not 0 < taken_s <= sys.float_info.max:
+        raise PayloadError(
+            f"replica {replica} says that its probe of the wire took {str(taken_s)[:40]!r}, which is no number of "
+            f"seconds above 0; run the same thinwire on all hosts"
+        )
+    return float(taken_s)
