@@ -1,24 +1,35 @@
-"""What an exchange costs a replica in computing: measured here, without a wire."""
+"""What an exchange costs a replica: in computing, measured here without a wire, and in bytes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from thinwire.averaging.delivery import Delivery, Steps, Wait
-from thinwire.averaging.exchange import Exchange, Shapes
-from thinwire.averaging.topology import Peers
+from thinwire.averaging.exchange import AllGather, Exchange, Shapes, TwoPhase, laid_out, numel_of
+from thinwire.averaging.gossip import Gossip
+from thinwire.averaging.hop import codec_at
+from thinwire.averaging.low_rank import LowRank
+from thinwire.averaging.star import Star
+from thinwire.averaging.topology import AllReplicas, Topology
 from thinwire.transport.base import Received
 from thinwire.transport.loopback import LoopbackWorld
 
-# Enough to drown what a call costs; longer tensors cost in proportion.
-_MOST_ELEMENTS = 2**21
+# Elements of a vector that are measured, few at first. What more cost is told from the last two: calls cost the same
+# for few and for many.
+_PARTS = (2**12, 2**15, 2**18, 2**21)
+# The last: takes as long, and mostly by its elements.
+_LONG_ENOUGH_S = 0.1
+_LONGER_THAN_BEFORE = 2.0
+# Everyone's messages to everyone are in memory at once.
+_MOST_ELEMENTS_IN_FLIGHT = 2**25
 _WARM_ROUNDS, _TIMED_ROUNDS = 1, 3
 # Past every warm-up: codes that change with the step have come to their last.
 _LATE_STEP = 2**31
+_EVERYONE = AllReplicas()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,21 +46,23 @@ class ExchangeCost:
 
 
 def measure_exchange(
-    exchange: Exchange, shapes: Shapes, *, num_replicas: int, device: torch.device | str = "cpu"
-) -> ExchangeCost:
+    exchange: Exchange, shapes: Shapes, *, num_replicas: int, device: torch.device | str = "cpu",
+    topology: Topology = _EVERYONE,
+) -> ExchangeCost:  # fmt: skip
     """Run rounds of all replicas in this thread, one after the other, and time them.
 
     Args:
         exchange: What to measure.
         shapes: Of the tensors that the vector is made of; where they are long, the first ones alone are measured.
-        num_replicas: How many take part.
+        num_replicas: How many there are.
         device: Where the vector is.
+        topology: Who takes part in a round; nobody is absent.
 
     Returns:
         The cost for all shapes.
 
     Raises:
-        ValueError: The exchange does not fit so many replicas.
+        ValueError: The exchange or the topology does not fit so many replicas, or the exchange does not end.
 
     Example:
         >>> from thinwire.averaging.exchange import AllGather
@@ -57,43 +70,114 @@ def measure_exchange(
         >>> measure_exchange(AllGather(codec=e3m0()), [torch.Size([64, 10])], num_replicas=2).sent_bytes
         330
     """
-    numel = sum(shape.numel() for shape in shapes)
-    sent_bytes = exchange.sent_bytes(numel, num_replicas=num_replicas)
-    measured = _first_of(shapes)
+    members, numel = most_members(topology, num_replicas=num_replicas), numel_of(shapes)
+    most = max(1, _MOST_ELEMENTS_IN_FLIGHT // num_replicas**2)
+    before, before_s, size, round_s = 0, 0.0, 0, 0.0
+    for room in [part for part in _PARTS if part <= most] or [most]:
+        part = _first_of(shapes, room=room)
+        before, before_s, size = size, round_s, numel_of(part)
+        round_s = _time_rounds(exchange, part, num_replicas=num_replicas, device=device, topology=topology)
+        if size == numel or (before and round_s > max(_LONG_ENOUGH_S, _LONGER_THAN_BEFORE * before_s)):
+            break
+    rest_s = max(0.0, round_s - before_s) / max(size - before, 1) * (numel - size)
+    return ExchangeCost(
+        computing_s=(round_s + rest_s) / num_replicas,
+        sent_bytes=sent_bytes_of(exchange, shapes, num_members=members),
+    )
+
+
+def _time_rounds(
+    exchange: Exchange, shapes: Shapes, *, num_replicas: int, device: torch.device | str, topology: Topology
+) -> float:
+    """Return the seconds that a round takes all replicas, one after the other."""
     world = LoopbackWorld(num_replicas)
-    bound = [exchange.bind([measured], replica=r, num_replicas=num_replicas) for r in range(num_replicas)]
-    size = sum(shape.numel() for shape in measured)
+    bound = [exchange.bind([shapes], replica=r, num_replicas=num_replicas) for r in range(num_replicas)]
     generator = torch.Generator().manual_seed(0)
-    vectors = [torch.randn(size, generator=generator).to(device) for _ in range(num_replicas)]
+    vectors = [torch.randn(numel_of(shapes), generator=generator).to(device) for _ in range(num_replicas)]
     found_s = []
     for number in range(_WARM_ROUNDS + _TIMED_ROUNDS):
-        rounds = [
-            one.steps(vector.clone(), Delivery(
-                peers=Peers(me=me, members=tuple(range(num_replicas))), transport=world.transports[me],
-                round_id=number, step=_LATE_STEP + number,
-            ))
-            for me, (one, vector) in enumerate(zip(bound, vectors, strict=True))
-        ]  # fmt: skip
+        rounds = []
+        for me, (one, vector) in enumerate(zip(bound, vectors, strict=True)):
+            peers = replace(topology.peers(round_id=number, me=me, alive=range(num_replicas)), absent=())
+            delivery = Delivery(
+                peers=peers, transport=world.transports[me], round_id=number, step=_LATE_STEP + number
+            )  # fmt: skip
+            rounds.append(one.steps(vector.clone(), delivery))
+        _finish_work_on(device)
         began_s = time.perf_counter()
-        _drive(rounds)
+        _drive(rounds, exchange=exchange)
+        _finish_work_on(device)
         found_s.append(time.perf_counter() - began_s)
-    seconds = min(found_s[_WARM_ROUNDS:]) / num_replicas
-    return ExchangeCost(computing_s=seconds * numel / max(size, 1), sent_bytes=sent_bytes)
+    return min(found_s[_WARM_ROUNDS:])
 
 
-def _first_of(shapes: Shapes) -> list[torch.Size]:
+def sent_bytes_of(exchange: Exchange, shapes: Shapes, *, num_members: int) -> int:
+    """Return the payload bytes that one replica sends in a round, at most, once every warm-up is over.
+
+    An exchange tells its bytes by the number of elements alone; this also looks at the shapes, on which some depend.
+
+    Args:
+        exchange: What sends.
+        shapes: Of the tensors that the vector is made of.
+        num_members: How many take part in the round.
+
+    Example:
+        >>> from thinwire.codecs import dct_top_k
+        >>> matrix, exchange = torch.Size([64, 64]), AllGather(codec=dct_top_k(k=32))
+        >>> sent_bytes_of(exchange, [matrix], num_members=2), exchange.sent_bytes(matrix.numel(), num_replicas=2)
+        (113, 5696)
+    """
+    if isinstance(exchange, LowRank):
+        return exchange.sent_bytes_of(shapes, num_replicas=num_members)
+    if isinstance(exchange, AllGather | TwoPhase | Gossip | Star):
+        exchange = replace(exchange, codec=laid_out(codec_at(exchange.codec, _LATE_STEP), shapes))
+    if isinstance(exchange, Star):
+        exchange = replace(exchange, server_codec=laid_out(codec_at(exchange.server_codec, _LATE_STEP), shapes))
+    return exchange.sent_bytes(numel_of(shapes), num_replicas=num_members)
+
+
+def most_members(topology: Topology, *, num_replicas: int) -> int:
+    """Return how many replicas a round has, in the largest group of its first one.
+
+    Args:
+        topology: Chooses the groups.
+        num_replicas: How many there are.
+
+    Raises:
+        ValueError: The topology does not fit so many replicas.
+
+    Example:
+        >>> from thinwire.averaging.mixing import RandomPairs
+        >>> [most_members(RandomPairs(seed=1), num_replicas=n) for n in (2, 5, 8)]
+        [2, 3, 2]
+    """
+    everyone = range(num_replicas)
+    return max(len(topology.peers(round_id=0, me=me, alive=everyone).members) for me in everyone)
+
+
+def _first_of(shapes: Shapes, *, room: int) -> list[torch.Size]:
     chosen: list[torch.Size] = []
-    room = _MOST_ELEMENTS
     for shape in shapes:
-        if shape.numel() > room and shape.numel() > 0:
-            rows = max(1, room * shape[0] // shape.numel())
-            return [*chosen, torch.Size([rows, *shape[1:]])]
+        if shape.numel() > room:
+            return [*chosen, torch.Size(_part(shape, room=room))] if room else chosen
         chosen.append(shape)
         room -= shape.numel()
     return chosen
 
 
-def _drive(rounds: Sequence[Steps]) -> None:
+def _part(shape: Sequence[int], *, room: int) -> tuple[int, ...]:
+    """Return the shape of a tensor's first rows, or of a part of its first row where that is long itself."""
+    row = torch.Size(shape[1:])
+    return (room // row.numel(), *row) if row.numel() <= room else (1, *_part(row, room=room))
+
+
+def _finish_work_on(device: torch.device | str) -> None:
+    # a GPU is told what to do and does it later
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _drive(rounds: Sequence[Steps], *, exchange: Exchange) -> None:
     """Let each go on as far as it can, in turn, until all are done."""
     waits: dict[int, Wait] = {}
     for number, steps in enumerate(rounds):
@@ -101,10 +185,20 @@ def _drive(rounds: Sequence[Steps]) -> None:
     while waits:
         ready = [number for number, wait in waits.items() if all(pending.done() for pending in wait.receives)]
         if not ready:
-            raise ValueError("this exchange does not end when all take part")
+            raise ValueError(_stuck(waits, exchange=exchange, num_replicas=len(rounds)))
         for number in ready:
             received = [pending.wait(deadline_s=0.0) for pending in waits.pop(number).receives]
             _go_on(number, rounds[number], [message for message in received if message is not None], waits)
+
+
+def _stuck(waits: dict[int, Wait], *, exchange: Exchange, num_replicas: int) -> str:
+    missing = {number: [p for p in wait.receives if not p.done()] for number, wait in sorted(waits.items())}
+    first, *_ = missing
+    return (
+        f"{len(missing)} of {num_replicas} replicas wait for {sum(map(len, missing.values()))} messages that nobody "
+        f"sends, replica {first} for {missing[first][0]}, so that a round of {exchange} does not end; let its steps() "
+        f"send every message that they receive, under the same envelope"
+    )
 
 
 def _go_on(number: int, steps: Steps, received: Sequence[Received] | None, waits: dict[int, Wait]) -> None:

@@ -58,6 +58,19 @@ class LowRank:
         """Return the bytes of sending all as it is, which is the most: how far it shrinks depends on the shapes."""
         return cheapest(float32(), num_replicas=num_replicas).sent_bytes(numel, num_replicas=num_replicas)
 
+    def sent_bytes_of(self, shapes: Shapes, *, num_replicas: int) -> int:
+        """Return the payload bytes that one replica sends for tensors of these shapes.
+
+        Example:
+            >>> LowRank(rank=2).sent_bytes_of([torch.Size([100, 50]), torch.Size([7])], num_replicas=2)
+            1228
+        """
+        inner = cheapest(float32(), num_replicas=num_replicas)
+        matrices = _matrices(shapes, rank=self.rank)
+        left = sum(m.num_rows * (self.rank if m.is_thin else m.num_columns) for m in matrices)
+        right = sum(m.num_columns * self.rank for m in _thin(matrices))
+        return sum(inner.sent_bytes(numel, num_replicas=num_replicas) for numel in (left, right))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Matrix:

@@ -121,6 +121,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The names of the parameters of each fragment."""
         return self._engine.view.parameters.fragments
 
+    def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
+        """Return the shapes of the tensors that rounds of a fragment exchange in a channel."""
+        return self._engine.view.shapes(fragment=fragment, channel=channel)
+
     @property
     def rounds_in_flight(self) -> tuple[Round, ...]:
         """The rounds between launch and apply."""
@@ -168,7 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._engine.advance(self._steps_done)
             return result
         if closure is not None:
-            return self._closure_step(self._averaging(closure))
+            return self._closure_step(closure)
         self._unscale()
         if not self._has_averaged:
             self._average_gradients()
@@ -336,16 +340,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             return self._engine.drive(self._steps_done, oracle)
 
-    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _closure_step(self, closure: Callable[[], Any]) -> Any:
         def averaged() -> Any:
             with torch.enable_grad():
                 loss = closure()
             self._average_gradients()
             return loss
 
-        return averaged
-
-    def _closure_step(self, averaged: Callable[[], Any]) -> Any:
         return averaged() if self._engine.update.replaces_inner_step else self._inner_step(averaged)
 
     def _average_gradients(self) -> None:

@@ -16,7 +16,7 @@ from thinwire.training.assembly import make_inner_optimizer, make_method, make_m
 from thinwire.training.checkpoint import Checkpoints, Found, Identity, choose_step, look
 from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
-from thinwire.training.cost_check import measure_code, measure_rate
+from thinwire.training.cost_check import complain
 from thinwire.training.files import write_whole
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
@@ -221,18 +221,15 @@ class _Replica:
 
     def _check_code(self, warn: Callable[[str], None]) -> None:
         """Warn where the method's code costs more time than it saves on this wire."""
-        if self._transport.num_replicas < 2 or self._optimizer.method.view.moment == "around_closure":
+        if self._transport.num_replicas < 2:
             return
-        by_name = dict(self._model.named_parameters())
-        fragments = [[by_name[name].shape for name in names] for names in self._optimizer.fragments]
-        largest = max(fragments, key=lambda shapes: sum(shape.numel() for shape in shapes))
-        device = next(self._model.parameters()).device
-        cost = measure_code(self._optimizer.method, largest, num_replicas=self._transport.num_replicas, device=device)
-        if not cost.saved_bytes:
-            return
-        rate = measure_rate(self._transport, number=_PROBING, deadline_s=self._config.join_deadline_s)
-        steps_between = self._optimizer.method.schedule.sync_interval / self._optimizer.num_fragments
-        complaint = cost.complaint(rate_bits_per_s=rate, steps_between=steps_between)
+        complaint = complain(
+            self._optimizer,
+            num_steps=self._config.steps,
+            number=_PROBING,
+            deadline_s=self._config.join_deadline_s,
+            device=next(self._model.parameters()).device,
+        )
         if complaint and self._transport.replica == 0 and not self._config.quiet:
             warn(complaint)
 

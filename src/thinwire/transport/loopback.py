@@ -176,12 +176,14 @@ class _Awaited:
         self._envelope = envelope
         self._key = _key(source, replica, envelope)
 
+    def __str__(self) -> str:
+        return f"{self._envelope.describe()} from replica {self._source}"
+
     def done(self) -> bool:
         return self._world._has_mail(self._key)
 
     def wait(self, *, deadline_s: float) -> Received:
-        what = f"{self._envelope.describe()} from replica {self._source}"
-        message = self._world._collect(self._key, replica=self._replica, what=what)
+        message = self._world._collect(self._key, replica=self._replica, what=str(self))
         return unpack(message, source=self._source, envelope=self._envelope)
 
 
