@@ -221,7 +221,7 @@ class _Replica:
 
     def _check_code(self, warn: Callable[[str], None]) -> None:
         """Warn where the method's code costs more time than it saves on this wire."""
-        if self._transport.num_replicas < 2 or self._optimizer.method.view.moment == "around_closure":
+        if self._transport.num_replicas < 2:
             return
         by_name = dict(self._model.named_parameters())
         fragments = [[by_name[name].shape for name in names] for names in self._optimizer.fragments]
