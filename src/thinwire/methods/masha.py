@@ -42,7 +42,7 @@ ABOUT = About(
     paper="arXiv 2110.03313",
     exchanged="differences of the operator at two points, compressed, and now and then whole",
     bits="twice the codec's (M - 1)",
-    memory="3 (reference point, its operator, the point itself); MASHA2 also residuals",
+    memory="3 (reference point, its operator, the point itself); MASHA2 4 (also residuals)",
     restrictions="step(closure) with the same loss at both evaluations; inner SGD without momentum; two passes a step",
 )
 
