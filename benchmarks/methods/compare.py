@@ -2,11 +2,13 @@
 
     python benchmarks/methods/compare.py digits --jobs 2      # a convnet on digits, 4 replicas, 300 steps
     python benchmarks/methods/compare.py language --jobs 2    # nano on stdlib text, 2 replicas, 200 steps
-    python benchmarks/methods/compare.py report               # the tables of what is stored
+    python benchmarks/methods/report.py                       # the tables of what is stored
 
 Every run appends one JSON line to the results, and is left out when its line is there already. All replicas of a run
 live in one process, so losses and bytes do not depend on the machine's speed; bytes are counted by the transport.
-Learning rates are one a kind of inner optimizer, and were not tuned for single methods.
+Learning rates are one a kind of inner optimizer, and were not tuned for single methods. To try an entry:
+
+    python benchmarks/methods/compare.py digits --name dimat --seeds 0 --steps 20 --results /tmp/tried.jsonl
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,13 +49,14 @@ INNER: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "plain-sgd": lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr),
     "muon": lambda m, lr: make_inner_optimizer(TrainConfig(inner_optimizer="muon", lr=lr), m),
 }
-LR = {"digits": {"adamw": 3e-3, "sgd": 0.05, "plain-sgd": 0.05, "sign": 1e-3}}
-LR["language"] = {"muon": 3e-3, "adamw": 3e-3, "sgd": 0.02, "plain-sgd": 0.02, "sign": 1e-3}
+# plain-sgd is for methods that carry momentum themselves; where nobody does, steps are ten times as long
+LR = {"digits": {"adamw": 3e-3, "sgd": 0.05, "plain-sgd": 0.05, "no-momentum": 0.5, "sign": 1e-3}}
+LR["language"] = {"muon": 3e-3, "adamw": 3e-3, "sgd": 0.02, "plain-sgd": 0.02, "no-momentum": 0.2, "sign": 1e-3}
 
 
-def entries(task: str) -> dict[str, dict[str, Any]]:
+def entries(task: str, *, steps: int | None = None) -> dict[str, dict[str, Any]]:
     """Return what runs: the method, its arguments and its inner optimizer, by the name in the table."""
-    steps = TASKS[task]["steps"]
+    steps = steps or TASKS[task]["steps"]
     interval = {"sync_interval": 10}
     muon = {"muloco, Muon": {"method": "muloco", "arguments": interval, "inner": "muon"}}
     return {
@@ -76,49 +79,56 @@ def entries(task: str) -> dict[str, dict[str, Any]]:
         "zero-one-adam": {"method": "zero-one-adam"},
         "one-bit-lamb": {"method": "one-bit-lamb", "arguments": {"warmup_steps": round(0.15 * steps)}},
         "robust, flag": {"method": "robust"},
+        "masha1": {"method": "masha1", "inner": "plain-sgd", "lr": "no-momentum"},
+        "masha2": {"method": "masha2", "inner": "plain-sgd", "lr": "no-momentum"},
+        # matched by the activations of images of its own; a transformer has no units that could be matched
+        "dimat": {"method": "dimat", "arguments": interval, **({"matching_images": 256} if task == "digits" else {})},
     }
 
 
-def plan(task: str) -> list[dict[str, Any]]:
+def plan(task: str, *, seeds: Sequence[int] = SEEDS, steps: int | None = None) -> list[dict[str, Any]]:
     """Return the runs, a seed of all before the next seed."""
+    shape = TASKS[task] | ({"steps": steps} if steps else {})
     return [
-        {"task": task, "name": name, "seed": seed, **TASKS[task], "inner": "adamw", **entry}
-        for seed in SEEDS
-        for name, entry in entries(task).items()
+        {"task": task, "name": name, "seed": seed, **shape, "inner": "adamw", **entry}
+        for seed in seeds
+        for name, entry in entries(task, steps=steps).items()
     ]
 
 
 def run(settings: dict[str, Any]) -> dict[str, Any]:
     """Train all replicas of one run and return its line."""
     torch.set_num_threads(1)
-    arguments = dict(settings.get("arguments", {}))
-    if "codec" in settings:
-        arguments["codec"] = by_name(settings["codec"])
     task: Callable[..., Any] = {"digits": digits, "language": language}[settings["task"]]
     began_s = time.monotonic()
-    found = thinwire.run_replicas(
-        settings["replicas"],
-        lambda transport: train_replica(transport, settings, recipe(settings["method"])(**arguments), task),
-    )
+    found = thinwire.run_replicas(settings["replicas"], lambda transport: train_replica(transport, settings, task))
     return {**settings, **found[0], "wall_s": round(time.monotonic() - began_s, 1), "torch": torch.__version__}
 
 
-def train_replica(
-    loopback: LoopbackTransport, settings: dict[str, Any], method: thinwire.Method, task: Callable[..., Any]
-) -> dict[str, Any]:
+def method_of(settings: dict[str, Any], *, replica: int) -> thinwire.Method:
+    """Return the method of one replica; what JSON cannot say is made here."""
+    arguments = dict(settings.get("arguments", {}))
+    if "codec" in settings:
+        arguments["codec"] = by_name(settings["codec"])
+    if "matching_images" in settings:
+        own = slice(replica, None, settings["replicas"])
+        found = images.load_digits().train_images[own][: settings["matching_images"]]
+        arguments["batches"] = found.split(64)
+    return recipe(settings["method"])(**arguments)
+
+
+def train_replica(loopback: LoopbackTransport, settings: dict[str, Any], task: Callable[..., Any]) -> dict[str, Any]:
     """Train one replica; return what the global parameters reach, and the bytes it sent."""
     transport = RecordingTransport(loopback)
     model, batches, loss_of, measure = task(settings, replica=transport.replica)
     lr = LR[settings["task"]][settings.get("lr", settings["inner"])]
     inner = INNER[settings["inner"]](model, lr)
+    method = method_of(settings, replica=transport.replica)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport, seed=settings["seed"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=settings["steps"]))
     before = transport.log.totals("sent").payload_bytes
     for _, batch in zip(range(settings["steps"]), batches, strict=False):
-        loss_of(batch).backward()
-        optimizer.average_gradients()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        one_step(optimizer, model, lambda batch=batch: loss_of(batch))
         optimizer.zero_grad()
         scheduler.step()
     sent = transport.log.totals("sent").payload_bytes - before
@@ -128,6 +138,24 @@ def train_replica(
     with optimizer.global_parameters():
         reached = measure()
     return {"numel": numel, "sent_bytes": sent, "bits": 8 * sent / numel / settings["steps"], **reached}
+
+
+def one_step(optimizer: thinwire.DistributedOptimizer, model: nn.Module, loss: Callable[[], torch.Tensor]) -> None:
+    """Do a step, as `thinwire train` does it: a gradient is clipped where it is the mean, or else where it is made."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = loss()
+        found.backward()
+        optimizer.average_gradients()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return found
+
+    if optimizer.method.view.moment == "around_closure":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
 
 
 Task = tuple[Any, Iterator[Any], Callable[[Any], Any], Callable[[], Any]]
@@ -165,10 +193,10 @@ def language(settings: dict[str, Any], *, replica: int) -> Task:
     return model, batches, lambda batch: model.loss(*batch)[0], measure
 
 
-def run_plan(task: str, *, jobs: int, results: Path) -> None:
+def run_plan(wanted: Sequence[dict[str, Any]], *, jobs: int, results: Path) -> None:
     """Run what is not stored yet, each run in a process of its own."""
     done = [(line["task"], line["name"], line["seed"], line["steps"]) for line in read(results)]
-    waiting = [s for s in plan(task) if (s["task"], s["name"], s["seed"], s["steps"]) not in done]
+    waiting = [s for s in wanted if (s["task"], s["name"], s["seed"], s["steps"]) not in done]
 
     def one(settings: dict[str, Any]) -> None:
         command = [sys.executable, __file__, "one", "--settings", json.dumps(settings)]
@@ -188,44 +216,22 @@ def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
-def report(results: Path) -> None:
-    """Print one table a task: medians over the seeds, with the range."""
-    for task in TASKS:
-        lines = [line for line in read(results) if line["task"] == task]
-        by_name_: dict[str, list[dict[str, Any]]] = {}
-        for line in lines:
-            by_name_.setdefault(line["name"], []).append(line)
-        if not lines:
-            continue
-        whole = 32 * 2 * (TASKS[task]["replicas"] - 1) / TASKS[task]["replicas"]
-        print(f"\n{task}\n\n| method | seeds | {'accuracy | ' if task == 'digits' else ''}loss | bits | fewer bytes |")
-        print("| --- " * (6 if task == "digits" else 5) + "|")
-        for name, found in by_name_.items():
-            bits = statistics.median(line["bits"] for line in found)
-            cells = [name, str(len(found))]
-            cells += [spread([100 * line["accuracy"] for line in found], "{:.2f} %")] if task == "digits" else []
-            cells += [spread([line["val_loss"] for line in found], "{:.4f}"), f"{bits:.3f}", f"{whole / bits:.1f}"]
-            print("| " + " | ".join(cells) + " |")
-
-
-def spread(values: list[float], form: str) -> str:
-    middle = form.format(statistics.median(values))
-    return middle if len(values) == 1 else f"{middle} ({form.format(min(values))} to {form.format(max(values))})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", choices=[*TASKS, "one", "report"], nargs="?", default="report")
+    parser.add_argument("plan", choices=[*TASKS, "one"])
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--steps", type=int, help="fewer than the task's, to try an entry; with --results elsewhere")
+    parser.add_argument("--name", action="append", help="entries to run; all by default")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
     parser.add_argument("--settings", type=json.loads)
     options = parser.parse_args()
     if options.plan == "one":
         print(json.dumps(run(options.settings)))
-    elif options.plan == "report":
-        report(options.results)
     else:
-        run_plan(options.plan, jobs=options.jobs, results=options.results)
+        wanted = plan(options.plan, seeds=options.seeds, steps=options.steps)
+        chosen = [settings for settings in wanted if not options.name or settings["name"] in options.name]
+        run_plan(chosen, jobs=options.jobs, results=options.results)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import copy
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import thinwire
 from tests.reference.convex_problems import LeastSquares, Saddle, top
@@ -16,8 +15,6 @@ from thinwire.errors import CheckpointError, DesyncError, NonFiniteError
 from thinwire.methods import masha1, masha2
 from thinwire.shared_random import derive_seed
 from thinwire.sync.schedule import RandomRefresh
-from thinwire.training.assembly import make_method
-from thinwire.training.config import TrainConfig
 
 DENSITY = 0.3
 TOP = top_k(density=DENSITY, values="float32")
@@ -286,45 +283,6 @@ def test_the_closure_returns_through_step_and_is_called_twice_a_step():
     optimizer.close(final_exchange=True)
 
 
-def test_parameters_without_gradient_count_as_zero_and_frozen_ones_stay():
-    model = nn.ModuleDict({"used": nn.Linear(2, 1), "never": nn.Linear(2, 1), "frozen": nn.Linear(2, 1)})
-    model["frozen"].requires_grad_(False)
-    before = copy.deepcopy(model.state_dict())
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = thinwire.DistributedOptimizer(model, inner, method=masha2(refresh_probability=0.5))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model["used"](torch.ones(1, 2)).sum()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        optimizer.step(closure)
-    after = model.state_dict()
-    changed = {name.split(".")[0] for name in after if not torch.equal(after[name], before[name])}
-    assert changed == {"used"}
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda m: torch.optim.AdamW(m.parameters()), "the inner AdamW none; give torch.optim.SGD"),
-        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), "momentum=0.9 would do nothing"),
-        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1), "weight_decay=0.1"),
-        (lambda m: torch.optim.SGD([m.low.point], lr=0.1), "lacks 1 of the model's trainable parameters"),
-        (
-            lambda m: torch.optim.SGD([{"params": [m.low.point], "lr": 0.1}, {"params": [m.high.point], "lr": 0.2}]),
-            r"one number for all parameters, got the learning rates \[0.1, 0.2\]",
-        ),
-    ],
-)
-def test_an_inner_optimizer_that_says_more_than_the_step_size_is_refused(make, words):
-    model = Saddle.random(replicas=1).model()
-    with pytest.raises(ValueError, match=words):
-        thinwire.DistributedOptimizer(model, make(model), method=masha1())
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -335,7 +293,6 @@ def test_an_inner_optimizer_that_says_more_than_the_step_size_is_refused(make, w
         (lambda: masha2(server_codec=RANDOM), "scale=False"),
         (lambda: masha1(refresh_probability=0.0), r"refresh_probability must be in \(0, 1\], got 0.0"),
         (lambda: masha2(refresh_probability=1.5), "got 1.5"),
-        (lambda: make_method(TrainConfig(method="masha2")), r"--method masha2 asks for gradients.*step\(closure\)"),
     ],
 )
 def test_a_bad_argument_is_refused(make, words):

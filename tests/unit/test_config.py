@@ -151,12 +151,18 @@ def test_an_impossible_run_is_refused_before_it_starts(options: dict[str, object
         check(resolved(**options))
 
 
-@pytest.mark.parametrize("method", [*(name for name in RECIPES if "masha" not in name), "streaming_diloco"])
+@pytest.mark.parametrize("method", [*RECIPES, "streaming_diloco"])
 def test_every_method_runs_with_its_defaults(method: str) -> None:
     config = resolved(method=method)
     check_values(config)
     check(config)
     assert make_method(config).name == method.replace("_", "-")
+
+
+@pytest.mark.parametrize("method", ["dgc", "demo", "masha1", "MASHA2"])
+def test_methods_that_an_adamw_would_spoil_get_plain_sgd_unless_another_is_named(method: str) -> None:
+    assert resolved(method=method).inner_optimizer == "plain-sgd"
+    assert resolved(method=method, inner_optimizer="sgd").inner_optimizer == "sgd"
 
 
 def test_a_method_gets_the_options_that_were_given() -> None:

@@ -38,6 +38,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "all-reduce": {"method": "all-reduce"},
     "dimat": {"method": "dimat", "sync_interval": 5},
     "ef21": {"method": "ef21", "codec": "top-k"},
+    "masha1": {"method": "masha1", "inner_optimizer": "plain-sgd", "method_option": ("refresh_probability=0.4",)},
+    "masha2": {"method": "masha2", "inner_optimizer": "plain-sgd", "method_option": ("refresh_probability=0.4",)},
     "noloco": {"method": "noloco", "sync_interval": 5, "overlap_steps": "3"},
     "noloco without overlap": {"method": "noloco", "sync_interval": 5, "codec": "e3m0-stochastic"},
     "co2": {"method": "co2", "sync_interval": 5},

@@ -8,14 +8,20 @@ Find z with F(z) = (1/M) sum_m F_m(z) = 0; for a minimisation F is the gradient,
     MASHA2: z = half - C_server(mean_m C(gamma (F_m(half) - F_m(w)) + e_m) + e)   C contractive; e_m, e keep its loss
     with probability 1 - tau, by a coin that all replicas toss alike: w = z, and F_m(w) is exchanged dense
 
-The method asks for gradients at points of its own choice, so it needs `DistributedOptimizer.step(closure)`. The inner
-optimizer, torch.optim.SGD without momentum, only says gamma; of the order of sqrt(1 - tau) / L in theory.
+The method asks for gradients at points of its own choice, so it needs `DistributedOptimizer.step(closure)`, with the
+same loss at both evaluations of a step: one batch, and the same dropout. The inner optimizer, torch.optim.SGD without
+momentum, says gamma, of the order of sqrt(1 - tau) / L in theory, and the weight decay, which is added to each F_m.
 
 What we changed: without `server_codec` there is no server; everyone sends to everyone and computes the same mean, so
 that there is no second coding. With it, replica 0 is the server. F_m(w) is computed anew at each step rather than kept,
-on the same batch as F_m(half), which is the same number where the loss has no batches. With batches, F(w) is that of
-the batch at which w was taken, and the theory for exact operators does not hold. The exchange of F(w) comes at the
-start of the step after the coin.
+on the same batch as F_m(half), which is the same number where the loss has no batches. The exchange of F(w) comes at
+the start of the step after the coin.
+
+`thinwire train` gives it a closure over the step's batch. What the theory has then no longer holds: F(w) is that of the
+one batch at which w was taken, and its noise stays in every step until the next w, 1 / (1 - tau) steps on average (the
+paper's own variants for batches are not built); the gradient of a language model is not monotone; and with clipping F_m
+is the clipped gradient of the replica, each evaluation for itself, whose mean is zero elsewhere. With clipping off and
+a batch that never changes it is the method of the paper.
 """
 
 from __future__ import annotations
@@ -36,8 +42,8 @@ ABOUT = About(
     paper="arXiv 2110.03313",
     exchanged="differences of the operator at two points, compressed, and now and then whole",
     bits="twice the codec's (M - 1)",
-    memory="3 (reference point, its operator, the point itself); MASHA2 also residuals",
-    restrictions="step(closure) with a deterministic loss; inner SGD without momentum",
+    memory="3 (reference point, its operator, the point itself); MASHA2 4 (also residuals)",
+    restrictions="step(closure) with the same loss at both evaluations; inner SGD without momentum; two passes a step",
 )
 
 

@@ -25,7 +25,7 @@ class Extragradient:
         z = half - gamma mean_m(F_m(half) - F_m(w))
 
     Channel 0 carries `F_m(half) - F_m(w)`, channel 1 `F_m(w)` in the rounds in which w becomes z. gamma is the inner
-    optimizer's learning rate; else nothing of that optimizer is used.
+    optimizer's learning rate, and its weight decay times z is part of every F_m; else nothing of it is used.
 
     Args:
         present_weight: tau, in [0, 1).
@@ -125,13 +125,13 @@ def _learning_rate(inner: torch.optim.Optimizer) -> float:
 
 
 def _check_inner(inner: torch.optim.Optimizer, view: BoundOperator) -> None:
-    remedy = "give torch.optim.SGD(model.parameters(), lr=...), which only says the step size"
+    remedy = "give torch.optim.SGD(model.parameters(), lr=...), which only says the step size and the weight decay"
     if type(inner) is not torch.optim.SGD:
         raise ValueError(
             f"this method makes the whole step itself, and the inner {type(inner).__name__} none; {remedy}"
         )
     for group in inner.param_groups:
-        for name in ("momentum", "weight_decay", "nesterov", "maximize"):
+        for name in ("momentum", "nesterov", "maximize"):
             if group[name]:
                 raise ValueError(
                     f"this method makes the whole step itself, so the inner SGD's {name}={group[name]} would do "

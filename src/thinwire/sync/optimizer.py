@@ -19,6 +19,7 @@ from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine import Engine, SyncStatistics
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method
+from thinwire.sync.oracle import repeatable
 from thinwire.sync.schedule import Round
 from thinwire.sync.setup import agree
 from thinwire.transport.base import Kind, Transport
@@ -137,7 +138,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             closure: As for the inner optimizer; where gradients are exchanged at every step, they are averaged after
                 each of its calls, so all replicas must call it equally often. A method that asks for gradients at
                 points of its own choice needs it: it clears the gradients, computes the loss on one batch, the same at
-                each call within a step, calls `backward`, and returns the loss.
+                each call within a step, calls `backward`, and returns the loss. Each of its calls finds the buffers as
+                they were before the step, so that BatchNorm's statistics are those of the last one.
 
         Returns:
             What the inner optimizer's `step` returns.
@@ -332,13 +334,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _driven_step(self, closure: Callable[[], Any] | None) -> Any:
         assert closure is not None
-
-        def oracle() -> Any:
-            with torch.enable_grad():
-                return closure()
-
         with torch.no_grad():
-            return self._engine.drive(self._steps_done, oracle)
+            return self._engine.drive(self._steps_done, repeatable(closure, self._model))
 
     def _closure_step(self, closure: Callable[[], Any]) -> Any:
         def averaged() -> Any:

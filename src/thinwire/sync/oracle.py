@@ -45,7 +45,8 @@ class Operator:
     """The operator of a variational inequality at any point: the gradients of all trainable parameters, with signs.
 
     For a minimisation it is the gradient; for a game of several players that share one loss, those of the players that
-    maximise it are negated.
+    maximise it are negated. The inner optimizer's weight decay is added to all of them, as to gradients, so it pulls
+    every player to zero.
 
     Args:
         ascent: Parameters that maximise the loss, by name; the name of a module stands for all below it.
@@ -70,13 +71,13 @@ class Operator:
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundOperator:
         """See `View.bind`."""
-        return BoundOperator(self, model)
+        return BoundOperator(self, model, inner)
 
 
 class BoundOperator:
     """See `Operator`."""
 
-    def __init__(self, spec: Operator, model: nn.Module) -> None:
+    def __init__(self, spec: Operator, model: nn.Module, inner: torch.optim.Optimizer | None) -> None:
         names = Pattern(num_fragments=1).partition(find_blocks(model))[0]
         by_name = dict(model.named_parameters())
         for wanted in spec.ascent:
@@ -89,6 +90,7 @@ class BoundOperator:
         self._tensors = [by_name[name] for name in names]
         self._rises = [any(_is_below(name, wanted) for wanted in spec.ascent) for name in names]
         self._hash_interval = spec.hash_interval
+        self._inner = inner
         # every replica holds the global values in its own parameters already: no second copy
         self.parameters = GlobalParameters(model, [names], has_values=False)
 
@@ -113,13 +115,19 @@ class BoundOperator:
     def values(self) -> torch.Tensor:
         """Return the operator where the closure was called last: float32, `(numel,)`; 0 where there is no gradient."""
         found = [local_shard(torch.zeros_like(t) if t.grad is None else t.grad) for t in self._tensors]
-        flat = flatten(found)
-        start = 0
-        for tensor, rises in zip(found, self._rises, strict=True):
+        flat, decays = flatten(found), self._decays()
+        parts = torch.split(flat, [tensor.numel() for tensor in found])
+        for part, tensor, rises in zip(parts, self._tensors, self._rises, strict=True):
             if rises:
-                flat[start : start + tensor.numel()].neg_()
-            start += tensor.numel()
+                part.neg_()
+            if tensor.grad is not None and decays.get(id(tensor)):
+                part.add_(local_shard(tensor.detach()).reshape(-1), alpha=decays[id(tensor)])
         return flat
+
+    def _decays(self) -> dict[int, float]:
+        # looked up at every step: the inner optimizer's groups are others once a state was loaded
+        groups = self._inner.param_groups if self._inner is not None else []
+        return {id(tensor): group.get("weight_decay", 0.0) for group in groups for tensor in group["params"]}
 
     def point(self) -> torch.Tensor:
         """Return the parameters: float32, `(numel,)`."""
@@ -129,6 +137,34 @@ class BoundOperator:
         """Put parameters into the model."""
         unflatten_into(point, self.parameters.locals(0))
         drop_gathered(self._model)
+
+
+def repeatable(closure: Callable[[], Any], model: nn.Module) -> Callable[[], Any]:
+    """Return an oracle of which every call finds the model's buffers as they are now.
+
+    A forward pass may change them. So all calls compute the same function, and what stays is of the last one alone:
+    statistics of BatchNorm belong to the parameters that they were gathered with.
+
+    Args:
+        closure: Computes the loss and its gradients.
+        model: Whose buffers are kept.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(1, momentum=0.5)
+        >>> oracle = repeatable(lambda: norm(torch.tensor([[1.0], [3.0]])), norm)
+        >>> oracle().mean().item(), oracle().mean().item(), norm.running_mean.item()
+        (0.0, 0.0, 1.0)
+    """
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def oracle() -> Any:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+        with torch.enable_grad():
+            return closure()
+
+    return oracle
 
 
 def _is_below(name: str, wanted: str) -> bool:

@@ -63,12 +63,6 @@ def make_method(config: TrainConfig) -> Method:
             raise ValueError(f"{name} is given by --method-option and by {flag(name)}; give it once")
         arguments[name] = value
     method = recipe(**arguments)
-    if method.view.moment == "around_closure":
-        raise ValueError(
-            f"--method {config.method} asks for gradients at points of its own choice, and is for saddle points and "
-            f"variational inequalities, which a language model is not; use thinwire.DistributedOptimizer and its "
-            f"step(closure)"
-        )
     _check_run(config, method, takes_overlap="overlap_steps" in takes)
     return method
 

@@ -196,8 +196,8 @@ _LEAST = {
 _LR = {"nano": 6e-3, "35m": 1e-3, "150m": 6e-4, "400m": 4e-4, "1b": 3e-4}
 
 _LR_OF_SGD = {"sgd": 0.02, "plain-sgd": 0.2}
-# Methods that an AdamW would spoil, or that are meant for another.
-_INNER = {"dgc": "plain-sgd", "demo": "plain-sgd", "muloco": "muon"}
+# Methods that an AdamW would spoil, or that are meant for another. MASHA takes no more of it than its rate and decay.
+_INNER = {"dgc": "plain-sgd", "demo": "plain-sgd", "masha1": "plain-sgd", "masha2": "plain-sgd", "muloco": "muon"}
 # DGC carries the momentum itself; DeMo steps with signs.
 _LR_OF_METHOD = {"dgc": 0.02, "demo": 1e-3}
 

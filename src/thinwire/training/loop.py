@@ -168,20 +168,49 @@ class Training:
         factor = lr_factor(self.step, config=self._config)
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
-        tokens, targets = next(self._batches)
-        with self._autocast():
-            loss, nll = self._loss(tokens.to(self._device), targets.to(self._device))
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.average_gradients()
-        if self._config.clip_norm > 0:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
-        self._optimizer.step()
+        tokens, targets = (part.to(self._device) for part in next(self._batches))
+        asks_for_itself = self._optimizer.method.view.moment == "around_closure"
+        nll = self._driven_step(tokens, targets) if asks_for_itself else self._plain_step(tokens, targets)
         self._optimizer.zero_grad(set_to_none=True)
-        self._meter.train_step(nll.detach(), tokens=tokens.numel())
+        self._meter.train_step(nll, tokens=tokens.numel())
         now_s = time.monotonic()
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
         self._last_step_s = now_s
+
+    def _plain_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        _, nll = self._backward(tokens, targets)
+        self._optimizer.average_gradients()
+        self._clip()
+        self._optimizer.step()
+        return nll
+
+    def _driven_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Let the method ask for this batch's gradients wherever it wants; return the loss where it asked last."""
+        before = _random_state(self._device)
+        losses: list[Tensor] = []
+
+        def closure() -> Tensor:
+            if losses:  # the method takes differences of gradients: dropout must fall alike in all of a step
+                _set_random_state(before, self._device)
+            self._optimizer.zero_grad(set_to_none=True)
+            loss, nll = self._backward(tokens, targets)
+            self._clip()
+            losses.append(nll)
+            return loss
+
+        self._optimizer.step(closure)
+        return losses[-1]
+
+    def _backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        with self._autocast():
+            loss, nll = self._loss(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), nll.detach()
+
+    def _clip(self) -> None:
+        if self._config.clip_norm > 0:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
 
     def _report(self) -> None:
         if self.step % self._config.log_every == 0 or self.step == self._config.steps:

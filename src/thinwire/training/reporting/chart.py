@@ -198,16 +198,17 @@ def _short(label: str) -> str:
     return label if len(label) <= _LONGEST_LABEL else label[: _LONGEST_LABEL - 1] + "…"
 
 
-def svg(title: str, height: float, parts: Sequence[str]) -> str:
-    """Put parts into one picture of the charts' width."""
-    head = f'<svg class="chart" viewBox="0 0 {WIDTH:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">'
+def svg(title: str, height: float, parts: Sequence[str], *, width: float = WIDTH) -> str:
+    """Put parts into one picture, by default of the charts' width."""
+    head = f'<svg class="chart" viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(title)}">'
     return "\n".join([head, *parts, "</svg>"])
 
 
 def image_file(picture: str) -> str:
     """Turn a picture of a page into an image file that stands alone: with style sheet, namespace and width."""
     head, _, rest = picture.partition(">")
-    return f'{head} xmlns="http://www.w3.org/2000/svg" width="{WIDTH:.0f}"><style>{CHART}</style>{rest}\n'
+    width = head.partition('viewBox="0 0 ')[2].split(" ")[0]
+    return f'{head} xmlns="http://www.w3.org/2000/svg" width="{width}"><style>{CHART}</style>{rest}\n'
 
 
 def empty(title: str, words: str) -> str:
