@@ -25,7 +25,7 @@ from thinwire.sync.schedule import Staggered
 from thinwire.sync.views import PseudoGradient
 from thinwire.training import cost_check
 from thinwire.training.cost_check import CodeCost, complain, measure_codes, measure_rate
-from thinwire.training.notes import tell_all
+from thinwire.transport.notes import tell_all
 from thinwire.transport.base import Transport
 from thinwire.transport.loopback import LoopbackTransport
 
