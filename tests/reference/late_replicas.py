@@ -17,8 +17,22 @@ def control(number):
     return Envelope(kind=Kind.CONTROL, round_id=number)
 
 
+def wait_where_held(transport, holds, *, before):
+    for number, (replica, step, _) in enumerate(holds):
+        if replica == transport.replica and step == before:
+            transport.receive(source=0, envelope=control(number)).wait(deadline_s=1)
+
+
+def release(transport, holds, *, after, lets):
+    for number, (replica, _, step) in enumerate(holds):
+        if transport.replica == 0 and step == after:
+            transport.send(torch.empty(0, dtype=torch.uint8), to=replica, envelope=control(number))
+            if lets:
+                transport.step_aside()
+
+
 def train_late(
-    transport, method, *, until, holds=(), lets=False, kind="linear", tokens=None, final=False, save_at=None, start=None
+    transport, method, *, until, holds=(), lets=False, tokens=None, final=False, save_at=None, start=None, prepare=None
 ):
     """Train one replica until a step.
 
@@ -28,35 +42,30 @@ def train_late(
         until: The last step.
         holds: (replica, before its own step, until replica 0 has done this step), each.
         lets: Whether replica 0 lets the others go on as far as they can when it has let one go.
-        kind: The model.
         tokens: Tokens of each step, by replica.
         final: Whether there is a final exchange.
         save_at: The state after this step is handed back.
         start: Such a state, to go on from.
+        prepare: Called with the optimizer before the first step.
     """
-    me, model = transport.replica, build(kind)
-    recording = RecordingTransport(transport)
+    me, model, recording = transport.replica, build("linear"), RecordingTransport(transport)
     optimizer = wrap(model, recording, method, adamw(model))
     own, saved = 0, None
     if start:
         own = start["own"]
         model.load_state_dict(start["model"])
         optimizer.load_state_dict(start["optimizer"])
+    if prepare:
+        prepare(optimizer)
     while optimizer.steps_done < until:
-        for number, (replica, before, _) in enumerate(holds):
-            if replica == me and before == own + 1:
-                transport.receive(source=0, envelope=control(number)).wait(deadline_s=1)
         own += 1
+        wait_where_held(transport, holds, before=own)
         loss_of(model, step=own, replica=me).backward()
         if tokens:
             optimizer.count_tokens(tokens[me])
         optimizer.step()
         optimizer.zero_grad()
-        for number, (replica, _, after) in enumerate(holds):
-            if me == 0 and optimizer.steps_done == after:
-                transport.send(torch.empty(0, dtype=torch.uint8), to=replica, envelope=control(number))
-                if lets:
-                    transport.step_aside()
+        release(transport, holds, after=optimizer.steps_done, lets=lets)
         if optimizer.steps_done == save_at:
             saved = copy.deepcopy({"own": own, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
     local = values(model)
@@ -67,7 +76,7 @@ def train_late(
         return {**found, "optimizer": optimizer}
 
 
-def reference(script, *, replicas, lr, mu, blend, codec, tokens=None, ends=None, kind="linear"):
+def reference(script, *, replicas, lr, mu, blend, codec, tokens=None, ends=None):
     """Decoupled DiLoCo's rounds of one fragment, one after the other.
 
     Args:
@@ -79,9 +88,8 @@ def reference(script, *, replicas, lr, mu, blend, codec, tokens=None, ends=None,
         codec: Of the parts and of the mean.
         tokens: Tokens of each step, by replica.
         ends: Inner steps of each replica at the end.
-        kind: The model.
     """
-    everyone = [LateReplica(kind, number) for number in range(replicas)]
+    everyone = [LateReplica("linear", number) for number in range(replicas)]
     for members, launches, applies in script:
         parts = [one.launch(own, codec=codec) for one, own in zip(everyone, launches, strict=True)]
         weights = [one.weight(tokens[one.number] if tokens else 1) for one in everyone]

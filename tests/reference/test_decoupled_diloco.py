@@ -12,7 +12,7 @@ import thinwire
 from tests.reference.late_replicas import reference, train_late
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
-from thinwire.averaging.delivery import Delivery
+from thinwire.averaging.delivery import Delivery, Progress
 from thinwire.averaging.quorum import Quorum
 from thinwire.averaging.quorum_words import OFFER_BYTES
 from thinwire.averaging.star import Star
@@ -88,6 +88,19 @@ def test_a_replica_that_is_behind_by_more_than_an_interval_takes_all_means_in_an
     ]
     check(script, found, ends=[14, 14, 6])
     assert found[2]["sent"] == [OFFER_BYTES + size for size in (CODEC.payload_bytes(8), 0, CODEC.payload_bytes(8))]
+
+
+def test_a_slow_replica_sends_its_part_ahead_and_waits_only_for_results():
+    def prepare(optimizer):
+        if optimizer.transport.replica == 2:
+            optimizer.next_stop = 6
+            optimizer._engine._pace_maker.hear(Progress(step=1, closed_step=0), is_counted=False)
+            optimizer._engine._pace_maker.rate = 8.0
+
+    found = thinwire.run_replicas(3, lambda t: train_late(t, method(), until=6, prepare=prepare))
+    # after its first step it is where its second one will end: at the 4th, as far as it can be without a result
+    check([((0, 1, 2), [4, 4, 1], [5, 5, 2])], found, ends=[6, 6, 2])
+    assert found[2]["optimizer"].statistics.rounds_missed == 0
 
 
 def test_with_one_other_replica_0_is_a_quorum_of_its_own():

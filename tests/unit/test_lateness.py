@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from dataclasses import replace
 
 import pytest
@@ -13,21 +12,19 @@ import thinwire
 from tests.reference.late_replicas import control, train_late
 from tests.reference.loops import same, values, wrap
 from tests.reference.small_models import build, loss_of
-from thinwire.averaging.delivery import Average, Wait
-from thinwire.averaging.straggler import Straggler
+from thinwire.averaging.delivery import Average, Progress
 from thinwire.codecs import float32
-from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, PayloadError, PeerLost
+from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, PeerLost
 from thinwire.methods import decoupled_diloco
 from thinwire.sync import keeping
 from thinwire.sync.fragments import BlockParameters, Pattern
-from thinwire.sync.in_flight import launch
 from thinwire.sync.keeping import KeepingOuterStep
 from thinwire.sync.outer import PlainSGD
+from thinwire.sync.pace_maker import PaceMaker
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient
 from thinwire.sync.work import Work
-from thinwire.transport.base import Received
 from thinwire.transport.faulty import Fault, FaultyTransport
 from thinwire.transport.loopback import LoopbackWorld
 
@@ -152,9 +149,9 @@ def test_a_late_replica_passes_over_no_step_that_the_loop_needs():
     assert thinwire.run_replicas(3, replica_main)[2] == [1, 2, 3, 4, 7, 13, 14]
 
 
-@pytest.mark.parametrize("stop", [5, 6, 9])
+@pytest.mark.parametrize("stop", [6, 9])
 def test_a_run_goes_on_bit_for_bit_from_a_state_with_a_missed_round(stop):
-    # at 5 and 6 the round that replica 2 missed is in flight; at 9 it has been taken in
+    # at 6 the round that replica 2 missed is in flight; at 9 it has been taken in
     late = method(overlap_steps=3, grace_steps=1)
     holds = [(2, 4, 5)]
     # replica 0 waits for it to come so far, so that it is not ahead and nothing is passed over
@@ -192,119 +189,27 @@ def test_a_dead_replica_ends_the_run_by_name_also_where_a_quorum_is_left():
         thinwire.run_replicas(3, lambda t: train_late(FaultyTransport(t, script), method(), until=14))
 
 
-class Transfer:
-    """A pending transfer that a test ends."""
+def test_the_others_are_as_fast_as_they_were_over_some_steps_of_ones_own():
+    work = Work(num_fragments=1)
+    others = PaceMaker(work)
 
-    def __init__(self, payload=None, failure=None):
-        self.ends = threading.Event()
-        self.failure = failure
-        self.payload = payload
+    def heard(step, *, after, is_counted=False):
+        for _ in range(after):
+            work.add_step(num_tokens=1)
+        others.hear(Progress(step=step, closed_step=step - 1), is_counted=is_counted)
+        return others.rate, others.target(stop=10**6), others.target(stop=None)
 
-    def done(self):
-        return self.ends.is_set()
-
-    def wait(self, *, deadline_s):
-        assert self.done()
-        if self.failure:
-            raise self.failure
-        return Received(payload=self.payload, reference_hash=0)
-
-
-def there(**more):
-    transfer = Transfer(**more)
-    transfer.ends.set()
-    return transfer
-
-
-def in_background(wait, *, after=None, deadline_s=20.0):
-    def steps():
-        yield wait
-        done = tuple(peer for peer, pending in wait.watched.items() if pending.done())
-        return Average(mean=torch.zeros(1), reference_hashes={}, members=done, after=after or {})
-
-    return launch(steps(), round=ROUND, deadline_s=deadline_s, in_background=True)
-
-
-def test_in_the_background_a_round_closes_when_its_grace_is_over_and_not_before():
-    flight = in_background(Wait(watched={1: there(), 2: Transfer()}, least=1, grace_steps=2))
-    assert not flight.poll(5)
-    threading.Event().wait(0.05)
-    assert not flight.poll(5)
-    flight.poll(6)
-    flight._has_ended.wait(timeout=20)
-    assert flight.poll(6) and flight.result().members == (1,)
-
-
-def test_in_the_background_a_round_without_a_quorum_goes_on_waiting():
-    second = Transfer()
-    flight = in_background(Wait(watched={1: there(), 2: second, 3: Transfer()}, least=2))
-    threading.Event().wait(0.05)
-    assert not flight.poll(99)
-    second.ends.set()
-    assert flight.result().members == (1, 2)
-
-
-def test_in_the_background_all_that_have_come_need_no_grace():
-    flight = in_background(Wait(watched={1: there(), 2: there()}, least=1, grace_steps=10**9))
-    assert flight.result(patience_s=1e9).members == (1, 2)
-
-
-def test_whoever_needs_the_result_ends_the_grace():
-    flight = in_background(Wait(watched={1: there(), 2: Transfer()}, least=1, grace_steps=10**9))
-    assert flight.result(patience_s=0.02).members == (1,)
-
-
-def test_in_the_background_a_quorum_that_never_comes_is_an_error_that_names_who_is_missing():
-    flight = in_background(Wait(watched={1: Transfer(), 2: there(), 3: Transfer()}, least=2), deadline_s=0.05)
-    with pytest.raises(DeadlineExceeded, match=r"replicas 1, 3 did not send round 0 \(fragment 0\) within 0.05 s"):
-        flight.result()
-
-
-def test_in_the_background_who_comes_later_is_seen_to_after_the_result():
-    late = Transfer()
-    flight = in_background(Wait(watched={1: there()}, least=1), after={2: late})
-    assert flight.result().members == (1,)
-    assert not flight.is_settled()
-    late.ends.set()
-    flight._thread.join(timeout=20)
-    assert flight.is_settled()
-
-
-@pytest.mark.parametrize("failure", [None, PeerLost("replica 2 closed its connection")])
-def test_in_the_background_what_goes_wrong_with_a_late_one_is_told(failure):
-    late = Transfer(failure=failure)
-    flight = in_background(Wait(watched={1: there()}, least=1), after={2: late}, deadline_s=20.0 if failure else 0.2)
-    assert flight.result().members == (1,)
-    if failure:
-        late.ends.set()
-    flight._thread.join(timeout=30)
-    with pytest.raises(type(failure) if failure else DeadlineExceeded, match="replica 2"):
-        flight.is_settled()
-
-
-def refuse(received):
-    raise PayloadError("replica 4: nonsense")
-
-
-def test_a_straggler_is_answered_once_and_only_when_it_has_come():
-    asked, answers = Transfer(payload=torch.zeros(1, dtype=torch.uint8)), []
-
-    def answer():
-        answers.append(Transfer())
-        return answers[-1]
-
-    straggler = Straggler(asked, peer=4, check=lambda received: None, answer=answer)
-    assert not straggler.done() and not answers
-    with pytest.raises(DeadlineExceeded, match=r"replica 4 did not ask for a closed round within 0.02 s"):
-        straggler.wait(deadline_s=0.02)
-    asked.ends.set()
-    assert not straggler.done() and not straggler.done() and len(answers) == 1
-    answers[0].ends.set()
-    assert straggler.done()
-    straggler.wait(deadline_s=0)
-    with pytest.raises(PayloadError, match="replica 4: nonsense"):
-        Straggler(asked, peer=4, check=refuse, answer=answer).wait(deadline_s=1)
-    assert len(answers) == 1
+    assert others.target(stop=5) == others.target(stop=None) == others.closed_step == 0
+    assert heard(9, after=3, is_counted=True) == (1, 0, 0), "who is in time has no reason to hurry"
+    assert heard(20, after=10) == (1, 20, 20)
+    assert heard(30, after=0) == (1, 30, 30) and others.closed_step == 29
+    assert heard(25, after=0) == (1, 30, 30), "an old word counts nothing"
+    assert heard(33, after=1) == (1, 33, 33), "one step is no measure"
+    assert heard(40, after=4) == (2, 41, 40), "10 steps in 5 since step 30; it aims at the end of its next one"
+    work.add_step(num_tokens=1)
+    assert (others.target(stop=10**6), others.target(stop=None), others.target(stop=42)) == (43, 40, 42)
+    assert heard(44, after=1, is_counted=True) == (2, 45, 44), "one that hurries listens also in time"
+    assert heard(46, after=3, is_counted=True) == (1, 46, 46), "6 steps in 5: as fast as itself"
 
 
 def test_work_is_counted_up_to_the_launch_of_the_round_that_counted_it():

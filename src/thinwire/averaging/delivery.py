@@ -13,6 +13,19 @@ from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the replica had come that closes the rounds, when it sent a mean.
+
+    Attributes:
+        step: The step that it had reached.
+        closed_step: All rounds that were launched up to this step were closed.
+    """
+
+    step: int = 0
+    closed_step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """Everything about a round's messages but their content.
 
@@ -32,6 +45,7 @@ class Delivery:
         num_steps: In how many inner steps.
         is_closed: Whether the others have closed the round already, so that this replica asks for the result only.
         reached: Tells which step this replica has come to by now.
+        hear: Is told how far the one is that closes the rounds, and whether it counted this replica's part.
     """
 
     peers: Peers
@@ -49,6 +63,7 @@ class Delivery:
     num_steps: int = 1
     is_closed: bool = False
     reached: Callable[[], int] = lambda: 0
+    hear: Callable[[Progress, bool], None] = lambda progress, is_counted: None
 
     def sending(self, payload: torch.Tensor, *, codec: Codec, numel: int, phase: int = 0) -> Envelope:
         """Return the envelope of a payload that this replica sends."""
@@ -96,19 +111,6 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far the replica had come that closes the rounds, when it sent a mean.
-
-    Attributes:
-        step: The step that it had reached.
-        closed_step: All rounds that were launched up to this step were closed.
-    """
-
-    step: int = 0
-    closed_step: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Average:
     """The result of an exchange.
 
@@ -119,7 +121,6 @@ class Average:
         weights: What each member counts in the mean, by replica, where the exchange weighs them and this replica knows.
         members: Who is in the mean, where not all need be; empty where all are.
         is_counted: Whether this replica's own part is in the mean.
-        progress: How far the replica was that closed the round, where one does.
         after: What remains to be done for members that come later; whoever drives the exchange sees to it.
     """
 
@@ -129,7 +130,6 @@ class Average:
     weights: Mapping[int, float] = field(default_factory=dict)
     members: tuple[int, ...] = ()
     is_counted: bool = True
-    progress: Progress = Progress()
     after: Mapping[int, Pending] = field(default_factory=dict)
 
 

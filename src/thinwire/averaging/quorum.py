@@ -164,10 +164,9 @@ class _BoundQuorum(BoundHops):
             raise PayloadError(f"{what}: replica {me} is said to be in the mean, but has sent no part")
         mean = self._decoded(back, coded, numel=numel, device=device, delivery=delivery)
         hashes = {me: delivery.reference_hash, server: received[0].reference_hash}
-        return Average(
-            mean=mean, reference_hashes=hashes, members=verdict.members, is_counted=me in verdict.members,
-            progress=verdict.progress,
-        )  # fmt: skip
+        is_counted = me in verdict.members
+        delivery.hear(verdict.progress, is_counted)
+        return Average(mean=mean, reference_hashes=hashes, members=verdict.members, is_counted=is_counted)
 
     def _serve(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
         numel, device, me = tensor.numel(), tensor.device, delivery.peers.me

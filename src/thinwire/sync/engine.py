@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Average, Delivery, Progress
+from thinwire.averaging.delivery import Average, Delivery
 from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
 from thinwire.averaging.topology import Peers
 from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, ThinwireError
@@ -22,6 +22,7 @@ from thinwire.sync.flight_state import flight_from_state, flight_to_state
 from thinwire.sync.in_flight import InFlight, launch
 from thinwire.sync.method import Method
 from thinwire.sync.oracle import BoundProgram
+from thinwire.sync.pace_maker import PaceMaker
 from thinwire.sync.schedule import Round
 from thinwire.sync.work import Work
 from thinwire.transport.base import Transport, step_aside
@@ -80,6 +81,7 @@ class Engine:
         self.transport = transport
         self.view = method.view.bind(model, inner=inner)
         self.num_fragments = self.view.parameters.num_fragments
+        self._where = {"num_fragments": self.num_fragments, "replica": transport.replica}
         self._exchanges = [self._bind(e, channel) for channel, e in enumerate(method.exchanges(transport.num_replicas))]
         self._last_exchange = self._exchanges[0]
         if method.last_exchange is not None:
@@ -95,7 +97,7 @@ class Engine:
         self.work = Work(num_fragments=self.num_fragments)
         self._settling: list[InFlight] = []
         self._reached_step = 0
-        self._leader = Progress()
+        self._pace_maker = PaceMaker(self.work)
         method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
 
     @property
@@ -129,22 +131,29 @@ class Engine:
         self._refuse_parted_twins()
         self._exchange_at(step)
         for _ in range(_MOST_LEAPS):
-            target = self._leader.step if stop is None else min(stop, self._leader.step)
-            self.statistics.steps_passed += max(0, target - step)
-            for passed in range(step + 1, target + 1):
+            for passed in range(step + 1, self._pace_maker.target(stop=stop) + 1):
+                if self._must_wait_at(passed):
+                    break
                 self._exchange_at(passed)
-            step = max(step, target)
+                self.statistics.steps_passed += 1
+                step = passed
         for flight in self._in_flight.values():
             flight.poll(step)
         self._tend()
         return step
 
+    def _must_wait_at(self, step: int) -> bool:
+        """Tell whether the others may not have come to a step yet, and are needed there."""
+        if step <= self._pace_maker.known_step:
+            return False
+        due = self.method.schedule.applies(step, **self._where)
+        return not all(self._in_flight[round.id].poll(step) for round in due)
+
     def _exchange_at(self, step: int) -> None:
-        where = {"num_fragments": self.num_fragments, "replica": self.transport.replica}
-        for round in self.method.schedule.launches(step, **where):
+        for round in self.method.schedule.launches(step, **self._where):
             self._launch(round)
         self._reached_step = step
-        for round in self.method.schedule.applies(step, **where):
+        for round in self.method.schedule.applies(step, **self._where):
             self._apply(round.id)
 
     def drive(self, step: int, oracle: Callable[[], Any]) -> Any:
@@ -163,15 +172,12 @@ class Engine:
             NonFiniteError: A replica sent NaN or infinity.
         """
         assert isinstance(self.update, BoundProgram)
-        where = {"num_fragments": self.num_fragments, "replica": self.transport.replica}
-        program = self.update.program(self.method.schedule.launches(step, **where), oracle)
+        program = self.update.program(self.method.schedule.launches(step, **self._where), oracle)
         try:
             round, tensor = next(program)
             while True:
                 self._launch(round, tensor=tensor)
-                average = self._arrival(self._in_flight[round.id])
-                self._take_off(round.id, average)
-                round, tensor = program.send(average)
+                round, tensor = program.send(self._land(round.id))
         except StopIteration as end:
             return end.value
         finally:
@@ -244,8 +250,9 @@ class Engine:
             spread_s=self._spread_s(round),
             num_tokens=num_tokens,
             num_steps=num_steps,
-            is_closed=not is_last and round.launch_step <= self._leader.closed_step,
+            is_closed=not is_last and round.launch_step <= self._pace_maker.closed_step,
             reached=lambda: self._reached_step,
+            hear=lambda progress, is_counted: self._pace_maker.hear(progress, is_counted=is_counted),
         )
         # while this round is on its way, so many inner steps pass at most, here and at the peers
         drift_steps = self.method.schedule.sync_interval * (self.method.drift_intervals - 1)
@@ -283,8 +290,7 @@ class Engine:
 
     def _apply(self, number: int, *, is_last: bool = False) -> None:
         flight = self._in_flight[number]
-        average = self._arrival(flight)
-        self._take_off(number, average)
+        average = self._land(number)
         began_s = time.perf_counter()
         if is_last:
             self.update.merge(flight.round.fragment, average.mean)
@@ -292,16 +298,18 @@ class Engine:
             self.update.apply(flight.round, average)
         self.statistics.applying_s += time.perf_counter() - began_s
 
-    def _take_off(self, number: int, average: Average) -> None:
-        """Take a round whose result is here from those in flight."""
-        flight = self._in_flight.pop(number)
+    def _land(self, number: int) -> Average:
+        """Wait for a round's result, and take the round from those in flight."""
+        flight = self._in_flight[number]
+        average = self._arrival(flight)
+        del self._in_flight[number]
         if not flight.is_settled():
             self._settling.append(flight)
         self.work.settle(flight.round, is_counted=average.is_counted)
         self.statistics.rounds_applied += 1
         if not average.is_counted:
             self.statistics.rounds_missed += 1
-            self._leader = max(self._leader, average.progress, key=lambda progress: progress.step)
+        return average
 
     def _arrival(self, flight: InFlight) -> Average:
         began_s = time.perf_counter()
@@ -385,7 +393,7 @@ class Engine:
     def _load_common(self, state: Mapping[str, Any]) -> None:
         self.view.parameters.load_state_dict(state["global"])
         self.update.load_state_dict(state["update"])
-        self._failed, self._leader, self._settling = None, Progress(), []
+        self._failed, self._pace_maker, self._settling = None, PaceMaker(self.work), []
         flights = [flight_from_state(flight) for flight in state["in_flight"]]
         self._in_flight = {flight.round.id: flight for flight in flights}
         if "work" in state:

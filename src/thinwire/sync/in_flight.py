@@ -101,6 +101,8 @@ class Background:
         if self._failure is not None:
             raise self._failure
         assert self._average is not None
+        if not self._average.after:
+            self._thread.join()
         return self._average
 
     def is_settled(self) -> bool:

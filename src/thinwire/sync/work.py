@@ -27,6 +27,11 @@ class Work:
         self._counted = [(0, 0)] * num_fragments
         self._launched: dict[int, tuple[int, int]] = {}
 
+    @property
+    def num_steps(self) -> int:
+        """All inner steps."""
+        return self._done[1]
+
     def add_step(self, *, num_tokens: int) -> None:
         """Take in one inner step."""
         self._done = (self._done[0] + num_tokens, self._done[1] + 1)
