@@ -33,6 +33,7 @@ THREE = {
     "all-gather": f"{ROWS} --codec block-int8 --exchange all-gather",
     "two-phase": f"{ROWS} --codec block-int8 --exchange two-phase",
     "own-overlaps": f"{ROWS} --overlap-steps 0,1,5",
+    "decoupled": f"{ROWS} --method decoupled-diloco --method-option quorum=2 --method-option most_behind=2",
 }
 
 
@@ -117,6 +118,11 @@ def test_three_replicas_with_their_own_overlaps_agree(found: dict[str, Any]) -> 
     # replicas whose global parameters differ at the end fail the run
     assert found["own-overlaps"]["replicas"] == 3
     assert found["own-overlaps"]["overlap_steps"] == [0, 1, 5]
+
+
+def test_three_replicas_that_need_not_wait_for_each_other_agree_too(found: dict[str, Any]) -> None:
+    assert found["decoupled"]["replicas"] == 3 and found["decoupled"]["method"] == "decoupled-diloco"
+    assert found["decoupled"]["steps"] == STEPS and found["decoupled"]["codec"] == "e3m0"
 
 
 def scalars(folder: Path, name: str) -> Iterator[tuple[int, float]]:

@@ -25,9 +25,9 @@ from thinwire.sync.schedule import Staggered
 from thinwire.sync.views import PseudoGradient
 from thinwire.training import cost_check
 from thinwire.training.cost_check import CodeCost, complain, measure_codes, measure_rate
-from thinwire.transport.notes import tell_all
 from thinwire.transport.base import Transport
 from thinwire.transport.loopback import LoopbackTransport
+from thinwire.transport.notes import tell_all
 
 CPU = torch.device("cpu")
 SHAPES = [torch.Size([48, 20]), torch.Size([48])]

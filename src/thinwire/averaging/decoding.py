@@ -54,6 +54,16 @@ def check_finite(mean: torch.Tensor, codec: Codec, payloads: Mapping[int, torch.
     raise NonFiniteError(f"{what}: the sum of the replicas' payloads overflows float32; lower the learning rate")
 
 
+def refuse_non_finite(vector: torch.Tensor, *, peer: int, what: str) -> None:
+    """Refuse what a member's payload decodes to where it is not finite.
+
+    Raises:
+        NonFiniteError: Names the member.
+    """
+    if not bool(torch.isfinite(vector.sum())) and not bool(torch.isfinite(vector).all()):
+        raise NonFiniteError(_diverged(peer, what=what))
+
+
 def _diverged(peer: int, *, what: str) -> str:
     return (
         f"{what}: replica {peer} sent NaN or infinity; its model has diverged: look at its loss, lower its learning "

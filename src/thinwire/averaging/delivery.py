@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +10,19 @@ import torch
 from thinwire.averaging.topology import Peers
 from thinwire.codecs.base import Codec
 from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the replica had come that closes the rounds, when it sent a mean.
+
+    Attributes:
+        step: The step that it had reached.
+        closed_step: All rounds that were launched up to this step were closed.
+    """
+
+    step: int = 0
+    closed_step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,11 @@ class Delivery:
         must_be_finite: Whether NaN or infinity in a payload is an error that names its sender.
         spread_s: Seconds over which this replica may spread what it sends.
         first_phase: Number of the first message: an exchange that is made of two others tells their messages apart.
+        num_tokens: What this replica has trained on since the last of the fragment's rounds that counted it.
+        num_steps: In how many inner steps.
+        is_closed: Whether the others have closed the round already, so that this replica asks for the result only.
+        reached: Tells which step this replica has come to by now.
+        hear: Is told how far the one is that closes the rounds, and whether it counted this replica's part.
     """
 
     peers: Peers
@@ -41,6 +59,11 @@ class Delivery:
     must_be_finite: bool = False
     spread_s: float = 0.0
     first_phase: int = 0
+    num_tokens: int = 1
+    num_steps: int = 1
+    is_closed: bool = False
+    reached: Callable[[], int] = lambda: 0
+    hear: Callable[[Progress, bool], None] = lambda progress, is_counted: None
 
     def sending(self, payload: torch.Tensor, *, codec: Codec, numel: int, phase: int = 0) -> Envelope:
         """Return the envelope of a payload that this replica sends."""
@@ -67,10 +90,24 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """What an exchange must see done before it goes on: receives, then sends."""
+    """What an exchange must see done before it goes on: receives, then sends.
 
-    receives: tuple[Pending, ...]
-    sends: tuple[Pending, ...]
+    Where it need not see all of something, it says what it watches, and looks itself at what of that is done.
+
+    Attributes:
+        receives: All of them, and what they received is handed back in their order.
+        sends: All of them.
+        watched: What not all of must be done, by replica.
+        least: How many of these must be.
+        grace_steps: For how many of this replica's steps since the launch it waits for the rest too; no longer, in any
+            case, than until somebody needs the result.
+    """
+
+    receives: tuple[Pending, ...] = ()
+    sends: tuple[Pending, ...] = ()
+    watched: Mapping[int, Pending] = field(default_factory=dict)
+    least: int = 0
+    grace_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +118,19 @@ class Average:
         mean: float32, `(numel,)`: the mean over the members, the same bits on all of them.
         reference_hashes: What each member said its reference was, by replica.
         parts: What each member sent, decoded, by replica, where the exchange keeps it.
-        weights: What each member counts in the mean, by replica, where the exchange weighs them.
+        weights: What each member counts in the mean, by replica, where the exchange weighs them and this replica knows.
+        members: Who is in the mean, where not all need be; empty where all are.
+        is_counted: Whether this replica's own part is in the mean.
+        after: What remains to be done for members that come later; whoever drives the exchange sees to it.
     """
 
     mean: torch.Tensor
     reference_hashes: Mapping[int, int]
     parts: Mapping[int, torch.Tensor] = field(default_factory=dict)
     weights: Mapping[int, float] = field(default_factory=dict)
+    members: tuple[int, ...] = ()
+    is_counted: bool = True
+    after: Mapping[int, Pending] = field(default_factory=dict)
 
 
 Steps = Generator[Wait, Sequence[Received], Average]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -103,6 +103,15 @@ class Exchange(Protocol):
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""
+        ...
+
+
+@runtime_checkable
+class NeedsDirections(Protocol):
+    """An exchange that treats tensors with a direction of their own otherwise than the rest."""
+
+    def with_directions(self, directions: Sequence[Sequence[bool]]) -> Exchange:
+        """Return the exchange for fragments whose tensors have a direction or none."""
         ...
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from thinwire.methods.about import About
 from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.co2 import co2
+from thinwire.methods.decoupled_diloco import decoupled_diloco
 from thinwire.methods.demo import demo
 from thinwire.methods.dgc import dgc
 from thinwire.methods.diloco import diloco
@@ -37,6 +38,7 @@ RECIPES: dict[str, Callable[..., Method]] = {
     "local-sgd": local_sgd,
     "diloco": diloco,
     "streaming-diloco": streaming_diloco,
+    "decoupled-diloco": decoupled_diloco,
     "eager": eager,
     "muloco": muloco,
     "sparse-loco": sparse_loco,
@@ -106,6 +108,7 @@ __all__ = [
     "about",
     "all_reduce",
     "co2",
+    "decoupled_diloco",
     "default_outer_lr",
     "demo",
     "dgc",

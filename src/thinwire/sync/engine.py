@@ -5,45 +5,33 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from thinwire.averaging.delivery import Average, Delivery
-from thinwire.averaging.exchange import BoundExchange, Exchange
+from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
 from thinwire.averaging.topology import Peers
-from thinwire.errors import CheckpointError, DesyncError, ThinwireError
+from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, ThinwireError
 from thinwire.shared_random import derive_seed
+from thinwire.sync.agreement import check_agreement
 from thinwire.sync.deadlines import Deadlines
-from thinwire.sync.in_flight import Arrived, InFlight, launch
+from thinwire.sync.flight_state import flight_from_state, flight_to_state
+from thinwire.sync.in_flight import InFlight, launch
 from thinwire.sync.method import Method
 from thinwire.sync.oracle import BoundProgram
+from thinwire.sync.pace_maker import PaceMaker
 from thinwire.sync.schedule import Round
-from thinwire.transport.base import Transport
+from thinwire.sync.statistics import SyncStatistics
+from thinwire.sync.work import Work
+from thinwire.transport.base import Transport, step_aside
 
 # The rest is for what the receiver does afterwards, and for steps that are quicker than the median.
 _PACED_SHARE = 0.75
-
-
-@dataclass(slots=True)
-class SyncStatistics:
-    """What synchronisation has cost this replica so far.
-
-    Attributes:
-        rounds_launched: Rounds sent.
-        rounds_applied: Rounds taken in.
-        stalled_s: Seconds the training thread waited for the wire.
-        launching_s: Seconds it spent on reading, encoding and starting to send.
-        applying_s: Seconds it spent on outer steps and blends.
-    """
-
-    rounds_launched: int = 0
-    rounds_applied: int = 0
-    stalled_s: float = 0.0
-    launching_s: float = 0.0
-    applying_s: float = 0.0
+# Catching up takes time, in which the others go on; more than this often in a row would leave none for training.
+_MOST_LEAPS = 3
+_LOOK_S = 0.005
 
 
 class Engine:
@@ -70,6 +58,7 @@ class Engine:
         self.transport = transport
         self.view = method.view.bind(model, inner=inner)
         self.num_fragments = self.view.parameters.num_fragments
+        self._where = {"num_fragments": self.num_fragments, "replica": transport.replica}
         self._exchanges = [self._bind(e, channel) for channel, e in enumerate(method.exchanges(transport.num_replicas))]
         self._last_exchange = self._exchanges[0]
         if method.last_exchange is not None:
@@ -83,6 +72,10 @@ class Engine:
         self._seed = seed
         self._pace = pace
         self._failed: Round | None = None
+        self.work = Work(num_fragments=self.num_fragments)
+        self._settling: list[InFlight] = []
+        self._reached_step = 0
+        self._pace_maker = PaceMaker(self.work)
         method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
 
     @property
@@ -95,8 +88,18 @@ class Engine:
         """Whether any exchange remembers what it dropped."""
         return any(exchange.has_memory for exchange in self._exchanges)
 
-    def advance(self, step: int) -> None:
+    def advance(self, step: int, *, stop: int | None = None) -> int:
         """Launch and apply what is due at inner step `step`, counted from 1.
+
+        Where others have closed rounds without this replica, it catches up: it passes over the steps up to where they
+        are, without training in between, and takes in what was agreed on meanwhile.
+
+        Args:
+            step: The step.
+            stop: A step that must not be passed over.
+
+        Returns:
+            The step that the replica is at now: `step`, or one that it has caught up to.
 
         Raises:
             TransportError: A peer was lost, was late or sent something wrong.
@@ -104,16 +107,38 @@ class Engine:
             NonFiniteError: A replica sent NaN or infinity.
         """
         self._refuse_parted_twins()
-        where = {"num_fragments": self.num_fragments, "replica": self.transport.replica}
-        for round in self.method.schedule.launches(step, **where):
-            self._launch(round)
-        for round in self.method.schedule.applies(step, **where):
-            if round.id in self._taken_early:
-                self._taken_early.discard(round.id)
-            else:
-                self._apply(round.id)
+        self._exchange_at(step)
+        for _ in range(_MOST_LEAPS):
+            for passed in range(step + 1, self._pace_maker.target(stop=stop) + 1):
+                if self._must_wait_at(passed):
+                    break
+                self._exchange_at(passed)
+                self.statistics.steps_passed += 1
+                step = passed
         for flight in self._in_flight.values():
-            flight.poll()
+            flight.poll(step)
+        self._tend()
+        return step
+
+    def _must_wait_at(self, step: int) -> bool:
+        """Tell whether the others may not have come to a step yet, and are needed there."""
+        if step <= self._pace_maker.known_step:
+            return False
+        return not all(self._in_flight[round.id].poll(step) for round in self._due(step))
+
+    def _exchange_at(self, step: int) -> None:
+        for round in self.method.schedule.launches(step, **self._where):
+            self._launch(round)
+        self._reached_step = step
+        for round in self._due(step):
+            self._apply(round.id)
+        if self._taken_early:
+            self._taken_early -= {round.id for round in self.method.schedule.applies(step, **self._where)}
+
+    def _due(self, step: int) -> list[Round]:
+        """Return the rounds to apply at a step, but for those that were taken in early."""
+        due = self.method.schedule.applies(step, **self._where)
+        return [round for round in due if round.id not in self._taken_early]
 
     def drive(self, step: int, oracle: Callable[[], Any]) -> Any:
         """Let the update do step `step` with gradients that it asks for itself, and exchange what it hands out.
@@ -131,26 +156,40 @@ class Engine:
             NonFiniteError: A replica sent NaN or infinity.
         """
         assert isinstance(self.update, BoundProgram)
-        where = {"num_fragments": self.num_fragments, "replica": self.transport.replica}
-        program = self.update.program(self.method.schedule.launches(step, **where), oracle)
+        program = self.update.program(self.method.schedule.launches(step, **self._where), oracle)
         try:
             round, tensor = next(program)
             while True:
                 self._launch(round, tensor=tensor)
-                average = self._arrival(self._in_flight[round.id])
-                del self._in_flight[round.id]
-                self.statistics.rounds_applied += 1
-                round, tensor = program.send(average)
+                round, tensor = program.send(self._land(round.id))
         except StopIteration as end:
             return end.value
         finally:
             program.close()
 
     def flush(self) -> None:
-        """Wait for all rounds in flight and apply them, in the order of their launch, before they are due."""
+        """Wait for all rounds in flight and apply them, in the order of their launch; then for members still late.
+
+        They come in before they are due; the schedule still names them, where a run goes on after its end.
+        """
         for number in list(self._in_flight):
             self._apply(number)
             self._taken_early.add(number)
+        while self._settling:
+            if self._let_others() or not self._settling:
+                continue
+            if not self.transport.runs_in_background:
+                late = ", ".join(str(flight.round.id) for flight in self._settling)
+                raise DeadlineExceeded(f"nobody in this process can still ask for the results of the rounds {late}")
+            time.sleep(_LOOK_S)
+
+    def _tend(self) -> None:
+        """See which rounds nothing is left of."""
+        self._settling = [flight for flight in self._settling if not flight.is_settled()]
+
+    def _let_others(self) -> bool:
+        self._tend()
+        return step_aside(self.transport)
 
     def merge_everything(self, step: int) -> None:
         """Flush, then set every fragment's global value to the mean of the local ones: the last word of a run.
@@ -169,6 +208,9 @@ class Engine:
 
     def _bind(self, exchange: Exchange, channel: int) -> BoundExchange:
         shapes = [self.view.shapes(fragment=fragment, channel=channel) for fragment in range(self.num_fragments)]
+        if isinstance(exchange, NeedsDirections):
+            parameters = self.view.parameters
+            exchange = exchange.with_directions([parameters.directions(f) for f in range(self.num_fragments)])
         return exchange.bind(shapes, replica=self.transport.replica, num_replicas=self.transport.num_replicas)
 
     def _launch(self, round: Round, *, is_last: bool = False, tensor: torch.Tensor | None = None) -> None:
@@ -181,6 +223,8 @@ class Engine:
             peers = self.method.topology.peers(round_id=round.id, me=me, alive=self._alive)
             tensor = self.view.read(round) if tensor is None else tensor
         num_bytes = exchange.sent_bytes(tensor.numel(), num_replicas=len(peers.members))
+        num_tokens, num_steps = self.work.since(round.fragment)
+        self.work.launch(round)
         delivery = Delivery(
             peers=peers,
             transport=self.transport,
@@ -192,15 +236,21 @@ class Engine:
             must_be_finite=self.method.view.moment != "before_inner_step" or exchange.has_memory,
             seed=derive_seed(self._seed, "round", round.id, me),
             spread_s=self._spread_s(round),
+            num_tokens=num_tokens,
+            num_steps=num_steps,
+            is_closed=not is_last and round.launch_step <= self._pace_maker.closed_step,
+            reached=lambda: self._reached_step,
+            hear=lambda progress, is_counted: self._pace_maker.hear(progress, is_counted=is_counted),
         )
-        # while this round is on its way, at most an interval of inner steps passes, here and at the peers
-        deadline_s = self.deadlines.deadline_s(steps=self.method.schedule.sync_interval, num_bytes=num_bytes)
-        in_background = self.transport.runs_in_background
+        # while this round is on its way, so many inner steps pass at most, here and at the peers
+        drift_steps = self.method.schedule.sync_interval * (self.method.drift_intervals - 1)
+        deadline_s = self.deadlines.deadline_s(steps=drift_steps, num_bytes=num_bytes)
         steps = exchange.steps(tensor, delivery)
         del tensor  # the generator holds it as long as it needs it
         self._in_flight[round.id] = launch(
-            steps, round=round, deadline_s=deadline_s, in_background=in_background, num_bytes=num_bytes
-        )
+            steps, round=round, deadline_s=deadline_s, in_background=self.transport.runs_in_background,
+            num_bytes=num_bytes, let_others=self._let_others,
+        )  # fmt: skip
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
 
@@ -228,20 +278,33 @@ class Engine:
 
     def _apply(self, number: int, *, is_last: bool = False) -> None:
         flight = self._in_flight[number]
-        average = self._arrival(flight)
-        del self._in_flight[number]
+        average = self._land(number)
         began_s = time.perf_counter()
         if is_last:
             self.update.merge(flight.round.fragment, average.mean)
         else:
             self.update.apply(flight.round, average)
-        self.statistics.rounds_applied += 1
         self.statistics.applying_s += time.perf_counter() - began_s
+
+    def _land(self, number: int) -> Average:
+        """Wait for a round's result, and take the round from those in flight."""
+        flight = self._in_flight[number]
+        average = self._arrival(flight)
+        del self._in_flight[number]
+        if not flight.is_settled():
+            self._settling.append(flight)
+        self.work.settle(flight.round, is_counted=average.is_counted)
+        self.statistics.rounds_applied += 1
+        if not average.is_counted:
+            self.statistics.rounds_missed += 1
+        return average
 
     def _arrival(self, flight: InFlight) -> Average:
         began_s = time.perf_counter()
+        # grace that is left, where a state is wanted before it is over
+        left = flight.round.apply_step - max(self._reached_step, flight.round.launch_step)
         try:
-            average = flight.result()
+            average = flight.result(patience_s=left * self.deadlines.median_step_s())
         except ThinwireError:
             self._failed = flight.round
             raise
@@ -255,9 +318,7 @@ class Engine:
         flights = []
         for flight in self._in_flight.values():
             average = self._arrival(flight)
-            flights.append(
-                {"id": flight.round.id, **_average_to_state(average), "round": _round_to_state(flight.round)}
-            )
+            flights.append(flight_to_state(flight.round, average))
         return {
             "method": self.method.describe(num_replicas=self.transport.num_replicas),
             "replica": self.transport.replica,
@@ -267,6 +328,7 @@ class Engine:
             "exchanges": {str(channel): exchange.state_dict() for channel, exchange in enumerate(self._exchanges)},
             "in_flight": flights,
             "taken_early": sorted(self._taken_early),
+            "work": self.work.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -326,49 +388,8 @@ class Engine:
     def _load_common(self, state: Mapping[str, Any]) -> None:
         self.view.parameters.load_state_dict(state["global"])
         self.update.load_state_dict(state["update"])
-        self._in_flight, self._failed = {}, None
+        self._failed, self._pace_maker, self._settling = None, PaceMaker(self.work), []
+        flights = [flight_from_state(flight) for flight in state["in_flight"]]
+        self._in_flight = {flight.round.id: flight for flight in flights}
         self._taken_early = set(state["taken_early"])
-        for flight in state["in_flight"]:
-            round = Round(**flight["round"])
-            parts = {int(replica): part.clone() for replica, part in flight.get("parts", {}).items()}
-            average = Average(mean=flight["mean"].clone(), reference_hashes={}, parts=parts)
-            self._in_flight[round.id] = Arrived(average, round=round)
-
-
-def check_agreement(hashes: Mapping[int, int], *, round: Round) -> None:
-    """Hold the replicas' hashes of their global values against each other.
-
-    Raises:
-        DesyncError: They differ; names the replicas that are not with the majority, or all where there is none.
-    """
-    counts: dict[int, list[int]] = {}
-    for replica, value in hashes.items():
-        counts.setdefault(value, []).append(replica)
-    if len(counts) <= 1:
-        return
-    largest = max(counts.values(), key=len)
-    odd = sorted(set(hashes) - set(largest))
-    if 2 * len(largest) <= len(hashes):
-        odd = sorted(hashes)
-    names = ", ".join(str(replica) for replica in odd)
-    who = f"replica {names} disagrees with the others" if len(odd) == 1 else f"replicas {names} disagree"
-    raise DesyncError(
-        f"{who} about the global parameters of fragment {round.fragment}, or what is remembered of them, in round "
-        f"{round.id}; something changed them outside the optimizer, a replica went on after a failed round, or the "
-        f"hosts run different code; resume from a checkpoint before that"
-    )
-
-
-def _average_to_state(average: Average) -> dict[str, Any]:
-    parts = {str(replica): part for replica, part in average.parts.items()}
-    return {"mean": average.mean, **({"parts": parts} if parts else {})}
-
-
-def _round_to_state(round: Round) -> dict[str, int]:
-    return {
-        "id": round.id,
-        "fragment": round.fragment,
-        "launch_step": round.launch_step,
-        "apply_step": round.apply_step,
-        "channel": round.channel,
-    }
+        self.work.load_state_dict(state["work"])

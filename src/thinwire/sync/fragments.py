@@ -32,6 +32,7 @@ class Pattern:
         order: `"strided"`: fragment p of n holds the blocks p, p + n, p + 2n, ...; `"sequential"`: neighbours.
         layers_per_fragment: Blocks a fragment (the last ones may hold one less); used where `num_fragments` is None.
         num_fragments: All fragments together, the one for the rest among them; 1 puts everything into one.
+        most_fragments: A limit on them, where `num_fragments` is None: blocks are then dealt out to fewer.
 
     Raises:
         ValueError: A number is below 1.
@@ -40,6 +41,7 @@ class Pattern:
     order: Literal["strided", "sequential"] = "strided"
     layers_per_fragment: int = 3
     num_fragments: int | None = None
+    most_fragments: int | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -49,6 +51,8 @@ class Pattern:
             raise ValueError(f"layers_per_fragment must be at least 1, got {self.layers_per_fragment}")
         if self.num_fragments is not None and self.num_fragments < 1:
             raise ValueError(f"num_fragments must be at least 1, got {self.num_fragments}")
+        if self.most_fragments is not None and self.most_fragments < 2:
+            raise ValueError(f"most_fragments must be at least 2, got {self.most_fragments}; num_fragments may be 1")
 
     def partition(self, parameters: BlockParameters) -> tuple[tuple[str, ...], ...]:
         """Deal the parameters out: every name in exactly one fragment, block fragments first, the rest last.
@@ -77,7 +81,8 @@ class Pattern:
 
     def _num_groups(self, num_blocks: int, *, has_rest: bool) -> int:
         if self.num_fragments is None:
-            return -(-num_blocks // self.layers_per_fragment)
+            num_groups = -(-num_blocks // self.layers_per_fragment)
+            return num_groups if self.most_fragments is None else min(num_groups, self.most_fragments - has_rest)
         self._check_count(blocks=num_blocks, has_rest=has_rest)
         return self.num_fragments - has_rest
 

@@ -32,6 +32,7 @@ class GlobalParameters:
         self.fragments = tuple(tuple(names) for names in fragments)
         self.parameters = [[by_name[name] for name in names] for names in self.fragments]
         self._has_values = has_values
+        self._embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self.values: list[torch.Tensor] = []
         self.read_locals()
 
@@ -62,6 +63,13 @@ class GlobalParameters:
     def numel(self, fragment: int) -> int:
         """Return how many elements this rank holds of a fragment."""
         return sum(tensor.numel() for tensor in self.locals(fragment))
+
+    def directions(self, fragment: int) -> tuple[bool, ...]:
+        """Tell of each of a fragment's tensors whether it maps vectors to vectors, and so has a direction of its own.
+
+        Tensors of one dimension scale or shift, and the rows of an embedding are vectors for themselves.
+        """
+        return tuple(p.dim() >= 2 and id(p) not in self._embeddings for p in self.parameters[fragment])
 
     def pseudo_gradient(self, fragment: int) -> torch.Tensor:
         """Return global minus local: float32, `(numel,)`, a new tensor on the local parameters' device."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from thinwire.averaging.delivery import Average, Steps, Wait
+from thinwire.errors import DeadlineExceeded
 from thinwire.sync.schedule import Round
-from thinwire.transport.base import Received
+from thinwire.transport.base import Pending, Received
+
+# How often is looked whether enough of what is watched has come; nobody waits longer than this for nothing.
+_LOOK_S = 0.005
 
 
 class InFlight(Protocol):
@@ -29,15 +35,30 @@ class InFlight(Protocol):
         """Payload bytes that this replica sends, at most."""
         ...
 
-    def poll(self) -> bool:
-        """Do what can be done without waiting; tell whether the result is there (or an error)."""
+    def poll(self, step: int = 0) -> bool:
+        """Do what can be done without waiting; tell whether the result is there (or an error).
+
+        Args:
+            step: The step that this replica has come to: a grace is measured in them.
+        """
         ...
 
-    def result(self) -> Average:
+    def result(self, *, patience_s: float = 0.0) -> Average:
         """Wait for the result, up to the deadline given at the launch.
+
+        Args:
+            patience_s: Seconds for which members are still waited for that the result can do without.
 
         Raises:
             TransportError: A peer was lost, was late, or sent something wrong.
+        """
+        ...
+
+    def is_settled(self) -> bool:
+        """Tell, once the result is there, whether nothing is left to be done for members that come later.
+
+        Raises:
+            TransportError: Such a member was lost, did not come at all, or sent something wrong.
         """
         ...
 
@@ -59,38 +80,96 @@ class Background:
         self.duration_s = 0.0
         self._average: Average | None = None
         self._failure: BaseException | None = None
+        self._deadline_s = deadline_s
+        self._step = round.launch_step
+        self._patient_until_s = math.inf
         self._started_s = time.monotonic()
         self._until_s = self._started_s + deadline_s
+        self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._drive, args=(steps, first), name=f"round-{round.id}", daemon=True)
         self._thread.start()
 
-    def poll(self) -> bool:
+    def poll(self, step: int = 0) -> bool:
         """See `InFlight.poll`."""
-        return not self._thread.is_alive()
+        self._step = max(self._step, step)
+        return self._has_ended.is_set()
 
-    def result(self) -> Average:
-        """See `InFlight.result`; every wait inside has the deadline, so the thread ends."""
-        self._thread.join()
+    def result(self, *, patience_s: float = 0.0) -> Average:
+        """See `InFlight.result`; every wait inside has the deadline, so it ends."""
+        self._patient_until_s = min(self._patient_until_s, time.monotonic() + patience_s)
+        self._has_ended.wait()
         if self._failure is not None:
             raise self._failure
         assert self._average is not None
+        if not self._average.after:
+            self._thread.join()
         return self._average
+
+    def is_settled(self) -> bool:
+        """See `InFlight.is_settled`."""
+        if self._average is not None and self._average.after and self._thread.is_alive():
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
 
     def _drive(self, steps: Steps, wait: Wait) -> None:
         try:
             while True:
+                self._see_enough(wait)
                 wait = steps.send(_complete(wait, until_s=self._until_s))
         except StopIteration as stop:
             self._average = stop.value
         except BaseException as failure:  # handed to the training thread by result()
             self._failure = failure
         self.duration_s = time.monotonic() - self._started_s
+        self._has_ended.set()
+        try:
+            self._settle()
+        except BaseException as failure:  # handed to the training thread by is_settled()
+            self._failure = failure
+
+    def _see_enough(self, wait: Wait) -> None:
+        while not _has_enough(wait, is_patient=self._is_patient(wait)):
+            self._look_again(_missing(wait.watched), until_s=self._until_s)
+
+    def _is_patient(self, wait: Wait) -> bool:
+        is_in_grace = self._step - self.round.launch_step < wait.grace_steps
+        return is_in_grace and time.monotonic() < self._patient_until_s
+
+    def _settle(self) -> None:
+        after: Mapping[int, Pending] = {} if self._average is None else self._average.after
+        until_s = time.monotonic() + self._deadline_s
+        while missing := _missing(after):
+            self._look_again(missing, until_s=until_s)
+        for pending in after.values():
+            pending.wait(deadline_s=0.0)
+
+    def _look_again(self, missing: list[int], *, until_s: float) -> None:
+        if time.monotonic() > until_s:
+            raise _late(missing, round=self.round, deadline_s=self._deadline_s)
+        time.sleep(_LOOK_S)
 
 
 class Inline:
-    """Drives an exchange from the training loop itself, in one deterministic order."""
+    """Drives an exchange from the training loop itself, in one deterministic order.
 
-    def __init__(self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0) -> None:
+    Where not all members are waited for, all that can come without this replica does come first: nobody is late there
+    but who waits for something else.
+
+    Args:
+        steps: The exchange; its first part (encode, start to send) has been run by `launch` already.
+        first: What it waits for first.
+        round: The round.
+        deadline_s: Seconds until a peer counts as hung.
+        num_bytes: Payload bytes that this replica sends, at most.
+        let_others: Lets the other replicas go on; tells whether one did.
+    """
+
+    def __init__(
+        self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0,
+        let_others: Callable[[], bool],
+    ) -> None:  # fmt: skip
         self.round = round
         self.num_bytes = num_bytes
         self.duration_s = 0.0
@@ -98,18 +177,40 @@ class Inline:
         self._wait = first
         self._average: Average | None = None
         self._deadline_s = deadline_s
+        self._step = round.launch_step
+        self._let_others = let_others
 
-    def poll(self) -> bool:
+    def poll(self, step: int = 0) -> bool:
         """See `InFlight.poll`."""
-        while self._average is None and all(pending.done() for pending in self._wait.receives):
+        self._step = max(self._step, step)
+        if self._average is None and _missing(self._wait.watched):
+            self._let_others()
+        while self._average is None and self._can_go_on():
             self._advance()
         return self._average is not None
 
-    def result(self) -> Average:
-        """See `InFlight.result`."""
+    def result(self, *, patience_s: float = 0.0) -> Average:
+        """See `InFlight.result`; time has no meaning here, so patience lasts as long as anybody else can go on."""
         while self._average is None:
+            while _missing(self._wait.watched) and self._let_others():
+                continue
+            if not _has_enough(self._wait, is_patient=False):
+                raise _late(_missing(self._wait.watched), round=self.round, deadline_s=self._deadline_s)
             self._advance()
         return self._average
+
+    def is_settled(self) -> bool:
+        """See `InFlight.is_settled`."""
+        assert self._average is not None
+        if _missing(self._average.after):
+            return False
+        for pending in self._average.after.values():
+            pending.wait(deadline_s=0.0)
+        return True
+
+    def _can_go_on(self) -> bool:
+        is_patient = self._step - self.round.launch_step < self._wait.grace_steps
+        return all(p.done() for p in self._wait.receives) and _has_enough(self._wait, is_patient=is_patient)
 
     def _advance(self) -> None:
         try:
@@ -128,18 +229,23 @@ class Arrived:
         self.round = round
         self._average = average
 
-    def poll(self) -> bool:
+    def poll(self, step: int = 0) -> bool:
         """See `InFlight.poll`."""
         return True
 
-    def result(self) -> Average:
+    def result(self, *, patience_s: float = 0.0) -> Average:
         """See `InFlight.result`."""
         return self._average
 
+    def is_settled(self) -> bool:
+        """See `InFlight.is_settled`: nothing is left."""
+        return True
+
 
 def launch(
-    steps: Steps, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0
-) -> Background | Inline | Arrived:
+    steps: Steps, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0,
+    let_others: Callable[[], bool] = lambda: False,
+) -> Background | Inline | Arrived:  # fmt: skip
     """Start an exchange: encode and begin to send at once, then let it be driven.
 
     Args:
@@ -148,13 +254,32 @@ def launch(
         deadline_s: Seconds until a peer counts as hung.
         in_background: Whether a thread drives it.
         num_bytes: Payload bytes that this replica sends, at most.
+        let_others: Where no thread does: lets the other replicas go on, and tells whether one did.
     """
     try:
         first = next(steps)
     except StopIteration as stop:
         return Arrived(stop.value, round=round)
-    kind = Background if in_background else Inline
-    return kind(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes)
+    if in_background:
+        return Background(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes)
+    return Inline(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, let_others=let_others)
+
+
+def _missing(watched: Mapping[int, Pending]) -> list[int]:
+    return [replica for replica, pending in watched.items() if not pending.done()]
+
+
+def _has_enough(wait: Wait, *, is_patient: bool) -> bool:
+    missing = len(_missing(wait.watched))
+    return not missing or (not is_patient and len(wait.watched) - missing >= wait.least)
+
+
+def _late(missing: list[int], *, round: Round, deadline_s: float) -> DeadlineExceeded:
+    who = f"replica {missing[0]}" if len(missing) == 1 else f"replicas {', '.join(map(str, missing))}"
+    return DeadlineExceeded(
+        f"{who} did not send round {round.id} (fragment {round.fragment}) within {deadline_s:.3g} s, the deadline that "
+        f"follows from measured times; see the log there"
+    )
 
 
 def _complete(wait: Wait, *, until_s: float) -> list[Received]:

@@ -28,6 +28,7 @@ class Method:
             a small part at a time would leave most of the last steps' work behind.
         has_common_value: Whether all replicas hold the same global value; where they do not, only the final exchange
             makes one model of theirs.
+        drift_intervals: How many sync intervals one replica may be ahead of another.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Method:
     update: Callable[[int], Update]
     last_exchange: Callable[[int], Exchange] | None = None
     has_common_value: bool = True
+    drift_intervals: int = 2
 
     def exchanges(self, num_replicas: int) -> tuple[Exchange, ...]:
         """Return one exchange a channel."""

@@ -10,24 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Delivery
-from thinwire.averaging.exchange import TwoPhase
-from thinwire.averaging.topology import Peers
-from thinwire.codecs import float32
-from thinwire.errors import CheckpointError
+from thinwire.sync.buffers import average_tensors, saved_buffers
 from thinwire.sync.deadlines import Deadlines
-from thinwire.sync.engine import Engine, SyncStatistics
-from thinwire.sync.in_flight import launch
+from thinwire.sync.engine import Engine
 from thinwire.sync.method import Method
 from thinwire.sync.oracle import repeatable
 from thinwire.sync.schedule import Round
 from thinwire.sync.setup import agree
-from thinwire.transport.base import Kind, Transport
+from thinwire.sync.statistics import SyncStatistics
+from thinwire.sync.wrapping import STATE_VERSION, check_parameters, check_state
+from thinwire.transport.base import Transport
 from thinwire.transport.loopback import single
-from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
-
-_STATE_VERSION = 1
-_STATE_KEYS = {"version", "inner", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
+from thinwire.transport.shards import drop_gathered
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -46,6 +40,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         seed: Base of the streams of stochastic codecs.
         pace: Whether to spread what is sent over most of the inner steps until it is applied, as long as steps take
             now, rather than to send it as fast as the wire takes it: the same bytes at a lower peak rate.
+
+    Attributes:
+        next_stop: A step that must not be passed over, because the loop does something there that all replicas do
+            after the same step; None for no such step. Only replicas that catch up pass over steps.
 
     Raises:
         ValueError: The method does not fit the model, the inner optimizer or the number of replicas.
@@ -72,7 +70,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method, transport: Transport | None = None,
         minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False,
     ) -> None:  # fmt: skip
-        _check_inner(model, inner)
+        if isinstance(inner, DistributedOptimizer):
+            raise ValueError("inner is a DistributedOptimizer already; wrap the plain optimizer once")
+        check_parameters(model, inner)
         self.inner = inner
         self._is_ready = False
         super().__init__(inner.param_groups, dict(inner.defaults))
@@ -89,7 +89,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed, pace=pace,
             inner=inner,
         )  # fmt: skip
+        self.next_stop: int | None = None
         self._steps_done = 0
+        self._tokens = 0
         self._buffer_rounds = 0
         self._gradient_rounds = 0
         self._has_averaged = False
@@ -104,7 +106,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def steps_done(self) -> int:
-        """Inner steps so far, those that a GradScaler skipped among them."""
+        """Inner steps so far, with those that a GradScaler skipped, and those passed over to catch up with others.
+
+        With a method that does not wait for all replicas, train until this is reached, not for so many batches.
+        """
         return self._steps_done
 
     @property
@@ -171,7 +176,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._driven_step(closure)
         if self.method.view.moment == "after_inner_step":
             result = self._inner_step(closure)
-            self._engine.advance(self._steps_done)
+            self._engine.work.add_step(num_tokens=self._tokens or 1)
+            self._tokens = 0
+            self._steps_done = self._engine.advance(self._steps_done, stop=self.next_stop)
             return result
         if closure is not None:
             return self._closure_step(closure)
@@ -180,6 +187,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._average_gradients()
         self._has_averaged = False
         return None if self._engine.update.replaces_inner_step else self._inner_step(None)
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Say how many tokens the next step trains on, or a part of them, for methods that weigh replicas by them.
+
+        Where nobody says it, each step counts the same; so all replicas must, or none.
+
+        Raises:
+            ValueError: It is less than 1.
+        """
+        if num_tokens < 1:
+            raise ValueError(f"num_tokens must be at least 1, got {num_tokens}; a step without tokens counts nothing")
+        self._tokens += num_tokens
 
     def average_gradients(self) -> None:
         """Average the gradients now instead of in the next `step`: to clip the mean, as one process would.
@@ -225,23 +244,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             TransportError: A replica did not take part.
         """
-        saved = self._model.state_dict(keep_vars=True)
-        buffers = [b for name, b in self._model.named_buffers() if name in saved and b.is_floating_point()]
+        buffers = saved_buffers(self._model)
         if not buffers or self.transport.num_replicas == 1:
             return
-        me = self.transport.replica
-        steps = TwoPhase(codec=float32()).steps(
-            flatten(buffers),
-            Delivery(
-                peers=Peers(me=me, members=tuple(range(self.transport.num_replicas))), transport=self.transport,
-                round_id=self._buffer_rounds, kind=Kind.BUFFERS,
-            ),
-        )  # fmt: skip
-        round = Round(id=self._buffer_rounds, fragment=0, launch_step=self._steps_done, apply_step=self._steps_done)
-        self._buffer_rounds += 1
         deadline_s = self._deadlines.deadline_s(steps=self.method.schedule.sync_interval)
-        flight = launch(steps, round=round, deadline_s=deadline_s, in_background=self.transport.runs_in_background)
-        unflatten_into(flight.result().mean, buffers)
+        average_tensors(buffers, transport=self.transport, number=self._buffer_rounds, deadline_s=deadline_s)
+        self._buffer_rounds += 1
 
     def close(self, *, final_exchange: bool = False) -> None:
         """Flush the rounds in flight. Closing twice is fine.
@@ -278,7 +286,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Waits for rounds in flight to arrive, without applying them, so that the state stands for itself.
         """
         return {
-            "version": _STATE_VERSION,
+            "version": STATE_VERSION,
             "inner": self.inner.state_dict(),
             "steps_done": self._steps_done,
             "buffer_rounds": self._buffer_rounds,
@@ -292,7 +300,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: The state is of another version, method, replica or model.
         """
-        _check_state(state_dict)
+        check_state(state_dict)
         self._engine.load_state_dict(state_dict["sync"])
         self._load_own(state_dict)
 
@@ -309,7 +317,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: The state is of another version, method or model, or its replicas hold different values.
         """
-        _check_state(state_dict)
+        check_state(state_dict)
         anew = self._engine.adopt(state_dict["sync"])
         self._load_own(state_dict)
         return anew
@@ -376,22 +384,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _gradients_owners(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _check_state(state_dict: dict[str, Any]) -> None:
-    if missing := _STATE_KEYS - set(state_dict):
-        raise CheckpointError(f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}")
-    if state_dict["version"] != _STATE_VERSION:
-        raise CheckpointError(f"the state has version {state_dict['version']}; this thinwire reads {_STATE_VERSION}")
-
-
-def _check_inner(model: nn.Module, inner: torch.optim.Optimizer) -> None:
-    if isinstance(inner, DistributedOptimizer):
-        raise ValueError("inner is a DistributedOptimizer already; wrap the plain optimizer once")
-    stepped = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    foreign = stepped - {id(parameter) for parameter in model.parameters()}
-    if foreign:
-        raise ValueError(
-            f"the inner optimizer holds {len(foreign)} parameters that are not the model's, so they would never be "
-            f"exchanged; build it from model.parameters()"
-        )

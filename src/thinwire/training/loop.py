@@ -74,11 +74,14 @@ class Training:
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._deadlines = Deadlines()
         self._last_step_s: float | None = None
+        self._reported_step = 0
+        method = optimizer.method
+        self._drift_steps = method.drift_intervals * method.schedule.sync_interval
 
     @property
     def deadline_s(self) -> float:
         """How long a replica may keep the others waiting outside of a round, from measured times."""
-        return self._deadlines.deadline_s(steps=2 * self._optimizer.method.schedule.sync_interval)
+        return self._deadlines.deadline_s(steps=self._drift_steps)
 
     def reading(self) -> Reading:
         """Return this replica's counts now."""
@@ -141,8 +144,7 @@ class Training:
             "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s),
             "step": self.step,
         }
-        drift_steps = 2 * self._optimizer.method.schedule.sync_interval
-        self._checkpoints.save(state, step=self.step, drift_steps=drift_steps)
+        self._checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state.
@@ -158,7 +160,7 @@ class Training:
             self._batches.load_state_dict(state["batches"])
             self._meter.load_state_dict(state["meter"])
             _set_random_state(state["random"], self._device)
-            self.step = int(state["step"])
+            self.step = self._reported_step = int(state["step"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint does not fit this run: {error!r}; start anew with --overwrite"
@@ -169,8 +171,11 @@ class Training:
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         tokens, targets = (part.to(self._device) for part in next(self._batches))
+        self._optimizer.count_tokens(tokens.numel())
+        self._optimizer.next_stop = self._next_stop()
         asks_for_itself = self._optimizer.method.view.moment == "around_closure"
         nll = self._driven_step(tokens, targets) if asks_for_itself else self._plain_step(tokens, targets)
+        self.step = self._optimizer.steps_done
         self._optimizer.zero_grad(set_to_none=True)
         self._meter.train_step(nll, tokens=tokens.numel())
         now_s = time.monotonic()
@@ -212,8 +217,16 @@ class Training:
         if self._config.clip_norm > 0:
             nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
 
+    def _next_stop(self) -> int:
+        """Return the next step from here after which all replicas do something together."""
+        every = [self._config.steps, self._config.eval_every, self._config.checkpoint_every]
+        return min(-(-self.step // steps) * steps for steps in every if steps)
+
     def _report(self) -> None:
-        if self.step % self._config.log_every == 0 or self.step == self._config.steps:
+        # a replica that catches up may pass over the very step
+        is_due = self.step // self._config.log_every > self._reported_step // self._config.log_every
+        if is_due or self.step == self._config.steps:
+            self._reported_step = self.step
             self._meter.write_step(
                 self.step,
                 stalled_s=self._optimizer.statistics.stalled_s,

@@ -153,7 +153,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _default_codec(config: TrainConfig) -> str:
-    return "e3m0" if config.method.replace("_", "-") == "streaming-diloco" else "float32"
+    return "e3m0" if config.method.replace("_", "-") in ("streaming-diloco", "decoupled-diloco") else "float32"
 
 
 def _check_hashes(hashes: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -129,3 +129,18 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give back sockets and threads; closing twice is fine."""
         ...
+
+
+def step_aside(transport: Transport) -> bool:
+    """Let other replicas go on, where all of them run in this process in one order and one at a time.
+
+    Args:
+        transport: One that takes turns, or wraps one; with any other nothing happens.
+
+    Returns:
+        Whether another replica went on meanwhile.
+    """
+    innermost: Any = transport
+    while hasattr(innermost, "inner"):
+        innermost = innermost.inner
+    return bool(innermost.step_aside()) if hasattr(innermost, "step_aside") else False

@@ -294,12 +294,16 @@ class _Late:
         self._source = source
         self._envelope = envelope
         self._left_s = delay_s
+        self._due_s = time.monotonic() + delay_s
         self._sleep = sleep
 
     def done(self) -> bool:
-        return self._left_s <= 0 and self._inner.done()
+        # time passes for one that only looks, too
+        return (self._left_s <= 0 or time.monotonic() >= self._due_s) and self._inner.done()
 
     def wait(self, *, deadline_s: float) -> Received | None:
+        if time.monotonic() >= self._due_s:
+            self._left_s = 0.0
         slept_s = min(self._left_s, deadline_s)
         self._sleep(slept_s)
         self._left_s -= slept_s

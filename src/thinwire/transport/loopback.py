@@ -109,6 +109,15 @@ class LoopbackWorld:
                 del self._mail[key]
             return message
 
+    def _step_aside(self, replica: int) -> bool:
+        with self._baton:
+            if self._is_finished[replica]:
+                return False
+            self._pass_baton()
+            has_moved = self._turn != replica
+            self._baton.wait_for(lambda: self._turn == replica)
+            return has_moved
+
     def _await_turn(self, replica: int) -> None:
         with self._baton:
             self._baton.wait_for(lambda: self._turn == replica)
@@ -155,6 +164,10 @@ class LoopbackTransport:
     def receive(self, *, source: int, envelope: Envelope) -> _Awaited:
         """Return a handle on the message that `source` sends under this envelope."""
         return _Awaited(self._world, self.replica, source, envelope)
+
+    def step_aside(self) -> bool:
+        """Give the others a turn each, up to where they have to wait; tell whether any of them could go on."""
+        return self._world._step_aside(self.replica)
 
     def close(self) -> None:
         """Nothing is held."""

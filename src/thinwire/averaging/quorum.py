@@ -1,0 +1,308 @@
+"""Averaging through a server that closes a round as soon as enough are there: a slow member keeps nobody waiting.
+
+Every member sends one message for each round, in the order of the rounds, and gets one in return, however late: so
+nothing is ever left on the wire, and who is behind by many rounds can still take all of them in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from thinwire.averaging.bound_hops import BoundHops
+from thinwire.averaging.decoding import decode, refuse_non_finite
+from thinwire.averaging.delivery import Average, Delivery, Progress, Steps, Wait
+from thinwire.averaging.exchange import BoundExchange, Shapes, laid_out
+from thinwire.averaging.hop import Hop
+from thinwire.averaging.quorum_words import (
+    OFFER_BYTES,
+    Offer,
+    Verdict,
+    read_offer,
+    read_verdict,
+    verdict_bytes,
+    with_offer,
+    with_verdict,
+)
+from thinwire.averaging.straggler import Straggler
+from thinwire.averaging.weighted import WeightedMean
+from thinwire.codecs.base import Codec
+from thinwire.errors import PayloadError
+from thinwire.shared_random import derive_seed
+from thinwire.transport.base import Envelope, Pending, Received
+
+Found = dict[int, tuple[Offer, torch.Tensor, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quorum:
+    """One replica is the server: it averages the parts that came in time, weighted, and says who is in the mean.
+
+    A round closes when all parts are there, or, once `grace_steps` of the server's own steps have passed since the
+    launch, as soon as `quorum` are, its own among them. So the patience follows the time that steps take, and nobody
+    guesses seconds. A member whose part comes later gets the mean in answer to it. One that is so late that it knows
+    the round to be closed sends no part, and asks for the mean.
+
+    A part counts by the tokens behind it, times the tokens a step (see `token_weight`). With `preserve_norm` the mean
+    keeps the length of a single part, tensor by tensor (see `WeightedMean`), but for tensors that have no direction of
+    their own: those of one dimension, and embeddings.
+
+    Args:
+        codec: The code of the parts.
+        server_codec: The code of the mean.
+        quorum: K: how many parts are enough, at least 1.
+        grace_steps: For how many of its own steps the server waits for the others too.
+        preserve_norm: Whether lengths are averaged on their own.
+        most_behind: So many rounds of a fragment may wait for the same late member; then the server waits for it. It
+            bounds what the server keeps for members that are late.
+        server: The replica that is the server.
+        directions: For each fragment and tensor, whether it has a direction; the engine says it.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    codec: Codec
+    server_codec: Codec
+    quorum: int
+    grace_steps: int = 0
+    preserve_norm: bool = True
+    most_behind: int = 4
+    server: int = 0
+    directions: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name, value, least in (
+            ("quorum", self.quorum, 1), ("grace_steps", self.grace_steps, 0), ("most_behind", self.most_behind, 1),
+        ):  # fmt: skip
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+    def with_directions(self, directions: Sequence[Sequence[bool]]) -> Quorum:
+        """Return the exchange for fragments of tensors with and without a direction of their own."""
+        return replace(self, directions=tuple(map(tuple, directions)))
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
+        """See `Exchange.bind`."""
+        if not 0 <= self.server < num_replicas:
+            raise ValueError(f"server must be one of the {num_replicas} replicas, got {self.server}")
+        self.check(num_replicas)
+        return _BoundQuorum(self, shapes, num_replicas=num_replicas)
+
+    def check(self, num_replicas: int) -> None:
+        """Refuse a quorum that there are not enough replicas for.
+
+        Raises:
+            ValueError: Names both numbers.
+        """
+        if self.quorum > num_replicas:
+            raise ValueError(
+                f"quorum must be at most the number of replicas, {num_replicas}, got {self.quorum}; {num_replicas} "
+                f"waits for all"
+            )
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`: the server's or a member's, whichever is more."""
+        if num_replicas == 1:
+            return 0
+        mean_bytes = verdict_bytes(num_replicas) + self.server_codec.payload_bytes(numel)
+        return max(OFFER_BYTES + self.codec.payload_bytes(numel), (num_replicas - 1) * mean_bytes)
+
+
+class _BoundQuorum(BoundHops):
+    """See `Quorum`. Nothing is remembered that a checkpoint would have to hold.
+
+    What is late at a checkpoint is not late after it: all replicas go on from the same step, and each has waited for
+    all the means up to there before it wrote its own state.
+    """
+
+    _spec: Quorum
+
+    def __init__(self, spec: Quorum, shapes: Sequence[Shapes], *, num_replicas: int) -> None:
+        hops = [
+            {"out": Hop(laid_out(spec.codec, tensors)), "mean": Hop(laid_out(spec.server_codec, tensors))}
+            for tensors in shapes
+        ]
+        super().__init__(spec, hops)
+        self._num_replicas = num_replicas
+        self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
+        self._late: list[list[Straggler]] = [[] for _ in shapes]
+        self._open: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """See `BoundExchange.steps`."""
+        # two messages in a row: each may be spread over half of the time
+        delivery = replace(delivery, spread_s=delivery.spread_s / 2)
+        is_server = delivery.peers.me == self._spec.server
+        return self._serve(tensor, delivery) if is_server else self._take_part(tensor, delivery)
+
+    def _take_part(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        numel, device, server, me = tensor.numel(), tensor.device, self._spec.server, delivery.peers.me
+        out, back = self._codecs(delivery)
+        offer, part = Offer(), None
+        if not delivery.is_closed:
+            offer = Offer(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
+            part = out.encode(tensor, seed=delivery.seed).cpu()
+        del tensor  # while the round is in flight, only its payload takes memory
+        message = with_offer(offer, part)
+        envelope = delivery.sending(message, codec=out, numel=numel)
+        sends = (delivery.transport.send(message, to=server, envelope=envelope),)
+        expected = _larger(delivery.receiving(back, numel=numel, phase=1), verdict_bytes(self._num_replicas))
+        receives = (delivery.transport.receive(source=server, envelope=expected),)
+        received = yield Wait(receives=receives, sends=sends)
+        what = f"{delivery.describe()} from replica {server}"
+        verdict, coded = read_verdict(
+            received[0].payload, num_replicas=self._num_replicas, server=server, least=self._spec.quorum,
+            step=delivery.step, what=what,
+        )  # fmt: skip
+        if me in verdict.members and part is None:
+            raise PayloadError(f"{what}: replica {me} is said to be in the mean, but has sent no part")
+        mean = self._decoded(back, coded, numel=numel, device=device, delivery=delivery)
+        hashes = {me: delivery.reference_hash, server: received[0].reference_hash}
+        is_counted = me in verdict.members
+        delivery.hear(verdict.progress, is_counted)
+        return Average(mean=mean, reference_hashes=hashes, members=verdict.members, is_counted=is_counted)
+
+    def _serve(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        numel, device, me = tensor.numel(), tensor.device, delivery.peers.me
+        out, back = self._codecs(delivery)
+        own = out.encode(tensor, seed=delivery.seed)
+        del tensor
+        with self._lock:
+            self._open[delivery.round_id] = delivery.step
+        try:
+            offer = Offer(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
+            found: Found = {me: (offer, own, delivery.reference_hash)}
+            late = yield from self._gather(found, out, numel=numel, delivery=delivery)
+        finally:
+            with self._lock:
+                del self._open[delivery.round_id]
+        members = tuple(sorted(found))
+        weights = {member: found[member][0].weight for member in members}
+        mean = self._mean_of(found, weights, out, numel=numel, device=device, delivery=delivery)
+        # a fresh stream: the mean must not be coded with the draws that coded the parts
+        coded = back.encode(mean, seed=derive_seed(delivery.seed, "mean")).cpu()
+        send = self._sender(coded, members, back, numel=numel, delivery=delivery)
+        after = self._stragglers(late, send, delivery=delivery)
+        if len(members) > 1:
+            yield Wait(sends=tuple(send(member) for member in members if member != me))
+        mean = self._decoded(back, coded, numel=numel, device=device, delivery=delivery)
+        hashes = {member: found[member][2] for member in members}
+        return Average(mean=mean, reference_hashes=hashes, members=members, weights=weights, after=after)
+
+    def _gather(
+        self, found: Found, out: Codec, *, numel: int, delivery: Delivery
+    ) -> Generator[Wait, Sequence[Received], dict[int, Pending]]:
+        """Take in the parts that come in time; return the pending ones."""
+        if overdue := self._overdue(delivery.fragment):
+            yield Wait(watched=overdue, least=len(overdue))
+        expected = replace(_larger(delivery.receiving(out, numel=numel), OFFER_BYTES), takes_less=True)
+        others = delivery.peers.others
+        receives = {peer: delivery.transport.receive(source=peer, envelope=expected) for peer in others}
+        if receives:
+            yield Wait(watched=receives, least=self._spec.quorum - 1, grace_steps=self._spec.grace_steps)
+        late = {}
+        for peer, pending in receives.items():
+            if not pending.done():
+                late[peer] = pending
+                continue
+            received = pending.wait(deadline_s=0.0)
+            assert received is not None
+            offer, part = self._read_offer(received, peer=peer, delivery=delivery)
+            if not offer.has_part:
+                raise PayloadError(
+                    f"{delivery.describe()}: replica {peer} asks for its result before it is closed; the replicas run "
+                    f"different set-ups, or it lies"
+                )
+            found[peer] = offer, part, received.reference_hash
+        return late
+
+    def _overdue(self, fragment: int) -> dict[int, Pending]:
+        """Return, by replica, the oldest of a fragment's rounds for those that are behind as far as they may be."""
+        self._late[fragment] = [straggler for straggler in self._late[fragment] if not straggler.done()]
+        by_peer: dict[int, list[Straggler]] = {}
+        for straggler in self._late[fragment]:
+            by_peer.setdefault(straggler.peer, []).append(straggler)
+        return {peer: found[0] for peer, found in by_peer.items() if len(found) >= self._spec.most_behind}
+
+    def _mean_of(
+        self, found: Found, weights: Mapping[int, float], out: Codec, *, numel: int, device: torch.device,
+        delivery: Delivery,
+    ) -> torch.Tensor:  # fmt: skip
+        what, parts = delivery.describe(), []
+        for member in weights:
+            part = decode(out, found[member][1].to(device), numel=numel, peer=member, what=what)
+            if delivery.must_be_finite:
+                refuse_non_finite(part, peer=member, what=what)
+            parts.append(part)
+        stack = torch.stack(parts)
+        plain = WeightedMean(weights=tuple(weights.values()))
+        keeping = replace(plain, preserve_norm=True)
+        fragment = delivery.fragment
+        if not self._spec.preserve_norm or not any(self._directions(fragment)):
+            return plain(stack)
+        rules = [keeping if has_direction else plain for has_direction in self._directions(fragment)]
+        pieces = torch.split(stack, self._sizes[fragment], dim=1)
+        return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])
+
+    def _directions(self, fragment: int) -> Sequence[bool]:
+        return self._spec.directions[fragment] if self._spec.directions else [True] * len(self._sizes[fragment])
+
+    def _sender(
+        self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, delivery: Delivery
+    ) -> Callable[[int], Pending]:
+        """Return what sends the mean to a member, with how far this replica is at that moment."""
+
+        def send(peer: int) -> Pending:
+            verdict = Verdict(members=members, progress=self._progress(delivery))
+            message = with_verdict(verdict, coded, num_replicas=self._num_replicas)
+            envelope = delivery.sending(message, codec=back, numel=numel, phase=1)
+            return delivery.transport.send(message, to=peer, envelope=envelope)
+
+        return send
+
+    def _progress(self, delivery: Delivery) -> Progress:
+        # first how far it is, then what is open: a round up to that step is open or closed by then, not to come
+        reached = max(delivery.reached(), delivery.step)
+        with self._lock:
+            first_open = min(self._open.values(), default=reached + 1)
+        return Progress(step=reached, closed_step=min(first_open - 1, reached))
+
+    def _stragglers(
+        self, late: Mapping[int, Pending], send: Callable[[int], Pending], *, delivery: Delivery
+    ) -> dict[int, Pending]:
+        def straggler(peer: int, pending: Pending) -> Straggler:
+            def check(received: Received) -> None:
+                self._read_offer(received, peer=peer, delivery=delivery)
+
+            return Straggler(pending, peer=peer, check=check, answer=lambda: send(peer))
+
+        found = [straggler(peer, pending) for peer, pending in late.items()]
+        self._late[delivery.fragment] += found
+        return {one.peer: one for one in found}
+
+    def _read_offer(self, received: Received, *, peer: int, delivery: Delivery) -> tuple[Offer, torch.Tensor]:
+        what = f"{delivery.describe()} from replica {peer}"
+        return read_offer(received.payload, step=delivery.step, what=what)
+
+    def _decoded(
+        self, back: Codec, coded: torch.Tensor, *, numel: int, device: torch.device, delivery: Delivery
+    ) -> torch.Tensor:
+        server, what = self._spec.server, delivery.describe()
+        mean = decode(back, coded.to(device), numel=numel, peer=server, what=what)
+        if delivery.must_be_finite:
+            refuse_non_finite(mean, peer=server, what=what)
+        return mean
+
+    def _codecs(self, delivery: Delivery) -> tuple[Codec, Codec]:
+        hops = self._hops[delivery.fragment]
+        return hops["out"].codec(delivery.step), hops["mean"].codec(delivery.step)
+
+
+def _larger(envelope: Envelope, num_bytes: int) -> Envelope:
+    return replace(envelope, payload_bytes=envelope.payload_bytes + num_bytes)

@@ -1,0 +1,159 @@
+"""What stands in front of the payloads where a round may close without some: two small words, checked on arrival.
+
+A member's offer is three numbers of 8 bytes: 1 for an offer and 0 for a member that only asks for the result, the
+tokens and the inner steps since the last of the fragment's rounds that counted it. The server's verdict is two numbers,
+the step that it had reached and the last step up to which all rounds were closed, and a bit for each replica, the least
+significant first, filled up to whole 8 bytes: who is in the mean. All little endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.averaging.delivery import Progress
+from thinwire.averaging.weighted import token_weight
+from thinwire.errors import PayloadError
+
+_OFFER = struct.Struct("<QQQ")
+_VERDICT = struct.Struct("<QQ")
+OFFER_BYTES = _OFFER.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a member says of its part.
+
+    Attributes:
+        num_tokens: Tokens since the last of the fragment's rounds that counted it.
+        num_steps: Inner steps since then.
+        has_part: Whether a part follows; else the member asks for the result of a closed round.
+    """
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    has_part: bool = False
+
+    @property
+    def weight(self) -> float:
+        """What it counts in the mean: see `token_weight`."""
+        return token_weight(num_tokens=self.num_tokens, num_steps=self.num_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the server says of a mean.
+
+    Attributes:
+        members: Who is in it, in ascending order.
+        progress: How far the server was when it sent this.
+    """
+
+    members: tuple[int, ...]
+    progress: Progress
+
+
+def verdict_bytes(num_replicas: int) -> int:
+    """Return the size of a verdict.
+
+    Example:
+        >>> verdict_bytes(64), verdict_bytes(65)
+        (24, 32)
+    """
+    return _VERDICT.size + 8 * (-(-num_replicas // 64))
+
+
+def with_offer(offer: Offer, part: torch.Tensor | None) -> torch.Tensor:
+    """Put an offer in front of a coded part.
+
+    Args:
+        offer: What the member says.
+        part: uint8, one-dimensional, CPU; None where it has none.
+
+    Returns:
+        uint8, one-dimensional, CPU.
+    """
+    word = _bytes(_OFFER.pack(offer.has_part, offer.num_tokens, offer.num_steps))
+    return word if part is None else torch.cat([word, part])
+
+
+def read_offer(payload: torch.Tensor, *, step: int, what: str) -> tuple[Offer, torch.Tensor]:
+    """Take an offer and the coded part apart.
+
+    Args:
+        payload: uint8, one-dimensional, CPU: what a member sent.
+        step: The step that the round was launched at; nobody has done more steps than these.
+        what: Names round and sender.
+
+    Raises:
+        PayloadError: It is too short, or its numbers cannot be.
+    """
+    if payload.numel() < OFFER_BYTES:
+        raise PayloadError(f"{what}: {payload.numel()} bytes, fewer than an offer's {OFFER_BYTES}")
+    kind, num_tokens, num_steps = _OFFER.unpack(bytes(payload[:OFFER_BYTES].numpy()))
+    if kind not in (0, 1):
+        raise PayloadError(f"{what}: an offer begins with 0 or 1, got {kind}")
+    if not num_steps <= num_tokens or (num_tokens and not num_steps) or num_steps > step:
+        raise PayloadError(
+            f"{what}: it offers {num_tokens} tokens of {num_steps} steps, {step} steps after the start; the replicas "
+            f"run different set-ups, or the sender lies"
+        )
+    if not kind and (num_tokens or payload.numel() > OFFER_BYTES):
+        raise PayloadError(f"{what}: it has no part, but offers {num_tokens} tokens and {payload.numel()} bytes")
+    offer = Offer(num_tokens=num_tokens, num_steps=num_steps, has_part=bool(kind))
+    return offer, payload[OFFER_BYTES:].clone()  # codecs want their bytes at the start of a storage
+
+
+def with_verdict(verdict: Verdict, mean: torch.Tensor, *, num_replicas: int) -> torch.Tensor:
+    """Put a verdict in front of a coded mean: uint8, one-dimensional, CPU."""
+    mask = sum(1 << member for member in verdict.members)
+    size = verdict_bytes(num_replicas) - _VERDICT.size
+    numbers = _VERDICT.pack(verdict.progress.step, verdict.progress.closed_step)
+    return torch.cat([_bytes(numbers + mask.to_bytes(size, "little")), mean])
+
+
+def read_verdict(
+    payload: torch.Tensor, *, num_replicas: int, server: int, least: int, step: int, what: str
+) -> tuple[Verdict, torch.Tensor]:
+    """Take a verdict and the coded mean apart.
+
+    Args:
+        payload: uint8, one-dimensional, CPU: what the server sent.
+        num_replicas: How many replicas there are.
+        server: Which one the server is; it is in every mean.
+        least: How many must be in a mean.
+        step: The step that the round was launched at; the server has come as far.
+        what: Names the round and the server.
+
+    Raises:
+        PayloadError: It is too short, or what it says cannot be.
+    """
+    size = verdict_bytes(num_replicas)
+    if payload.numel() < size:
+        raise PayloadError(f"{what}: {payload.numel()} bytes, fewer than a verdict's {size}")
+    word = bytes(payload[:size].numpy())
+    reached, closed = _VERDICT.unpack(word[: _VERDICT.size])
+    mask = int.from_bytes(word[_VERDICT.size :], "little")
+    members = tuple(bit for bit in range(mask.bit_length()) if mask >> bit & 1)
+    if reached < step or closed > reached:
+        raise PayloadError(
+            f"{what}: the server says that it was at step {reached} with all rounds up to step {closed} closed, for a "
+            f"round of step {step}; that cannot be"
+        )
+    if server not in members or len(members) < least or members[-1] >= num_replicas:
+        raise PayloadError(
+            f"{what}: a mean is said to be of the replicas {_named(members)}; it must hold the server, replica "
+            f"{server}, and at least {least} of {num_replicas}"
+        )
+    return Verdict(members=members, progress=Progress(step=reached, closed_step=closed)), payload[size:].clone()
+
+
+def _named(members: Sequence[int]) -> str:
+    return ", ".join(map(str, members)) or "none"
+
+
+def _bytes(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -1,0 +1,61 @@
+"""An outer step where not every replica's part is in the mean: what was not counted is kept, and counted later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.averaging.delivery import Average
+from thinwire.sync.delayed import BoundDelayedOuterStep
+from thinwire.sync.outer import OuterOptimizer
+from thinwire.sync.schedule import Round
+from thinwire.sync.updates import BoundOuterStep, OuterStep, check_pseudo_gradients
+from thinwire.sync.views import BoundView
+from thinwire.transport.shards import local_shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepingOuterStep:
+    """An outer optimizer moves the global value; the local one is blended with it, or moves by the same step.
+
+    A replica whose part is in the mean blends: `local = alpha * local + (1 - alpha) * global`. One whose part came too
+    late moves along: `local = (local - old global) + new global`, so that its distance from the global value stays what
+    it was. That distance is its next pseudo-gradient: all that no round has counted yet, once, and what it trains until
+    then.
+
+    Args:
+        optimizer: Moves the global parameters.
+        blend: alpha, in [0, 1).
+
+    Raises:
+        ValueError: `blend` is out of its range.
+    """
+
+    optimizer: OuterOptimizer
+    blend: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        OuterStep(optimizer=self.optimizer, blend=self.blend)
+
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundKeepingOuterStep:
+        """See `Update.bind`."""
+        check_pseudo_gradients(view, name="KeepingOuterStep")
+        if any(local_shard(p).shape != p.shape for tensors in view.parameters.parameters for p in tensors):
+            raise ValueError(
+                "the model is sharded, and each rank would find out for itself whether its shard came too late; with a "
+                "quorum a replica is one rank: take streaming_diloco() for replicas of several"
+            )
+        return BoundKeepingOuterStep(OuterStep(optimizer=self.optimizer, blend=self.blend), view)
+
+
+class BoundKeepingOuterStep(BoundDelayedOuterStep):
+    """See `KeepingOuterStep`."""
+
+    def apply(self, round: Round, average: Average) -> None:
+        """See `BoundUpdate.apply`."""
+        if average.is_counted:
+            BoundOuterStep.apply(self, round, average)
+        else:
+            super().apply(round, average)

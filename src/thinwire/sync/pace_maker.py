@@ -1,0 +1,87 @@
+"""Where the others are, as far as a replica knows that comes late: what it must pass over to be with them again."""
+
+from __future__ import annotations
+
+import threading
+
+from thinwire.averaging.delivery import Progress
+from thinwire.sync.work import Work
+
+# So many inner steps are a measure of speed, and so much faster must the others be to count as faster.
+_LEAST_STEPS = 4
+_LEAST_RATE = 1.25
+
+
+class PaceMaker:
+    """The replica that closes the rounds, as one sees it whose parts come too late.
+
+    One that is late once, because it slept, is with the others again when it passes over what they did meanwhile. One
+    that is slower would be late again at once: while it does a step, the others close rounds. So, once it knows by how
+    much they are faster, it aims at where they will be after its next step, and sends its parts of the rounds until
+    there ahead of time.
+
+    Args:
+        work: What this replica does meanwhile.
+
+    Example:
+        >>> work = Work(num_fragments=1)
+        >>> others = PaceMaker(work)
+        >>> others.hear(Progress(step=30, closed_step=28), is_counted=False)
+        >>> others.target(stop=None), others.target(stop=20)
+        (30, 20)
+        >>> for _ in range(5):
+        ...     work.add_step(num_tokens=1)
+        >>> others.hear(Progress(step=45, closed_step=45), is_counted=False)
+        >>> others.rate, others.target(stop=100)
+        (3.0, 47)
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.rate = 1.0
+        self._work = work
+        self._progress = Progress()
+        self._heard_at = 0
+        self._base = 0, 0
+        self._lock = threading.Lock()
+
+    @property
+    def known_step(self) -> int:
+        """A step that the others have reached for certain, 0 where nothing is known."""
+        return self._progress.step
+
+    @property
+    def closed_step(self) -> int:
+        """A step up to which all rounds are closed for certain."""
+        return self._progress.closed_step
+
+    def hear(self, progress: Progress, *, is_counted: bool) -> None:
+        """Take in how far the others were just now; from any thread.
+
+        Args:
+            progress: How far.
+            is_counted: Whether this replica was in time, and has no reason to hurry unless it does already.
+        """
+        with self._lock:
+            num_steps = self._work.num_steps
+            if progress.step <= self._progress.step or (is_counted and self.rate == 1):
+                return
+            base_step, base_at = self._base
+            if base_step and num_steps - base_at >= _LEAST_STEPS:
+                rate = (progress.step - base_step) / (num_steps - base_at)
+                self.rate = rate if rate >= _LEAST_RATE else 1.0
+            if num_steps - base_at >= _LEAST_STEPS or not base_step or num_steps == base_at:
+                self._base = progress.step, num_steps
+            self._progress, self._heard_at = progress, num_steps
+
+    def target(self, *, stop: int | None) -> int:
+        """Return the step to be at before the next inner step, 0 where nothing is known.
+
+        Args:
+            stop: A step that must not be passed over. Where there is none, the others may have ended where they were
+                last heard of, so that is where it ends.
+        """
+        with self._lock:
+            if stop is None or not self.known_step:
+                return self.known_step
+            num_steps = self._work.num_steps - self._heard_at
+            return min(stop, int(self.known_step + self.rate * num_steps + self.rate - 1))

@@ -1,0 +1,77 @@
+"""What a replica has trained on, and what of it the rounds of each fragment have counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from thinwire.errors import CheckpointError
+from thinwire.sync.schedule import Round
+
+
+class Work:
+    """Tokens and inner steps of one replica: all of them, and up to each fragment's last round that counted them.
+
+    Args:
+        num_fragments: How many fragments there are.
+
+    Example:
+        >>> work = Work(num_fragments=1)
+        >>> work.add_step(num_tokens=5)
+        >>> work.since(0)
+        (5, 1)
+    """
+
+    def __init__(self, *, num_fragments: int) -> None:
+        self._done = (0, 0)
+        self._counted = [(0, 0)] * num_fragments
+        self._launched: dict[int, tuple[int, int]] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """All inner steps."""
+        return self._done[1]
+
+    def add_step(self, *, num_tokens: int) -> None:
+        """Take in one inner step."""
+        self._done = (self._done[0] + num_tokens, self._done[1] + 1)
+
+    def since(self, fragment: int) -> tuple[int, int]:
+        """Return tokens and steps since the fragment's last round that counted this replica's part."""
+        counted = self._counted[fragment]
+        return self._done[0] - counted[0], self._done[1] - counted[1]
+
+    def launch(self, round: Round) -> None:
+        """Note what a round's part holds."""
+        self._launched[round.id] = self._done
+
+    def settle(self, round: Round, *, is_counted: bool) -> None:
+        """Note whether a round counted its part."""
+        launched = self._launched.pop(round.id, None)
+        if is_counted and launched is not None:
+            self._counted[round.fragment] = launched
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything."""
+        launched = {str(number): list(done) for number, done in self._launched.items()}
+        return {"done": list(self._done), "counted": [list(one) for one in self._counted], "launched": launched}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back.
+
+        Raises:
+            CheckpointError: It is of another number of fragments.
+        """
+        if len(state["counted"]) != len(self._counted):
+            raise CheckpointError(
+                f"the checkpoint counts the work of {len(state['counted'])} fragments, this run has "
+                f"{len(self._counted)}; resume with its method and model"
+            )
+        self._done = _pair(state["done"])
+        self._counted = [_pair(one) for one in state["counted"]]
+        self._launched = {int(number): _pair(done) for number, done in state["launched"].items()}
+
+
+def _pair(numbers: list[int]) -> tuple[int, int]:
+    num_tokens, num_steps = numbers
+    return num_tokens, num_steps
