@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,14 @@ from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.views import PseudoGradient
-from thinwire.training import cost_check
+from thinwire.training import cost_check, worker
+from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.cost_check import CodeCost, complain, measure_codes, measure_rate
+from thinwire.training.worker import Place
 from thinwire.transport.base import Transport
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.notes import tell_all
+from thinwire.transport.recording import RecordingTransport
 
 CPU = torch.device("cpu")
 SHAPES = [torch.Size([48, 20]), torch.Size([48])]
@@ -202,6 +207,35 @@ def test_the_largest_fragment_is_measured_and_the_others_rounds_count_by_their_s
     view = PseudoGradient(fragments=Pattern(order="sequential", num_fragments=2))
     method = replace(recipe("diloco")(), schedule=Staggered(sync_interval=10), view=view)
     assert [bool(said) for said in complaints_of(method, num_steps=100)] == [is_told] * 3
+
+
+def test_a_run_writes_its_complaint_down_where_the_view_of_the_run_finds_it_and_a_resumed_one_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("a thin wire carries little. " * 200)
+    given = TrainConfig(
+        replicas=2, steps=2, data=str(tmp_path / "text.txt"), tokenizer="bytes", batch_size=1, seq_len=16,
+        checkpoint_every=1, out=tmp_path / "run", cache_dir=tmp_path / "cache",
+    )  # fmt: skip
+    config = resolve(given, world_size=None, cores=2, home=tmp_path)
+    complaints = iter(["coding costs"] * 2 + ["coding still costs"] * 2)
+    monkeypatch.setattr(worker, "complain", lambda *args, **rest: next(complaints))
+
+    def run(*, is_resumed: bool) -> None:
+        def replica_main(transport: LoopbackTransport) -> None:
+            monkeypatch.setattr(worker, "connect", lambda **rest: RecordingTransport(transport))
+            worker.run_replica(config, place=Place(local_rank=transport.replica, is_resumed=is_resumed))
+
+        thinwire.run_replicas(2, replica_main)
+
+    run(is_resumed=False)
+    run(is_resumed=True)
+    lines = [
+        [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted(config.run_dir.glob("metrics-replica-*.jsonl"))
+    ]
+    found = [[(line["step"], line["message"]) for line in own if line["kind"] == "warning"] for own in lines]
+    assert found == [[(1, "coding costs"), (3, "coding still costs")], []]
 
 
 def test_the_rate_is_the_same_on_all_replicas() -> None:

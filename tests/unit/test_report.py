@@ -303,6 +303,12 @@ def test_lines_after_a_resume_take_the_place_of_those_beyond_the_checkpoint(tmp_
     assert [line.loss for line in steps[2:]] == [1.25, 1.5]
 
 
+def test_a_warning_among_the_lines_is_no_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=20)
+    append(run / "metrics-replica-0.jsonl", {"kind": "warning", "step": 1, "message": "coding costs"})
+    assert read_run(run).replicas[0].error == ""
+
+
 @pytest.mark.parametrize(
     "line",
     [

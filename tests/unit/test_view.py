@@ -109,6 +109,37 @@ def test_a_resumed_run_says_only_what_is_new(tmp_path: Path, after_step: int) ->
     assert (view.state.evaluation is not None) == (after_step == 20)
 
 
+def warning_line(step: int, words: str) -> dict[str, object]:
+    return {"kind": "warning", "step": step, "message": words}
+
+
+def test_a_warning_is_told_on_lines_and_in_the_table_and_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    console, stream = _pipe()
+    append(_metrics(tmp_path, 0), warning_line(1, "[bold]coding costs\x1b[2J"), step_line(10))
+    with LiveView(tmp_path, replicas=1, total_steps=300, console=console, period_s=STEP) as view:
+        pass
+    assert stream.getvalue().splitlines()[0].startswith("warning: [bold]coding costs")
+    assert "\x1b" not in stream.getvalue()
+    table, shown = _pipe()
+    table.print(progress_table(view.state, replicas=1, width=80))
+    assert "warning: [bold]coding costs" in shown.getvalue() and "\x1b" not in shown.getvalue()
+
+
+def test_a_resumed_run_says_its_own_warning_and_not_that_of_its_earlier_part(tmp_path: Path) -> None:
+    console, stream = _pipe()
+    path = _metrics(tmp_path, 0)
+    append(path, warning_line(1, "on the old wire"), step_line(10), step_line(20))
+    with LiveView(tmp_path, replicas=1, total_steps=40, console=console, period_s=STEP, after_step=20) as view:
+        _wait(lambda: 0 in view.state.steps)
+        path.unlink()
+        path.touch()
+        time.sleep(5 * STEP)
+        append(path, warning_line(1, "on the old wire"), step_line(10), warning_line(21, "on this wire"))
+        _wait(lambda: "this wire" in stream.getvalue())
+    assert stream.getvalue().splitlines() == ["warning: on this wire"]
+    assert view.state.warnings == {0: "on this wire"}
+
+
 def test_quiet_shows_nothing(tmp_path: Path) -> None:
     console, stream = _pipe()
     append(_metrics(tmp_path, 0), step_line(10))

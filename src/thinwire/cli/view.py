@@ -56,6 +56,7 @@ class RunState:
     steps: dict[int, StepLine] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
     parts: dict[int, EvaluationLine] = field(default_factory=dict)
+    warnings: dict[int, str] = field(default_factory=dict)
 
     @property
     def evaluation(self) -> EvaluationLine | None:
@@ -78,6 +79,8 @@ class RunState:
             self.parts[replica] = parse(EvaluationLine, values, source="a line of metrics")
         elif kind == "error":
             self.errors[replica] = str(values.get("message", "unknown error"))
+        elif kind == "warning":
+            self.warnings[replica] = str(values.get("message", "unknown warning"))
         return str(kind)
 
 
@@ -178,9 +181,9 @@ class LiveView:
                 for line in filter(self._is_earlier, lines):
                     self.state.take(replica, line)
 
-    def _is_earlier(self, line: bytes) -> bool:
+    def _is_earlier(self, line: bytes, *, kinds: tuple[str, ...] = ("step", "eval")) -> bool:
         values = json.loads(line)
-        is_of_step = isinstance(values, dict) and values.get("kind") in ("step", "eval")
+        is_of_step = isinstance(values, dict) and values.get("kind") in kinds
         return is_of_step and self.after_step is not None and values["step"] <= self.after_step
 
     def _look(self) -> list[str]:
@@ -189,9 +192,13 @@ class LiveView:
         # Replica 0 last: its line speaks of all replicas.
         for replica in sorted(self._tails, reverse=True):
             for line in self._tails[replica].new_lines():
+                if self._is_earlier(line, kinds=("warning",)):
+                    continue  # looked at anew before training goes on
                 kind = self.state.take(replica, line)
                 if kind == "error":
                     said.append(f"replica {replica} failed: {self.state.errors[replica]}")
+                elif kind == "warning":
+                    said.append(f"warning: {self.state.warnings[replica]}")
                 elif self._is_earlier(line):  # a file that was cut is read anew
                     continue
                 elif kind == "eval" and self.state.evaluation and self.state.is_evaluated(replicas=len(self._tails)):
@@ -245,6 +252,7 @@ def progress_table(state: RunState, *, replicas: int, width: int) -> RenderableT
     below = [plain(evaluation_words(state.evaluation))] if state.evaluation else []
     if 0 in state.steps:
         below.append(plain(f"time {format_seconds(state.steps[0].time_s)}"))
+    below += [plain(f"warning: {words}") for words in state.warnings.values()]
     failed = [plain(f"replica {n} failed: {words}") for n, words in state.errors.items()]
     for words in failed:
         words.stylize("bold red")

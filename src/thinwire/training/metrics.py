@@ -174,6 +174,10 @@ class Meter:
         """Write why this replica stops."""
         self._write({"kind": "error", "step": step, "message": message}, step=step)
 
+    def write_warning(self, step: int, *, message: str) -> None:
+        """Write what the user should know from `step` on; nothing stops."""
+        self._write({"kind": "warning", "step": step, "message": message}, step=step)
+
     def state_dict(self, *, stalled_s: float) -> dict[str, Any]:
         """Return the counts and how long the two files are; no line may be pending."""
         now = self.read(stalled_s=stalled_s)

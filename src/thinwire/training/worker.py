@@ -152,8 +152,10 @@ class _Replica:
         training: Training | None = None
         try:
             training = self._assemble(meter)
-            self._check_code(warn)
+            complaint = self._check_code()
             self._go_to(step, training, meter)
+            if complaint and self._transport.replica == 0:
+                meter.write_warning(step + 1, message=complaint)
             training.run()
             return self._close(training)
         except ThinwireError as error:
@@ -219,19 +221,17 @@ class _Replica:
             device=device,
         )
 
-    def _check_code(self, warn: Callable[[str], None]) -> None:
-        """Warn where the method's code costs more time than it saves on this wire."""
+    def _check_code(self) -> str:
+        """Return what to tell where the method's code costs more time than it saves on this wire."""
         if self._transport.num_replicas < 2:
-            return
-        complaint = complain(
+            return ""
+        return complain(
             self._optimizer,
             num_steps=self._config.steps,
             number=_PROBING,
             deadline_s=self._config.join_deadline_s,
             device=next(self._model.parameters()).device,
         )
-        if complaint and self._transport.replica == 0 and not self._config.quiet:
-            warn(complaint)
 
     def _go_to(self, step: int, training: Training, meter: Meter) -> None:
         if step:

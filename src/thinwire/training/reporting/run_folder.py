@@ -245,6 +245,8 @@ def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[Evaluati
                 evaluations.append(parse(EvaluationLine, line, source=where))
             case "error":
                 error = str(line.get("message", "unknown error"))
+            case "warning":
+                pass  # was told while the run went on
             case other:
                 raise DataError(f"{where} is a line of the unknown kind {other!r}; this file is not a run's metrics")
     transfers = path / f"transfers-replica-{number}.jsonl"
