@@ -13,15 +13,16 @@ syncer. For each round of a fragment, launched after step t:
     theta_mp = (theta_mp - theta_p) + theta_p'              for the others    their work is kept, and counted once
 
 A replica that hears that a round was closed without it passes over the steps up to where the syncer is, taking in the
-means on the way, and goes on from there. So one that is half as fast does half of the inner steps, and its parts, of
-fewer steps, are counted again at once. `optimizer.steps_done` counts what it passed over: train until that is reached.
+means on the way, and goes on from there. One that is slower all the time sends its parts of the rounds ahead that the
+syncer will close during its next step. So one that is half as fast does half of the inner steps, and its parts, of
+fewer steps, are counted. `optimizer.steps_done` counts what it passed over: train until that is reached.
 
 What was read where: the paper itself was not at hand. Summaries of it give the syncer, the minimum quorum, the grace
 window, the token weights, the radial-directional average and P = 24, H = 24, tau = 2; the average's formula, that it
 works tensor by tensor and leaves embeddings out, was read in public code that follows the paper. How a late replica
-goes on, the catching up, that the grace is measured in the syncer's own steps (so that it follows the time that they
+goes on, how it catches up, that the grace is measured in the syncer's own steps (so that it follows the time that they
 take) and the defaults of K (all but one) and of the grace (half of tau) are ours. In the paper the syncer is a process
-of its own; here it is one of the replicas, which nobody overtakes: put it on a machine that is not slow. The paper
+of its own; here it is one of the replicas, and all wait for it: put it on a machine that is not slow. The paper
 packs fragments to equal sizes; here a fragment is a group of blocks, which are alike, and the embedding with the rest
 is one fragment. Replicas do not join or leave.
 """

@@ -43,7 +43,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         next_stop: A step that must not be passed over, because the loop does something there that all replicas do
-            after the same step; None for no such step. Only replicas that catch up pass over steps.
+            after the same step, the end for one; None for none known. Only replicas that catch up pass over steps.
 
     Raises:
         ValueError: The method does not fit the model, the inner optimizer or the number of replicas.
