@@ -65,6 +65,7 @@ def entries(task: str, *, steps: int | None = None) -> dict[str, dict[str, Any]]
         "local-sgd": {"method": "local-sgd", "arguments": interval},
         "diloco": {"method": "diloco", "arguments": interval},
         "streaming-diloco": {"method": "streaming-diloco", "arguments": interval | {"overlap_steps": 3}},
+        "decoupled-diloco": {"method": "decoupled-diloco", "arguments": interval | {"overlap_steps": 3}},
         "eager": {"method": "eager", "arguments": interval},
         **(muon if task == "language" else {}),
         "sparse-loco": {"method": "sparse-loco", "arguments": interval},
@@ -127,7 +128,9 @@ def train_replica(loopback: LoopbackTransport, settings: dict[str, Any], task: C
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport, seed=settings["seed"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=settings["steps"]))
     before = transport.log.totals("sent").payload_bytes
-    for _, batch in zip(range(settings["steps"]), batches, strict=False):
+    late = 2 * settings["steps"] // 3  # from here on no warm-up is left
+    for step, batch in zip(range(settings["steps"]), batches, strict=False):
+        sent_early = transport.log.totals("sent").payload_bytes if step <= late else sent_early
         one_step(optimizer, model, lambda batch=batch: loss_of(batch))
         optimizer.zero_grad()
         scheduler.step()
@@ -137,7 +140,11 @@ def train_replica(loopback: LoopbackTransport, settings: dict[str, Any], task: C
     numel = sum(parameter.numel() for parameter in model.parameters())
     with optimizer.global_parameters():
         reached = measure()
-    return {"numel": numel, "sent_bytes": sent, "bits": 8 * sent / numel / settings["steps"], **reached}
+    late_bits = 8 * (sent - sent_early + before) / numel / (settings["steps"] - late)
+    return {
+        "numel": numel, "sent_bytes": sent, "bits": 8 * sent / numel / settings["steps"], "late_bits": late_bits,
+        **reached,
+    }  # fmt: skip
 
 
 def one_step(optimizer: thinwire.DistributedOptimizer, model: nn.Module, loss: Callable[[], torch.Tensor]) -> None:
@@ -163,7 +170,7 @@ Task = tuple[Any, Iterator[Any], Callable[[Any], Any], Callable[[], Any]]
 
 def digits(settings: dict[str, Any], *, replica: int) -> Task:
     """Return model, batches, loss and measure of the digits: 16 images a replica and step."""
-    found, model = images.load_digits(), images.convnet(width=64, seed=settings["seed"])
+    found, model = images.load_digits(), images.convnet(width=settings.get("width", 64), seed=settings["seed"])
     own = slice(replica, None, settings["replicas"])
     batches = images.batches(
         found.train_images[own], found.train_labels[own], batch_size=16, seed=1000 * settings["seed"] + replica

@@ -1,0 +1,45 @@
+"""How far Deep Gradient Compression shrinks what a convnet sends, and what it costs in accuracy.
+
+    python benchmarks/methods/dgc_ratio.py
+
+The digits of `compare.py` with a convnet twice as wide, since biases and norms travel whole and weigh less there. The
+ratio is between the bytes that the transport counted in the last third of the steps, after the density's warm-up, and
+those of dense float32 payloads to the same peers; the paper's ratios too are of gradients after the warm-up.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from compare import SEEDS, TASKS, entries, read, run
+
+RESULTS = Path(__file__).parents[1] / "results" / "dgc_ratio.jsonl"
+REFERENCE, NAME, WIDTH = "all-reduce, SGD with momentum", "dgc", 128
+
+
+def main() -> None:
+    for seed in SEEDS:
+        for name in (REFERENCE, NAME):
+            if any((line["name"], line["seed"]) == (name, seed) for line in read(RESULTS)):
+                continue
+            settings = {"task": "digits", "name": name, "seed": seed, **TASKS["digits"], **entries("digits")[name]}
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(run(settings | {"width": WIDTH})) + "\n")
+    lines = read(RESULTS)
+    for name in (REFERENCE, NAME):
+        found = [line for line in lines if line["name"] == name]
+        # each of the others gets the payload: what one of them gets is a third of what a replica of four sends
+        bits = [line["late_bits"] / (line["replicas"] - 1) for line in found]
+        ratio = 32 / statistics.median(bits) if name == NAME else 1.0
+        print(f"{name}: accuracy {spread([100 * line['accuracy'] for line in found])} %, {ratio:.0f} times fewer bytes")
+
+
+def spread(values: list[Any]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+if __name__ == "__main__":
+    main()
