@@ -127,7 +127,7 @@ def train_replica(loopback: LoopbackTransport, settings: dict[str, Any], task: C
     method = method_of(settings, replica=transport.replica)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport, seed=settings["seed"])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(step, steps=settings["steps"]))
-    before = transport.log.totals("sent").payload_bytes
+    before = sent_early = transport.log.totals("sent").payload_bytes
     late = 2 * settings["steps"] // 3  # from here on no warm-up is left
     for step, batch in zip(range(settings["steps"]), batches, strict=False):
         sent_early = transport.log.totals("sent").payload_bytes if step <= late else sent_early
