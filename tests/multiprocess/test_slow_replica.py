@@ -27,7 +27,7 @@ def train_beside_a_slow_one(until: int, fast_s: float, slow_s: float, sleeps: li
     torch.set_num_threads(1)
     model = build("transformer")
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    method = decoupled_diloco(sync_interval=12, overlap_steps=2, num_fragments=3)
+    method = decoupled_diloco(sync_interval=12, overlap_steps=4, grace_steps=3, num_fragments=3)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=method, transport=transport)
     optimizer.next_stop = until
     is_slow, extra = transport.replica == 2, {int(step): seconds for step, seconds in sleeps}
@@ -70,7 +70,7 @@ def train_all(**arguments: Any) -> list[dict[str, Any]]:
 
 
 def test_replicas_do_not_wait_for_a_slow_one_whose_parts_count_all_the_same() -> None:
-    slow_s, until = 0.35, 96
+    slow_s, until = 0.35, 132
     found = train_all(until=until, fast_s=0.08, slow_s=slow_s, sleeps=[])
     for fast in found[:2]:
         assert fast["stall_s"] < slow_s, "the longest wait of a fast replica"
@@ -78,7 +78,7 @@ def test_replicas_do_not_wait_for_a_slow_one_whose_parts_count_all_the_same() ->
         assert fast["own"] > until * 3 / 4
     slow = found[2]
     assert slow["own"] < until / 2, "it does some of the steps"
-    assert slow["applied"] - slow["missed"] - 3 >= 4, "it is in some of the means before the final ones"
+    assert slow["applied"] - slow["missed"] - 3 >= 3, "it is in some of the means before the final ones"
 
 
 def test_a_replica_that_sleeps_once_is_in_time_again() -> None:
