@@ -307,3 +307,15 @@ def test_steps_vary_by_the_seed_and_by_nothing_else():
 def test_what_cannot_be_simulated_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3, 8])
+def test_a_replica_sends_the_bytes_that_the_exchange_of_that_name_counts(num_replicas):
+    from thinwire.averaging import exchange
+    from thinwire.codecs import float32
+
+    numel = 64 * 7 * num_replicas
+    for pattern, real in ((AllGather(), exchange.AllGather), (TwoPhase(), exchange.TwoPhase)):
+        run = train(num_replicas=num_replicas, num_steps=10, fragments=(4 * numel,), exchange=Exchange(pattern=pattern))
+        sent_bytes = real(codec=float32()).sent_bytes(numel, num_replicas=num_replicas)
+        assert run.link_bits[:num_replicas] == pytest.approx([8 * sent_bytes] * num_replicas)
