@@ -1,0 +1,282 @@
+"""Bits on links in virtual time: flows over several links at once, at max-min fair rates, from one event to the next.
+
+A flow is a fluid: it has one rate, and loads every link that it names in proportion. A transfer along a path loads each
+link of it with one bit for a bit; an exchange among many replicas is one flow too, which loads all their links at once
+with weights. Rates change only when a flow starts or ends or a link changes, so nothing is lost between those events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from thinwire.simulate.clock import Clock
+from thinwire.simulate.sharing import Demand, max_min_rates
+
+Loads = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A wire in one direction.
+
+    Attributes:
+        bandwidth_bits_per_s: Its rate from the start; 0 carries nothing, infinity never fills.
+        latency_s: How long a bit is under way.
+        changes: Pairs of a time in seconds and the rate from then on, in the order of time; a rate of 0 is a failure,
+            and flows over the link stand still until it has a rate again.
+
+    Raises:
+        ValueError: A number is negative or none, or the changes are not in the order of time.
+    """
+
+    bandwidth_bits_per_s: float
+    latency_s: float = 0.0
+    changes: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        for rate in (self.bandwidth_bits_per_s, *(rate for _, rate in self.changes)):
+            if not rate >= 0:
+                raise ValueError(f"bandwidth_bits_per_s must be at least 0, got {rate}; 0 is a link that is down")
+        if not (self.latency_s >= 0 and isfinite(self.latency_s)):
+            raise ValueError(f"latency_s must be finite and at least 0, got {self.latency_s}")
+        times = [time_s for time_s, _ in self.changes]
+        if not all(0 <= time_s < inf for time_s in times) or times != sorted(set(times)):
+            raise ValueError(f"changes must have finite times from 0 on in ascending order, got {times}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Bits that cross links together.
+
+    Attributes:
+        size_bits: How many; 0 takes only the latency.
+        loads: Pairs of a link's number and the bits on it for one bit of the flow. A link named twice carries both.
+        latency_s: From the last bit's leaving to the flow's end.
+        limit_bits_per_s: The flow is never faster than this.
+        share: Its part of a link that it shares, beside the parts of others: what 3 connections get is a share of 3.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    size_bits: float
+    loads: Loads
+    latency_s: float = 0.0
+    limit_bits_per_s: float = inf
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.size_bits >= 0 and isfinite(self.size_bits)):
+            raise ValueError(f"size_bits must be finite and at least 0, got {self.size_bits}")
+        if not (self.latency_s >= 0 and isfinite(self.latency_s)):
+            raise ValueError(f"latency_s must be finite and at least 0, got {self.latency_s}")
+        if not (self.limit_bits_per_s > 0 and self.share > 0 and isfinite(self.share)):
+            raise ValueError(
+                f"limit_bits_per_s and share must be above 0 and share finite, got {self.limit_bits_per_s} and "
+                f"{self.share}; leave limit_bits_per_s out for a flow without a limit"
+            )
+        if not all(weight > 0 and isfinite(weight) for _, weight in self.loads):
+            raise ValueError(f"loads must be finite and above 0, got {self.loads}; leave out links that carry nothing")
+
+
+class Moving:
+    """A flow under way."""
+
+    __slots__ = ("at_s", "demand", "done", "flow", "has_left", "left_bits", "number", "rate", "version")
+
+    def __init__(
+        self, number: int, flow: Flow, loads: Loads, done: Callable[[], None], has_left: Callable[[], None] | None
+    ) -> None:
+        self.number, self.flow, self.done, self.has_left = number, flow, done, has_left
+        self.demand = Demand(loads=loads, limit=flow.limit_bits_per_s, share=flow.share)
+        self.left_bits, self.rate, self.at_s, self.version = flow.size_bits, 0.0, 0.0, 0
+
+
+class Network:
+    """Links on a clock, and the flows that move over them.
+
+    Args:
+        links: Numbered from 0 in this order.
+        clock: Whose time it is.
+
+    Attributes:
+        peak_bits_per_s: The highest rate that each link has carried at any time.
+
+    Example:
+        >>> clock = Clock()
+        >>> network = Network([Link(bandwidth_bits_per_s=10.0, latency_s=0.5)], clock=clock)
+        >>> ends = []
+        >>> for size in (10, 30):
+        ...     _ = network.start(Flow(size_bits=size, loads=((0, 1.0),)), lambda: ends.append(clock.now_s))
+        >>> clock.run()
+        >>> ends  # both at 5 bits a second, then the second one alone at 10
+        [2.0, 4.0]
+    """
+
+    def __init__(self, links: Sequence[Link], *, clock: Clock) -> None:
+        self._clock = clock
+        self._rates = [float(link.bandwidth_bits_per_s) for link in links]
+        self._users: list[dict[int, Moving]] = [{} for _ in links]
+        self._dirty: dict[int, None] = {}  # as a set, but in the order of marking
+        self._fresh: list[Moving] = []
+        self._carried_bits = [0.0] * len(links)
+        self.peak_bits_per_s = [0.0] * len(links)
+        self._num_started = 0
+        clock.settle_with(self._settle)
+        for number, link in enumerate(links):
+            for time_s, rate in link.changes:
+                clock.at(time_s, self._changing(number, rate))
+
+    def start(self, flow: Flow, done: Callable[[], None], *, has_left: Callable[[], None] | None = None) -> Moving:
+        """Start a flow now.
+
+        Args:
+            flow: What is sent.
+            done: Runs when the last bit has arrived.
+            has_left: Runs when the last bit has left, which is the latency earlier.
+
+        Raises:
+            ValueError: The flow names a link that does not exist.
+        """
+        loads = _joined(flow.loads)
+        for link, _ in loads:
+            if not 0 <= link < len(self._rates):
+                raise ValueError(f"loads must name links 0 to {len(self._rates) - 1}, got {link}")
+        moving = Moving(self._num_started, flow, loads, done, has_left)
+        moving.at_s = self._clock.now_s
+        self._num_started += 1
+        if flow.size_bits == 0:
+            self._arrive(moving)
+            return moving
+        for link, _ in loads:
+            self._users[link][moving.number] = moving
+            self._dirty[link] = None
+        if not loads:
+            self._fresh.append(moving)
+        self._clock.unsettle()
+        return moving
+
+    def stop(self, moving: Moving) -> None:
+        """Take a flow off the links for good; it ends without `done`. One that has sent its last bit is too late."""
+        if moving.left_bits > 0:
+            self._bring_up_to_date(moving)
+            self._leave(moving)
+
+    def carried_bits(self) -> list[float]:
+        """Return the bits that each link has carried so far."""
+        carried = list(self._carried_bits)
+        for moving in {number: moving for users in self._users for number, moving in users.items()}.values():
+            sent = moving.flow.size_bits - moving.left_bits + self._since(moving)
+            for link, weight in moving.demand.loads:
+                carried[link] += weight * sent
+        return carried
+
+    def load_bits_per_s(self, link: int) -> float:
+        """Return what a link carries now."""
+        return sum(
+            moving.rate * weight
+            for moving in self._users[link].values()
+            for at, weight in moving.demand.loads
+            if at == link
+        )
+
+    def rate_bits_per_s(self, link: int) -> float:
+        """Return what a link could carry now."""
+        return self._rates[link]
+
+    def _since(self, moving: Moving) -> float:
+        elapsed = self._clock.now_s - moving.at_s
+        return min(moving.left_bits, moving.rate * elapsed) if elapsed else 0.0
+
+    def _changing(self, link: int, rate: float) -> Callable[[], None]:
+        def change() -> None:
+            self._rates[link] = float(rate)
+            self._dirty[link] = None
+
+        return change
+
+    def _settle(self) -> None:
+        """Give new rates to all flows that what happened in this instant may have touched."""
+        for moving in self._fresh:
+            self._move(moving, moving.flow.limit_bits_per_s)
+        self._fresh.clear()
+        dirty, self._dirty = self._dirty, {}
+        settled: set[int] = set()
+        for link in dirty:
+            if link in settled or not self._users[link]:
+                continue
+            flows, links = self._component(link)
+            settled.update(links)
+            capacities = {reached: self._rates[reached] for reached in links}
+            for moving, rate in zip(flows, max_min_rates([f.demand for f in flows], capacities), strict=True):
+                self._move(moving, rate)
+            self._note_peaks(flows)
+
+    def _component(self, link: int) -> tuple[list[Moving], list[int]]:
+        """Return the flows that share links with each other, from one link on, and all links that they use."""
+        flows: dict[int, Moving] = {}
+        links = {link: None}
+        fresh = [link]
+        while fresh:
+            for number, moving in self._users[fresh.pop()].items():
+                if number not in flows:
+                    flows[number] = moving
+                    new = [at for at, _ in moving.demand.loads if at not in links]
+                    links.update(dict.fromkeys(new))
+                    fresh += new
+        return [flows[number] for number in sorted(flows)], list(links)
+
+    def _note_peaks(self, flows: Iterable[Moving]) -> None:
+        loads: dict[int, float] = {}
+        for moving in flows:
+            for link, weight in moving.demand.loads:
+                loads[link] = loads.get(link, 0.0) + weight * moving.rate
+        for link, load in loads.items():
+            self.peak_bits_per_s[link] = max(self.peak_bits_per_s[link], load)
+
+    def _move(self, moving: Moving, rate: float) -> None:
+        if rate == moving.rate:
+            return
+        self._bring_up_to_date(moving)
+        moving.rate = rate
+        moving.version += 1
+        # rounding may leave nothing to a flow whose link fails just before its end
+        if rate > 0 or moving.left_bits == 0:
+            version = moving.version
+            rest_s = moving.left_bits / rate if moving.left_bits else 0.0
+            self._clock.at(self._clock.now_s + rest_s, lambda: self._finish(moving, version))
+
+    def _bring_up_to_date(self, moving: Moving) -> None:
+        moving.left_bits -= self._since(moving)
+        moving.at_s = self._clock.now_s
+
+    def _finish(self, moving: Moving, version: int) -> None:
+        if version == moving.version:
+            moving.left_bits = 0.0
+            self._leave(moving)
+            self._arrive(moving)
+
+    def _arrive(self, moving: Moving) -> None:
+        if moving.has_left is not None:
+            self._clock.at(self._clock.now_s, moving.has_left)
+        self._clock.at(self._clock.now_s + moving.flow.latency_s, moving.done)
+
+    def _leave(self, moving: Moving) -> None:
+        moving.version += 1
+        self._clock.unsettle()
+        sent = moving.flow.size_bits - moving.left_bits
+        for link, weight in moving.demand.loads:
+            del self._users[link][moving.number]
+            self._dirty[link] = None
+            self._carried_bits[link] += weight * sent
+
+
+def _joined(loads: Loads) -> Loads:
+    if len({link for link, _ in loads}) == len(loads):
+        return loads
+    joined: dict[int, float] = {}
+    for link, weight in loads:
+        joined[link] = joined.get(link, 0.0) + weight
+    return tuple(joined.items())
