@@ -14,7 +14,7 @@ def test_a_probe_finds_the_rates_and_latencies_of_uneven_wires(tmp_path: Path) -
     """Times here are not judged tightly: other work on the machine may hold a transfer up, but never speed one up."""
     skip_where_labs_are_impossible()
     words = [
-        sys.executable, "-m", "thinwire.cli.main", "probe", "--budget", "20s", "--step-time", "0.1s", "--threads", "1",
+        sys.executable, "-m", "thinwire.cli.main", "probe", "--budget", "6s", "--step-time", "0.1s", "--threads", "1",
         "--batch-size", "1", "--seq-len", "16", "--out", str(tmp_path / "cluster.json"), "--json",
     ]  # fmt: skip
     with Lab(hosts=2, rate="20mbit/8mbit", link=Link(latency_s=0.02)) as lab:
@@ -35,7 +35,7 @@ def test_a_probe_finds_the_rates_and_latencies_of_uneven_wires(tmp_path: Path) -
 def test_hosts_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
     skip_where_labs_are_impossible()
     words = [
-        sys.executable, "-m", "thinwire.cli.main", "probe", "--step-time", "0.1s", "--deadline", "20s",
+        sys.executable, "-m", "thinwire.cli.main", "probe", "--step-time", "0.1s", "--deadline", "6s",
         "--batch-size", "1", "--seq-len", "16", "--out", str(tmp_path / "cluster.json"),
     ]  # fmt: skip
     with Lab(hosts=2, links={(0, 1): Link(is_cut=True), (1, 0): Link(is_cut=True)}) as lab:

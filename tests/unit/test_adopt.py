@@ -47,13 +47,16 @@ def begin(name: str, *, replicas: int, count: int) -> list[State]:
     return list(thinwire.run_replicas(replicas, replica_main))
 
 
-def go_on(name: str, states: list[State], *, replicas: int, count: int, start: int) -> list[dict[str, Any]]:
+def go_on(
+    name: str, states: list[State], *, replicas: int, count: int, start: int, before: int = 0
+) -> list[dict[str, Any]]:
+    """Go on for `count` steps in new objects; `before` that, the optimizer has done so many steps of its own."""
+
     def replica_main(transport: LoopbackTransport) -> dict[str, Any]:
         model = build("transformer", seed=9)
         optimizer = wrap(model, transport, recipe(name)(**METHODS[name]), adamw(model))
         weights, state = copy.deepcopy(states[transport.replica % len(states)])
-        # what this optimizer has done before must not matter
-        steps(model, optimizer, 6, replica=transport.replica, start=50)
+        steps(model, optimizer, before, replica=transport.replica, start=50)
         model.load_state_dict(weights)
         anew = optimizer.adopt_state_dict(state)
         exchanges = copy.deepcopy(optimizer.state_dict()["sync"]["exchanges"])
@@ -91,7 +94,7 @@ def test_what_a_replica_has_not_sent_stays_with_it_alone_and_a_new_one_says_what
 
 def test_a_memory_that_begins_anew_holds_nothing_of_what_the_optimizer_did_before() -> None:
     states = begin("ef21", replicas=2, count=3)
-    for one in go_on("ef21", states, replicas=3, count=1, start=3):
+    for one in go_on("ef21", states, replicas=3, count=1, start=3, before=2):
         hop = one["exchanges"]["0"]["0"]["out"]
         assert set(hop) == {"own", "mean"} and not any(vector.any() for vector in hop.values())
 
