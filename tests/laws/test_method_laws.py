@@ -124,8 +124,12 @@ def test_a_run_that_goes_on_from_its_state_ends_with_the_same_bits(name: str, st
         assert same(one["values"], other["values"])
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("final_exchange", [False, True])
+ENDED = [(name, False) for name in RECIPES] + [
+    (name, True) for name in ("streaming-diloco", "eager", "noloco", "dimat")
+]
+
+
+@pytest.mark.parametrize(("name", "final_exchange"), ENDED)
 def test_a_run_that_was_ended_can_go_on_from_its_state(name: str, final_exchange: bool) -> None:
     """What was in flight came in early, and is not waited for when it would have been due."""
     found = train(name, 2, stop=6, ends=(final_exchange,))
