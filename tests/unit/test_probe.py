@@ -16,7 +16,7 @@ from thinwire.planning.cluster import Machine
 from thinwire.planning.probe import Budget, Wires, probe_wires
 from thinwire.transport.loopback import LoopbackTransport, single
 
-QUICK = Budget(seconds=1.0, most_bytes=2**18)
+QUICK = Budget(seconds=0.2, most_bytes=2**16)
 
 
 def probed(count: int) -> list[Wires]:
@@ -85,7 +85,7 @@ def test_a_peer_that_wants_to_send_too_much_is_refused() -> None:
         if transport.replica == 0:
             line.say(probe._size_word(2**40), to=1)
             return
-        with pytest.raises(PayloadError, match=r"replica 0 .* 1099511627776 bytes, more than 262144"):
+        with pytest.raises(PayloadError, match=r"replica 0 .* 1099511627776 bytes, more than 65536"):
             probe._follow(line, 0, QUICK)
 
     thinwire.run_replicas(2, replica_main)
