@@ -8,7 +8,7 @@ Every run appends one JSON line to the results, and is left out when its line is
 live in one process, so losses and bytes do not depend on the machine's speed; bytes are counted by the transport.
 Learning rates are one a kind of inner optimizer, and were not tuned for single methods. To try an entry:
 
-    python benchmarks/methods/compare.py digits --name dimat --seeds 0 --steps 20 --results /tmp/tried.jsonl
+    python benchmarks/methods/compare.py digits --name dimat --seeds 0 --steps 20 --results tried.jsonl
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.reference.loops import same, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.averaging.delivery import Average, Progress
 from thinwire.codecs import float32
-from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, PeerLost
+from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, PayloadError, PeerLost
 from thinwire.methods import decoupled_diloco
 from thinwire.sync import keeping
 from thinwire.sync.fragments import BlockParameters, Pattern
@@ -191,12 +191,12 @@ def test_a_dead_replica_ends_the_run_by_name_also_where_a_quorum_is_left():
 
 def test_the_others_are_as_fast_as_they_were_over_some_steps_of_ones_own():
     work = Work(num_fragments=1)
-    others = PaceMaker(work)
+    others, launched = PaceMaker(work, drift_steps=1000), Round(id=0, fragment=0, launch_step=0, apply_step=0)
 
     def heard(step, *, after, is_counted=False):
         for _ in range(after):
             work.add_step(num_tokens=1)
-        others.hear(Progress(step=step, closed_step=step - 1), is_counted=is_counted)
+        others.hear(launched, Progress(step=step, closed_step=step - 1), is_counted)
         return others.rate, others.target(stop=10**6), others.target(stop=None)
 
     assert others.target(stop=5) == others.target(stop=None) == others.closed_step == 0
@@ -295,3 +295,13 @@ def test_stepping_aside_lets_the_others_go_on_as_far_as_they_can():
     world.run(replica_main)
     assert events == ["first", "one waits", "two is done", "again", "one is done"]
     assert not world.transports[0].step_aside(), "outside of a run there is nobody"
+
+
+def test_others_that_are_said_to_be_further_than_they_can_be_are_not_followed() -> None:
+    """A replica would pass over all the steps up to there."""
+    others = PaceMaker(Work(num_fragments=1), drift_steps=60)
+    launched = Round(id=3, fragment=0, launch_step=40, apply_step=42)
+    others.hear(launched, Progress(step=100, closed_step=99), False)
+    with pytest.raises(PayloadError, match=r"round 3 of step 40: .* at step 18446744073709551615, .* 100 at most"):
+        others.hear(launched, Progress(step=2**64 - 1, closed_step=0), False)
+    assert others.known_step == 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class Engine:
         self.work = Work(num_fragments=self.num_fragments)
         self._settling: list[InFlight] = []
         self._reached_step = 0
-        self._pace_maker = PaceMaker(self.work)
+        self._drift_steps = method.schedule.sync_interval * method.drift_intervals
+        self._pace_maker = PaceMaker(self.work, drift_steps=self._drift_steps)
         method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
 
     @property
@@ -240,11 +242,11 @@ class Engine:
             num_steps=num_steps,
             is_closed=not is_last and round.launch_step <= self._pace_maker.closed_step,
             reached=lambda: self._reached_step,
-            hear=lambda progress, is_counted: self._pace_maker.hear(progress, is_counted=is_counted),
+            hear=partial(self._pace_maker.hear, round),
         )
         # while this round is on its way, so many inner steps pass at most, here and at the peers
-        drift_steps = self.method.schedule.sync_interval * (self.method.drift_intervals - 1)
-        deadline_s = self.deadlines.deadline_s(steps=drift_steps, num_bytes=num_bytes)
+        steps_meanwhile = self._drift_steps - self.method.schedule.sync_interval
+        deadline_s = self.deadlines.deadline_s(steps=steps_meanwhile, num_bytes=num_bytes)
         steps = exchange.steps(tensor, delivery)
         del tensor  # the generator holds it as long as it needs it
         self._in_flight[round.id] = launch(
@@ -388,7 +390,8 @@ class Engine:
     def _load_common(self, state: Mapping[str, Any]) -> None:
         self.view.parameters.load_state_dict(state["global"])
         self.update.load_state_dict(state["update"])
-        self._failed, self._pace_maker, self._settling = None, PaceMaker(self.work), []
+        self._failed, self._settling = None, []
+        self._pace_maker = PaceMaker(self.work, drift_steps=self._drift_steps)
         flights = [flight_from_state(flight) for flight in state["in_flight"]]
         self._in_flight = {flight.round.id: flight for flight in flights}
         self._taken_early = set(state["taken_early"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 
 from thinwire.averaging.delivery import Progress
+from thinwire.errors import PayloadError
+from thinwire.sync.schedule import Round
 from thinwire.sync.work import Work
 
 # So many inner steps are a measure of speed, and so much faster must the others be to count as faster.
@@ -22,22 +24,24 @@ class PaceMaker:
 
     Args:
         work: What this replica does meanwhile.
+        drift_steps: How many steps the others may get ahead of a round that this replica has launched.
 
     Example:
-        >>> work = Work(num_fragments=1)
-        >>> others = PaceMaker(work)
-        >>> others.hear(Progress(step=30, closed_step=28), is_counted=False)
+        >>> work, round = Work(num_fragments=1), Round(id=0, fragment=0, launch_step=10, apply_step=12)
+        >>> others = PaceMaker(work, drift_steps=60)
+        >>> others.hear(round, Progress(step=30, closed_step=28), is_counted=False)
         >>> others.target(stop=None), others.target(stop=20)
         (30, 20)
         >>> for _ in range(5):
         ...     work.add_step(num_tokens=1)
-        >>> others.hear(Progress(step=45, closed_step=45), is_counted=False)
+        >>> others.hear(round, Progress(step=45, closed_step=45), is_counted=False)
         >>> others.rate, others.target(stop=100)
         (3.0, 47)
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, *, drift_steps: int) -> None:
         self.rate = 1.0
+        self._drift_steps = drift_steps
         self._work = work
         self._progress = Progress()
         self._heard_at = 0
@@ -54,13 +58,23 @@ class PaceMaker:
         """A step up to which all rounds are closed for certain."""
         return self._progress.closed_step
 
-    def hear(self, progress: Progress, *, is_counted: bool) -> None:
+    def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
         """Take in how far the others were just now; from any thread.
 
         Args:
+            round: The round that it was told with.
             progress: How far.
             is_counted: Whether this replica was in time, and has no reason to hurry unless it does already.
+
+        Raises:
+            PayloadError: They cannot be that far: they would have waited for this replica.
         """
+        most = round.launch_step + self._drift_steps
+        if progress.step > most:
+            raise PayloadError(
+                f"round {round.id} of step {round.launch_step}: the others are said to be at step {progress.step}, and "
+                f"this method lets them come to {most} at most; run the same thinwire and options on all hosts"
+            )
         with self._lock:
             num_steps = self._work.num_steps
             if progress.step <= self._progress.step or (is_counted and self.rate == 1):
