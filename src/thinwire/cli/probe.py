@@ -98,7 +98,8 @@ def main(arguments: Sequence[str]) -> int:
 def _probe(options: ProbeOptions) -> int:
     from thinwire.planning.cluster import save_cluster
     from thinwire.planning.probe import Budget, probe_wires
-    from thinwire.training.config import TrainConfig, resolve
+    from thinwire.training.assembly import check_device
+    from thinwire.training.config import TrainConfig, check_values, resolve
     from thinwire.training.machine import measure_machine
     from thinwire.transport.connect import connect
 
@@ -106,9 +107,12 @@ def _probe(options: ProbeOptions) -> int:
     step_s, deadline_s = parse_seconds(options.step_time), parse_seconds(options.deadline)
     wanted = TrainConfig(
         model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,
-        threads=options.threads or os.cpu_count(),
+        threads=os.cpu_count() if options.threads is None else options.threads, interface=options.interface,
+        address=options.address, join_deadline_s=deadline_s,
     )  # fmt: skip
     config = resolve(wanted, world_size=1, cores=os.cpu_count() or 1, home=Path.home())
+    check_values(config)
+    check_device(config.device)
     machine = measure_machine(config, name=socket.gethostname(), seconds=step_s)
     transport = connect(interface=options.interface, address=options.address, deadline_s=deadline_s)
     try:

@@ -179,7 +179,7 @@ def check(config: TrainConfig) -> None:
         MissingExtra: A logger is wanted that is not installed.
     """
     check_values(config)
-    _check_device(config.device)
+    check_device(config.device)
     for package, is_wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
         if is_wanted and importlib.util.find_spec(package) is None:
             raise MissingExtra.of(package, extra="report")
@@ -208,7 +208,12 @@ def _check_warm_ups(config: TrainConfig, method: Method) -> None:
         )
 
 
-def _check_device(name: str) -> None:
+def check_device(name: str) -> None:
+    """Refuse a device that is unknown, or that torch does not see here.
+
+    Raises:
+        ValueError: Names it and what to do.
+    """
     if name not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
