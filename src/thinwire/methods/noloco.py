@@ -105,7 +105,7 @@ def noloco(
     return Method(
         name="noloco",
         schedule=Prefetched(sync_interval=sync_interval, overlap_steps=overlap_steps),
-        topology=SameGroup(groups=groups, num_rounds=2),
+        topology=SameGroup(pairs=groups, num_rounds=2),
         view=SlowWeightsAndPseudoGradient(fragments=Pattern(num_fragments=1)),
         exchange=exchanges,
         update=lambda num_replicas: update,
@@ -119,16 +119,20 @@ class SameGroup:
     """Random groups that hold for several rounds in a row: those of one outer step.
 
     Attributes:
-        groups: Draws them.
+        pairs: Draws them.
         num_rounds: Rounds of one outer step.
     """
 
-    groups: RandomPairs
+    pairs: RandomPairs
     num_rounds: int
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
         """See `Topology.peers`."""
-        return self.groups.peers(round_id=round_id // self.num_rounds, me=me, alive=alive)
+        return self.pairs.peers(round_id=round_id // self.num_rounds, me=me, alive=alive)
+
+    def groups(self, *, round_id: int, alive: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """See `RandomPairs.groups`."""
+        return self.pairs.groups(round_id=round_id // self.num_rounds, alive=alive)
 
 
 def largest_pull(*, momentum: float, group_size: int) -> float:

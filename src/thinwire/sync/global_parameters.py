@@ -39,7 +39,9 @@ class GlobalParameters:
     def read_locals(self) -> None:
         """Take the model's present parameters as the global ones."""
         if self._has_values:
-            self.values = [flatten(self.locals(fragment)).cpu() for fragment in range(self.num_fragments)]
+            vectors = [flatten(self.locals(fragment)) for fragment in range(self.num_fragments)]
+            # a model on the meta device has shapes and no values: it is asked for what its rounds would send
+            self.values = [vector if vector.is_meta else vector.cpu() for vector in vectors]
 
     def forget_locals(self) -> bool:
         """Set the local parameters to the global values, and tell whether there are any kept apart from them.

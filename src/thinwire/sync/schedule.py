@@ -215,10 +215,16 @@ class Staggered:
         return self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
 
     def _rounds_launched_at(self, step: int, *, num_fragments: int, tau: int) -> list[Round]:
+        # a look at every fragment at every step would be most of a long simulation
+        since = step % self.sync_interval
+        if self.is_staggered:  # those with floor(fragment * H / P) == since
+            due = range(*(-(-at * num_fragments // self.sync_interval) for at in (since, since + 1)))
+        else:
+            due = range(num_fragments if since == 0 else 0)
         rounds = []
-        for fragment in range(num_fragments):
-            interval, rest = divmod(step - self.offset(fragment, num_fragments=num_fragments), self.sync_interval)
-            if rest == 0 and interval >= 1:
+        for fragment in due:
+            interval = step // self.sync_interval
+            if interval >= 1:
                 number = (interval - 1) * num_fragments + fragment
                 rounds.append(Round(id=number, fragment=fragment, launch_step=step, apply_step=step + tau))
         return rounds

@@ -1,0 +1,226 @@
+"""What could be run: methods with their settings, on some of the machines; and a quick look at what it would take."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire import codecs, methods, simulate
+from thinwire.planning.cluster import Cluster
+from thinwire.planning.predict import inner_step_s
+from thinwire.planning.virtual import Traffic
+from thinwire.planning.workload import Workload
+from thinwire.sync.method import Method
+from thinwire.sync.schedule import Schedule
+
+# Every how many steps, and how many of them an exchange may last. Beyond 10, nobody has published what overlap costs.
+INTERVALS = (10, 20, 30, 50, 100, 200, 300, 500)
+OVERLAPS = (1, 2, 5, 10)
+LAYERS = (1, 3, 6)
+# Codes to choose from; a method that is not named here has one of its own, or none.
+CODECS = {
+    "all-reduce": ("float32", "bfloat16"), "local-sgd": ("float32", "bfloat16"),
+    "diloco": ("float32", "bfloat16", "e3m0"), "streaming-diloco": ("bfloat16", "e3m0"),
+    "slowmo": ("float32", "bfloat16"), "co2": ("float32", "bfloat16"), "noloco": ("float32", "bfloat16"),
+}  # fmt: skip
+# Those whose loss somebody has published for several sizes, so that a plan can choose between them.
+PUBLISHED = ("all-reduce", "diloco", "streaming-diloco")
+
+
+_CHOSEN = ("sync_interval", "overlap_steps", "codec", "exchange", "layers_per_fragment")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+        method: Its name.
+        replicas: The machines' names, in the replicas' order.
+        batch_size: Sequences of a step of each replica.
+        sync_interval: H; None where the method exchanges at every step.
+        overlap_steps: tau; None where nothing overlaps.
+        codec: None for the method's own.
+        exchange: How payloads travel; None for the cheaper one.
+        layers_per_fragment: None where the model is exchanged whole.
+    """
+
+    method: str
+    replicas: tuple[str, ...]
+    batch_size: int
+    sync_interval: int | None = None
+    overlap_steps: int | None = None
+    codec: str | None = None
+    exchange: str | None = None
+    layers_per_fragment: int | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        """How many machines take part."""
+        return len(self.replicas)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what `thinwire train` is told beside the method, by the options' names."""
+        found = {name: getattr(self, name) for name in _CHOSEN}
+        return {name: value for name, value in found.items() if value is not None} | {"batch_size": self.batch_size}
+
+    def make(self) -> Method:
+        """Return the method.
+
+        Raises:
+            ValueError: A setting is out of its range.
+
+        Example:
+            >>> Candidate(method="diloco", replicas=("a", "b"), batch_size=8, sync_interval=50).make().name
+            'diloco'
+        """
+        arguments = {name: value for name, value in self.settings().items() if name not in ("batch_size", "codec")}
+        if self.codec is not None:
+            arguments["codec"] = codecs.by_name(self.codec)
+        return methods.recipe(self.method)(**arguments)
+
+    def describe(self) -> str:
+        """Say it in a line.
+
+        Example:
+            >>> Candidate(method="diloco", replicas=("a", "b"), batch_size=8, sync_interval=50, codec="e3m0").describe()
+            'diloco, H 50, e3m0, 2 replicas'
+        """
+        words = [self.method]
+        if self.sync_interval is not None:
+            words.append(f"H {self.sync_interval}")
+        if self.overlap_steps is not None:
+            words.append(f"tau {self.overlap_steps}")
+        if self.layers_per_fragment is not None:
+            words.append(f"{self.layers_per_fragment} layers a fragment")
+        words += [word for word in (self.codec, self.exchange) if word]
+        return ", ".join([*words, "1 machine" if self.num_replicas == 1 else f"{self.num_replicas} replicas"])
+
+
+def candidates(
+    workload: Workload, machines: Sequence[Sequence[str]], *, names: Sequence[str] = PUBLISHED,
+    intervals: Sequence[int] = INTERVALS, overlaps: Sequence[int] = OVERLAPS, layers: Sequence[int] = LAYERS,
+    codec_names: Sequence[str] = (),
+) -> Iterator[Candidate]:  # fmt: skip
+    """Yield all that is worth a look.
+
+    Args:
+        workload: What is to be trained.
+        machines: The sets of machines that may take part.
+        names: The methods.
+        intervals: H of methods that have one.
+        overlaps: tau of methods that have one; those below H.
+        layers: Blocks a fragment, of methods that have fragments.
+        codec_names: The codes to choose from; none for all that a method goes with.
+
+    Raises:
+        ValueError: No method has a name.
+    """
+    for chosen in machines:
+        batch_size = workload.sequences(len(chosen))
+        if len(chosen) == 1:  # nothing is exchanged, whatever the method
+            yield Candidate(method="all-reduce", replicas=tuple(chosen), batch_size=batch_size)
+            continue
+        for name in names:
+            choices: dict[str, Sequence[Any]] = {
+                "sync_interval": intervals, "overlap_steps": overlaps, "codec": _codecs_of(name, codec_names),
+                "layers_per_fragment": layers,
+                "exchange": ("all-gather", "two-phase") if len(chosen) > 2 else (None,),
+            }  # fmt: skip
+            for settings in _settings(name, choices):
+                yield Candidate(method=name, replicas=tuple(chosen), batch_size=batch_size, **settings)
+
+
+def _codecs_of(name: str, wanted: Sequence[str]) -> Sequence[str | None]:
+    known = CODECS.get(name, (None,))
+    return [codec for codec in known if not wanted or codec is None or codec in wanted]
+
+
+def _settings(name: str, choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    takes = inspect.signature(methods.recipe(name)).parameters
+    found: list[dict[str, Any]] = [{}]
+    for option, values in choices.items():
+        if option in takes:
+            found = [{**one, option: value} for one in found for value in values]
+    for one in found:
+        if one.get("overlap_steps") is None or one["overlap_steps"] < one.get("sync_interval", 0):
+            yield one
+
+
+def machine_sets(cluster: Cluster, names: Sequence[str], *, step_s: Sequence[float]) -> list[tuple[str, ...]]:
+    """Return sets of machines that may train together: all, and fewer without the slowest or those on thin wires.
+
+    Every set is a beginning of one of two orders, the machines' own order within it: by the time of a step, and by the
+    rate of the thinnest wire to any other. Of many machines, halves and quarters are left out rather than single ones.
+
+    Args:
+        cluster: The wires.
+        names: Those that can train the model.
+        step_s: Of each, seconds of an inner step.
+    """
+    by_speed = sorted(range(len(names)), key=lambda n: (step_s[n], n))
+    rates = _thinnest(cluster, names)
+    by_wire = sorted(range(len(names)), key=lambda n: (-rates[n], n))
+    found: dict[tuple[str, ...], None] = {}
+    for count in _counts(len(names)):
+        for order in (by_speed, by_wire) if count > 1 else (by_speed,):
+            found[tuple(names[n] for n in sorted(order[:count]))] = None
+    return list(found)
+
+
+def _counts(most: int) -> list[int]:
+    if most <= 4:
+        return list(range(most, 0, -1))
+    return sorted({most, most - 1, 3 * most // 4, most // 2, most // 4, 2, 1}, reverse=True)
+
+
+def _thinnest(cluster: Cluster, names: Sequence[str]) -> list[float]:
+    """Return for each machine the lowest rate of its accesses and of its wires to the others."""
+    chosen = set(names)
+    found = {}
+    for name in names:
+        machine = cluster.machine(name)
+        rates = [rate for rate in (machine.up_bits_per_s, machine.down_bits_per_s) if rate is not None]
+        found[name] = min(rates, default=float("inf"))
+    for wire in cluster.wires:
+        if wire.source in chosen and wire.destination in chosen:
+            # the faster end should not count as thin because of the slower one
+            slow = min((wire.source, wire.destination), key=lambda name: found[name])
+            found[slow] = min(found[slow], wire.bandwidth_bits_per_s)
+    return [found[name] for name in names]
+
+
+def quick_step_s(
+    schedule: Schedule, traffic: Traffic, *, links: simulate.Cluster, num_replicas: int, step_s: float
+) -> float:
+    """Return about how long an inner step is with all waits: a first guess, to tell what is worth a simulation.
+
+    Every round takes what its busiest link needs for it alone, of which tau steps are hidden; and all rounds together
+    cannot take less than one after the other.
+
+    Args:
+        schedule: When.
+        traffic: What.
+        links: Of the replicas.
+        num_replicas: How many take part.
+        step_s: Seconds in which the slowest computes a step.
+    """
+    groups = [group for group, _ in traffic.exchange.parts(0, alive=tuple(range(num_replicas)))]
+    most = max(groups, key=len)
+    stages = traffic.exchange.pattern.stages(links, senders=most, members=most)
+    # the busiest link of each stage, in seconds for one bit of a payload
+    per_bit = sum(max((bits / links.links[n].bandwidth_bits_per_s for n, bits in s.loads), default=0.0) for s in stages)
+    latency_s = sum(stage.latency_s for stage in stages)
+    interval, hidden_s = schedule.sync_interval, getattr(schedule, "overlap_steps", 0) * step_s
+    rounds = [8 * channels[traffic.last_channel] * per_bit + latency_s for channels in traffic.payload_bytes]
+    waits = sum(max(0.0, seconds - hidden_s) for seconds in rounds)
+    return max(interval * step_s + waits, sum(rounds)) / interval
+
+
+def step_times(cluster: Cluster, workload: Workload, names: Sequence[str], *, num_replicas: int) -> list[float]:
+    """Return the seconds of an inner step of each machine, were there so many replicas."""
+    tokens = workload.step_tokens(num_replicas)
+    machines = {machine.name: machine for machine in cluster.machines}
+    return [inner_step_s(machines[name], num_parameters=workload.num_parameters, tokens=tokens) for name in names]

@@ -1,0 +1,112 @@
+"""The arithmetic behind a plan, a line a step, so that a person can do it again on paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from thinwire import simulate
+from thinwire.planning.cluster import Cluster
+from thinwire.planning.loss_penalty import compute_worth
+from thinwire.planning.plan import Outlook, Plan
+from thinwire.planning.predict import FLOPS_PER_PARAMETER, coding_s
+from thinwire.planning.virtual import traffic_of, virtual_cluster
+from thinwire.planning.workload import Workload
+from thinwire.units import format_bytes, format_count, format_rate, format_seconds
+
+
+def explain(plan: Plan, workload: Workload, cluster: Cluster) -> list[str]:
+    """Return the lines that lead to what the plan says of its best candidate."""
+    best = plan.best
+    lines = [*_steps(best, workload, cluster)]
+    if best.candidate.num_replicas > 1:
+        lines += _rounds(best, workload, cluster)
+    lines += _total(best)
+    return lines
+
+
+def _steps(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
+    chosen = best.candidate
+    tokens = workload.step_tokens(chosen.num_replicas)
+    slowest = min((cluster.machine(name) for name in chosen.replicas), key=lambda m: m.flops_per_s or inf)
+    assert slowest.flops_per_s is not None
+    step_s = FLOPS_PER_PARAMETER * workload.num_parameters * tokens / slowest.flops_per_s
+    needed = workload.memory_bytes(chosen.num_replicas)
+    return [
+        f"steps: {format_count(workload.tokens)} tokens / ({chosen.num_replicas} replicas x {chosen.batch_size} "
+        f"sequences x {workload.seq_len} tokens) = {best.prediction.num_steps:,}",
+        f"computing: {FLOPS_PER_PARAMETER} x {format_count(workload.num_parameters)} parameters x {tokens:,} tokens / "
+        f"{slowest.flops_per_s:.3g} FLOP/s of {slowest.name}, the slowest = {format_seconds(step_s)} a step",
+        f"memory: 16 bytes a parameter (itself, gradient, Adam's moments) and about "
+        f"{format_bytes(needed - 16 * workload.num_parameters)} of activations = {format_bytes(needed)} a replica",
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """The link that bounds a round: its rate, and the bits on it for one bit of a replica's payload."""
+
+    rate: float
+    bits: float
+
+    def seconds(self, payload_bytes: float) -> float:
+        return 8 * payload_bytes * self.bits / self.rate
+
+
+def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
+    chosen, method = best.candidate, best.candidate.make()
+    traffic = traffic_of(method, workload.model, num_replicas=chosen.num_replicas)
+    sizes = [channels[traffic.last_channel] for channels in traffic.payload_bytes]
+    links = virtual_cluster(cluster, names=chosen.replicas)
+    everyone = tuple(range(chosen.num_replicas))
+    group = max((group for group, _ in traffic.exchange.parts(0, alive=everyone)), key=len)
+    stages = traffic.exchange.pattern.stages(links, senders=group, members=group)
+    bounds = [_bound_of(stage, links) for stage in stages]
+    latency_s = sum(stage.latency_s for stage in stages)
+    longest_s = sum(bound.seconds(max(sizes)) for bound in bounds) + latency_s
+    interval, overlap = method.schedule.sync_interval, chosen.overlap_steps or 0
+    pattern = type(traffic.exchange.pattern).__name__
+    lines = [
+        f"payload: {format_bytes(sum(sizes))} for the whole model in {len(sizes)} fragments, the largest "
+        f"{format_bytes(max(sizes))}: {8 * sum(sizes) / workload.num_parameters:.3g} bits a parameter",
+        f"a round ({pattern}): {sum(bound.bits for bound in bounds):.3g} payloads over the busiest link of "
+        f"{format_rate(min(bound.rate for bound in bounds))}, and {format_seconds(latency_s)} of latency: the largest "
+        f"fragment takes {format_seconds(longest_s)}",
+    ]
+    hidden_s = overlap * best.prediction.compute_s
+    lines.append(
+        f"every {interval} steps each fragment once: {interval} steps compute for "
+        f"{format_seconds(interval * best.prediction.compute_s)}, all rounds take "
+        f"{format_seconds(sum(sum(b.seconds(size) for b in bounds) + latency_s for size in sizes))} of the wire, and "
+        f"{overlap} steps, {format_seconds(hidden_s)}, hide a round"
+    )
+    coding = [coding_s(cluster.machine(name), method.schedule, traffic) for name in chosen.replicas]
+    if max(coding):
+        lines.append(f"coding: {format_seconds(max(coding))} a step at the slowest, in the computing time")
+    return lines
+
+
+def _bound_of(stage: simulate.Stage, links: simulate.Cluster) -> _Bound:
+    limited = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in stage.loads]
+    rate, bits = max(limited, key=lambda load: load[1] / load[0], default=(inf, 0.0))
+    return _Bound(rate=rate, bits=bits)
+
+
+def _total(best: Outlook) -> list[str]:
+    found = best.prediction
+    lines = [
+        f"simulated: {found.simulated_steps:,} of {found.num_steps:,} steps; in the end a step takes "
+        f"{format_seconds(found.step_s)}, {format_seconds(found.stall_s)} of it waiting: "
+        f"{found.compute_utilisation:.1%} of the time is computing",
+        f"time: {found.num_steps:,} steps x {format_seconds(found.step_s)} = {format_seconds(found.total_s)}",
+    ]
+    penalty = best.penalty
+    if penalty is None:
+        return [*lines, "loss: nobody has published what this method costs in loss, so no time to equal loss"]
+    parts = ", ".join(f"{name} {share:+.2%}" for name, share in penalty.parts)
+    lines.append(f"loss against data-parallel training: {penalty.share:+.2%} ({parts}; arXiv 2503.09799, 2501.18512)")
+    lines.append(
+        f"to make that up takes {compute_worth(penalty.share):.3g} times the compute (loss falls as compute to the "
+        f"-0.049, arXiv 2503.09799): {format_seconds(best.equal_loss_s)} to equal loss"
+    )
+    return [*lines, *(f"beyond what is published: {note}" for note in penalty.notes)]

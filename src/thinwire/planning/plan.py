@@ -1,0 +1,287 @@
+"""The planner's result: what was chosen, what else was simulated, what was left out and why; and the file of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import DataError
+from thinwire.planning.candidates import Candidate
+from thinwire.planning.loss_penalty import LossPenalty, compute_worth
+from thinwire.planning.predict import Prediction
+
+FORMAT, VERSION = "thinwire-plan", 1
+_MOST_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """A candidate that was simulated.
+
+    Attributes:
+        candidate: What runs.
+        prediction: What the simulator says of it.
+        penalty: What was published of its loss; None where nothing was.
+    """
+
+    candidate: Candidate
+    prediction: Prediction
+    penalty: LossPenalty | None
+
+    @property
+    def equal_loss_s(self) -> float:
+        """Seconds of training, with what it takes to make the loss as low as data-parallel training's.
+
+        Infinity where nobody has published what the loss will be.
+        """
+        if self.penalty is None:
+            return math.inf
+        return self.prediction.total_s * compute_worth(self.penalty.share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """Why something is not in the plan.
+
+    Attributes:
+        what: One candidate or machine of those that share the reason.
+        reason: In a line.
+        count: How many share it.
+    """
+
+    what: str
+    reason: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What it would take to reach a compute utilisation.
+
+    Attributes:
+        compute_utilisation: The one that is wanted, as a part of `limit`.
+        limit: What the machines reach on wires without a limit: below 1 where they differ in speed.
+        rate_factor: By how much all wires would have to be faster for the chosen candidate; below 1 where they have
+            more than it takes.
+        sync_interval: The least H with which the chosen method reaches it on these wires; None where none does.
+        penalty: The loss penalty of that interval, where it is published.
+    """
+
+    compute_utilisation: float
+    limit: float
+    rate_factor: float
+    sync_interval: int | None
+    penalty: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        model: Its name, as `thinwire train` takes it.
+        num_parameters: Of the model.
+        tokens: Of all replicas together.
+        seq_len: Tokens of a sequence.
+        min_utilisation: The least compute utilisation that was wished.
+        outlooks: All that was simulated, best first; the first is the plan.
+        alone: The fastest machine without any wire, to tell what the others are worth; None where it cannot.
+        rejections: What was left out, and why.
+        needs: What it would take.
+    """
+
+    model: str
+    num_parameters: int
+    tokens: float
+    seq_len: int
+    min_utilisation: float
+    outlooks: tuple[Outlook, ...]
+    alone: Outlook | None
+    rejections: tuple[Rejection, ...]
+    needs: Needs | None = None
+
+    @property
+    def best(self) -> Outlook:
+        """What is to be run, or what comes nearest to the wishes."""
+        return self.outlooks[0]
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the best one computes for as long as was wished."""
+        return self.best.prediction.compute_utilisation >= self.min_utilisation
+
+    def settings(self) -> dict[str, Any]:
+        """Return the options of `thinwire train` that the plan decides, by their names."""
+        best = self.best
+        found = best.candidate.settings()
+        if "overlap_steps" in found:
+            found["overlap_steps"] = str(found["overlap_steps"])
+        return {
+            "model": self.model, "method": best.candidate.method, "replicas": best.candidate.num_replicas,
+            "seq_len": self.seq_len, "steps": best.prediction.num_steps, **found,
+        }  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the file's content."""
+        return {
+            "format": FORMAT, "version": VERSION, "train": self.settings(),
+            "hosts": list(self.best.candidate.replicas),
+            "predicted": {
+                **_numbers(self.best.prediction),
+                "compute_utilisation": self.best.prediction.compute_utilisation,
+                "loss_penalty": None if self.best.penalty is None else self.best.penalty.share,
+            },
+            "tokens": self.tokens, "num_parameters": self.num_parameters,
+            "simulated": [_entry(outlook) for outlook in self.outlooks],
+            "left_out": [asdict(rejection) for rejection in self.rejections],
+            "what_it_would_take": None if self.needs is None else asdict(self.needs),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRun:
+    """What a plan file says to those that run it.
+
+    Attributes:
+        settings: Options of `thinwire train`, by their names.
+        hosts: The machines' names, in the replicas' order.
+        prediction: What was simulated.
+    """
+
+    settings: Mapping[str, Any]
+    hosts: tuple[str, ...]
+    prediction: Prediction
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write the plan, whole or not at all.
+
+    Raises:
+        OSError: The place cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def load_plan(path: Path) -> PlannedRun:
+    """Read what a plan file decides.
+
+    Raises:
+        DataError: There is no such file, or it is no plan; names the place and the value.
+    """
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise DataError(f"{path} has {path.stat().st_size} bytes, more than {_MOST_BYTES}; is it a plan.json?")
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; `thinwire plan` writes such a file") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON: {error}; `thinwire plan` writes such a file") from error
+    try:
+        return read_plan(content)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+# What a plan may decide, and the kind of each value. Nothing else of a run can be changed by such a file.
+_SETTINGS: Mapping[str, type] = {
+    "model": str, "method": str, "replicas": int, "seq_len": int, "steps": int, "batch_size": int,
+    "sync_interval": int, "overlap_steps": str, "codec": str, "exchange": str, "layers_per_fragment": int,
+}  # fmt: skip
+_NEEDED = ("model", "method", "replicas", "seq_len", "steps", "batch_size")
+
+
+def read_plan(content: object) -> PlannedRun:
+    """Check a plan file's content.
+
+    Raises:
+        DataError: It is no plan; names the place, the value and the limit.
+    """
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(f'this is no plan: it must be an object with "format": "{FORMAT}"')
+    if content.get("version") != VERSION:
+        raise DataError(f"the plan has version {content.get('version')!r}; this thinwire reads {VERSION}")
+    settings = _checked_settings(content.get("train"))
+    hosts = content.get("hosts")
+    if not isinstance(hosts, list) or not all(isinstance(name, str) for name in hosts):
+        raise DataError(f"hosts must be a list of names, got {_short(hosts)}")
+    if len(hosts) != settings["replicas"]:
+        raise DataError(f"hosts must name the {settings['replicas']} replicas, got {len(hosts)} names")
+    return PlannedRun(settings=settings, hosts=tuple(hosts), prediction=_prediction(content.get("predicted")))
+
+
+def _checked_settings(found: object) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise DataError(f"train must be an object of options, got {_short(found)}")
+    for name, value in found.items():
+        if name not in _SETTINGS:
+            raise DataError(f"train has {name!r}, which a plan does not decide; there are {', '.join(_SETTINGS)}")
+        if type(value) is not _SETTINGS[name]:
+            raise DataError(f"train.{name} must be a {_SETTINGS[name].__name__}, got {_short(value)}")
+    if missing := [name for name in _NEEDED if name not in found]:
+        raise DataError(f"train lacks {missing[0]!r}")
+    return dict(found)
+
+
+def _prediction(found: object) -> Prediction:
+    if not isinstance(found, dict):
+        raise DataError(f"predicted must be an object of numbers, got {_short(found)}")
+    values: dict[str, Any] = {}
+    for field in fields(Prediction):
+        value = found.get(field.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise DataError(f"predicted.{field.name} must be a number of at least 0, got {_short(value)}")
+        values[field.name] = int(value) if field.name in ("num_steps", "simulated_steps") else float(value)
+    if not 0 < values["compute_s"] <= values["step_s"] * (1 + 1e-9):
+        raise DataError(
+            f"predicted.compute_s must be above 0 and at most step_s ({values['step_s']}), got {values['compute_s']}"
+        )
+    return Prediction(**values)
+
+
+def _entry(outlook: Outlook) -> dict[str, Any]:
+    penalty = outlook.penalty
+    return {
+        "candidate": {"method": outlook.candidate.method, **outlook.candidate.settings()},
+        "hosts": list(outlook.candidate.replicas),
+        **_numbers(outlook.prediction), "compute_utilisation": outlook.prediction.compute_utilisation,
+        "loss_penalty": None if penalty is None else penalty.share,
+        "equal_loss_s": None if penalty is None else outlook.equal_loss_s,
+        "notes": [] if penalty is None else list(penalty.notes),
+    }  # fmt: skip
+
+
+def _numbers(prediction: Prediction) -> dict[str, Any]:
+    return asdict(prediction)
+
+
+def pareto(outlooks: Sequence[Outlook]) -> list[Outlook]:
+    """Return those that no other one beats in both time and loss, fastest first.
+
+    Where nothing is published of a loss, a candidate is left out.
+    """
+    known = [outlook for outlook in outlooks if outlook.penalty is not None]
+    front: list[Outlook] = []
+    # times that differ by rounding alone are one time
+    for outlook in sorted(known, key=lambda one: (float(f"{one.prediction.total_s:.3g}"), _share(one))):
+        if not front or _share(outlook) < _share(front[-1]):
+            front.append(outlook)
+    return front
+
+
+def _share(outlook: Outlook) -> float:
+    return math.inf if outlook.penalty is None else outlook.penalty.share
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number here")
+
+
+def _short(found: object) -> str:
+    text = repr(found)
+    return text if len(text) <= 60 else text[:57] + "..."

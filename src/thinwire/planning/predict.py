@@ -1,0 +1,278 @@
+"""What a method will do on a cluster: a few intervals are simulated, and the rest of the run goes on like the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
+
+from thinwire import simulate
+from thinwire.planning.cluster import Machine
+from thinwire.planning.virtual import KnownStages, Traffic
+from thinwire.sync.schedule import Schedule
+
+# Operations of a step a parameter and token: two forward, four backward.
+FLOPS_PER_PARAMETER = 6
+# At the end of a run, so many intervals are looked at; before them it has come to rest. Where it has not, so many times
+# as many are simulated, and so many times as many at most.
+_INTERVALS, _FEWEST_STEPS = 2, 8
+_LONGER, _LONGEST = 4, 64
+# Periods that differ by less, as a part of the simulated time, are the same.
+_SAME = 1e-9
+# Of a schedule that does not repeat itself all steps are simulated; so many pairs of steps are compared to tell.
+_MOST_STEPS, _LOOKS = 20_000, 200
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a simulated run tells of a real one.
+
+    Attributes:
+        num_steps: Inner steps of the real run.
+        simulated_steps: How many of them were simulated; the others are taken to be like the last intervals of these.
+        total_s: Seconds of the real run, without its start and its final exchange.
+        step_s: Seconds of an inner step in the end, with its share of what is waited for.
+        compute_s: Of these, seconds in which the average replica computes.
+        sent_bytes_per_step: What the busiest replica sends an inner step.
+        peak_bits_per_s: The highest rate on any link that has a limit.
+        busiest: The part of the time in which the busiest link carries something, if it carries it at its full rate.
+    """
+
+    num_steps: int
+    simulated_steps: int
+    total_s: float
+    step_s: float
+    compute_s: float
+    sent_bytes_per_step: float
+    peak_bits_per_s: float
+    busiest: float
+
+    @property
+    def compute_utilisation(self) -> float:
+        """The part of all replicas' time in which they compute, in the end."""
+        return min(1.0, self.compute_s / self.step_s)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds of a step in which the average replica waits."""
+        return max(0.0, self.step_s - self.compute_s)
+
+
+def inner_step_s(machine: Machine, *, num_parameters: float, tokens: float) -> float:
+    """Return the seconds of a replica's inner step.
+
+    Args:
+        machine: Whose `flops_per_s` counts.
+        num_parameters: Of the model.
+        tokens: Of one step of this replica.
+
+    Raises:
+        ValueError: Nobody knows how fast the machine is.
+
+    Example:
+        >>> inner_step_s(Machine(name="a", flops_per_s=6e12), num_parameters=1e9, tokens=1000)
+        1.0
+    """
+    if machine.flops_per_s is None:
+        raise ValueError(
+            f"nothing says how fast {machine.name!r} computes; give it flops_per_s in the cluster file, or measure it "
+            f"with thinwire probe"
+        )
+    return FLOPS_PER_PARAMETER * num_parameters * tokens / machine.flops_per_s
+
+
+def coding_s(machine: Machine, schedule: Schedule, traffic: Traffic) -> float:
+    """Return the seconds of an average inner step in which a replica encodes and decodes, 0 where nobody knows.
+
+    Every fragment counts once an interval, in what is sent at the end: the last channel that sends anything.
+
+    Args:
+        machine: Whose `encode_bytes_per_s` counts: that of E3M0, which stands for all codes.
+        schedule: How often.
+        traffic: What is coded.
+    """
+    if machine.encode_bytes_per_s is None:
+        return 0.0
+    return _FLOAT_BYTES * traffic.coded_elements / machine.encode_bytes_per_s / schedule.sync_interval
+
+
+def predict(
+    schedule: Schedule, traffic: Traffic, *, links: simulate.Cluster, replicas: Sequence[simulate.Replica],
+    num_steps: int, seed: int = 0,
+) -> Prediction:  # fmt: skip
+    """Simulate the beginning of a run, and say what the whole of it will take.
+
+    Args:
+        schedule: When rounds are launched and applied.
+        traffic: What they send.
+        links: Between those that take part; see `virtual_cluster`.
+        replicas: How fast each of them computes, with coding.
+        num_steps: Inner steps of the real run.
+        seed: Of step times that vary.
+
+    Raises:
+        ValueError: The schedule never repeats itself, and the run is too long to be simulated as a whole.
+
+    Example:
+        >>> from thinwire.methods import diloco
+        >>> from thinwire.planning.virtual import traffic_of
+        >>> import torch
+        >>> model = torch.nn.Linear(1000, 1000, bias=False, device="meta")
+        >>> method, thin = diloco(sync_interval=10), simulate.star([simulate.Link(bandwidth_bits_per_s=32e6)] * 2)
+        >>> found = predict(method.schedule, traffic_of(method, model, num_replicas=2), links=thin,
+        ...                 replicas=[simulate.Replica(step_s=0.1)] * 2, num_steps=1000)
+        >>> round(found.compute_utilisation, 3), round(found.total_s, 1)  # 32 Mbit take a second, once in 10 steps
+        (0.5, 200.0)
+    """
+    acting = _acting(replicas, traffic.exchange)
+
+    def simulated(steps: int) -> simulate.Run:
+        return simulate.simulate_training(
+            schedule, cluster=links, replicas=acting, payload_bytes=traffic.payload_bytes, num_steps=steps,
+            exchange=traffic.exchange, seed=seed,
+        )  # fmt: skip
+
+    counts = {"num_fragments": traffic.num_fragments, "num_replicas": len(replicas)}
+    run, steps, last = _until_it_rests(simulated, schedule, num_steps, **counts)
+    last_s = run.total_s - (max(ends[-1 - last] for ends in run.step_ends_s) if last else 0.0)
+    step_s = last_s / (last or steps)
+    # the first interval has fewer rounds, so what the last steps launched counts
+    launched_bytes = _launched_bytes(schedule, traffic, first=steps - (last or steps) + 1, last=steps)
+    share = launched_bytes / (_launched_bytes(schedule, traffic, first=1, last=steps) or 1.0)
+    busy = _BusyLinks(links, run)
+    return Prediction(
+        num_steps=num_steps, simulated_steps=steps, total_s=run.total_s + (num_steps - steps) * step_s,
+        step_s=step_s, compute_s=_compute_s(replicas, run, steps),
+        sent_bytes_per_step=launched_bytes * traffic.times_sent / (last or steps), peak_bits_per_s=busy.peak_bits_per_s,
+        busiest=min(1.0, busy.longest_s * share / last_s),
+    )  # fmt: skip
+
+
+def _acting(replicas: Sequence[simulate.Replica], exchange: simulate.Exchange) -> list[simulate.Replica]:
+    """Return the replicas that decide when everything happens.
+
+    Where all take part in every round, and steps do not vary, nobody launches later than the slowest: rounds start when
+    it launches them, and so its times do not depend on the others. It stands for all of them, twice, as a round has
+    two ends.
+    """
+    if not isinstance(exchange.pattern, KnownStages) or not _are_steady(replicas):
+        return list(replicas)
+    return [max(replicas, key=lambda replica: replica.step_s)] * 2
+
+
+def _are_steady(replicas: Sequence[simulate.Replica]) -> bool:
+    return not any(replica.sigma or replica.outages for replica in replicas)
+
+
+def _compute_s(replicas: Sequence[simulate.Replica], run: simulate.Run, num_steps: int) -> float:
+    """Return the seconds in which the average replica computes a step: of all, also where few of them acted."""
+    if _are_steady(replicas):
+        return fmean(replica.step_s for replica in replicas)
+    return fmean(run.compute_s) / num_steps
+
+
+def _launched_bytes(schedule: Schedule, traffic: Traffic, *, first: int, last: int) -> float:
+    """Return the payloads that a replica launches after some steps, each counted once."""
+    return sum(
+        traffic.payload_bytes[round.fragment][round.channel]
+        for step in range(first, last + 1)
+        for round in schedule.launches(step, num_fragments=traffic.num_fragments)
+    )
+
+
+def alone(num_steps: int, *, step_s: float) -> Prediction:
+    """Return what one machine does that exchanges with nobody: nothing but its steps.
+
+    Example:
+        >>> alone(100, step_s=0.5).total_s, alone(100, step_s=0.5).compute_utilisation
+        (50.0, 1.0)
+    """
+    return Prediction(
+        num_steps=num_steps, simulated_steps=num_steps, total_s=num_steps * step_s, step_s=step_s, compute_s=step_s,
+        sent_bytes_per_step=0.0, peak_bits_per_s=0.0, busiest=0.0,
+    )  # fmt: skip
+
+
+class _BusyLinks:
+    """What the links with a limit have carried; those without one stand for delays."""
+
+    def __init__(self, cluster: simulate.Cluster, run: simulate.Run) -> None:
+        limited = [(n, link.bandwidth_bits_per_s) for n, link in enumerate(cluster.links)]
+        limited = [(number, rate) for number, rate in limited if 0 < rate < inf]
+        self.peak_bits_per_s = max((run.peak_bits_per_s[number] for number, _ in limited), default=0.0)
+        self.longest_s = max((run.link_bits[number] / rate for number, rate in limited), default=0.0)
+
+
+def _until_it_rests(
+    simulated: Callable[[int], simulate.Run],
+    schedule: Schedule,
+    num_steps: int,
+    *,
+    num_fragments: int,
+    num_replicas: int,
+) -> tuple[simulate.Run, int, int]:
+    """Return a run, its steps, and how many of the last ones all later ones are like; 0 where it has all steps."""
+    steps, last = _steps_to_simulate(schedule, num_steps, num_fragments, num_replicas=num_replicas)
+    run, more = simulated(steps), last
+    while last and not _is_at_rest(run, schedule, steps, num_fragments=num_fragments):
+        more *= _LONGER
+        if more > _LONGEST * last or steps + more > _MOST_STEPS:  # steps that vary, or groups that change
+            return run, steps, max(last, steps // 2 // schedule.sync_interval * schedule.sync_interval)
+        if steps + more >= num_steps:
+            return simulated(num_steps), num_steps, 0
+        steps += more
+        run = simulated(steps)
+    return run, steps, last
+
+
+def _is_at_rest(run: simulate.Run, schedule: Schedule, num_steps: int, *, num_fragments: int) -> bool:
+    """Return whether rounds end as often as steps do.
+
+    Where links are given a little more than they carry, rounds end later and later for many intervals before anyone
+    has to wait for them.
+    """
+    interval = schedule.sync_interval
+    last = range(num_steps - interval + 1, num_steps + 1)
+    count = sum(len(schedule.launches(step, num_fragments=num_fragments)) for step in last)
+    ends: dict[int, float] = {}
+    for round in run.rounds:
+        ends[round.id] = max(ends.get(round.id, 0.0), round.finished_s)
+    # after the last step nothing is launched any more, so what ends later ends sooner than it would
+    known = sorted(number for number, end_s in ends.items() if end_s <= run.total_s and number - count in ends)
+    periods = [ends[number] - ends[number - count] for number in known[-count:]]
+    periods += [times[-1] - times[-1 - interval] for times in run.step_ends_s]
+    return max(periods) - min(periods) <= _SAME * run.total_s
+
+
+def _steps_to_simulate(schedule: Schedule, num_steps: int, num_fragments: int, *, num_replicas: int) -> tuple[int, int]:
+    """Return how many steps to simulate at first, and how many of the last ones are like all later ones; 0 for none."""
+
+    def launched(step: int) -> list[tuple[int, int, int]]:
+        rounds = schedule.launches(step, num_fragments=num_fragments)
+        return [(round.fragment, round.channel, round.apply_step - step) for round in rounds]
+
+    interval = schedule.sync_interval
+    first = next((step for step in range(1, 2 * interval + 1) if launched(step)), 1)
+    rounds = [
+        round
+        for replica in range(num_replicas)
+        for round in schedule.launches(first, num_fragments=num_fragments, replica=replica)
+    ]
+    warm = 2 * interval + max((round.apply_step - first for round in rounds), default=0)
+    last = max(_INTERVALS, -(-_FEWEST_STEPS // interval)) * interval
+    steps = warm + last
+    if num_steps <= steps + interval:
+        return num_steps, 0
+    looked_at = [steps + 1 + (num_steps - steps - 1) * part // _LOOKS for part in range(_LOOKS + 1)]
+    looked_at += range(warm + 1, min(steps + interval, num_steps) + 1)
+    # each against the same step of the first of these intervals: what changes once, changes for good
+    if all(launched(step) == launched(warm + 1 + (step - warm - 1) % interval) for step in looked_at):
+        return steps + (num_steps - steps) % interval, last
+    if num_steps > _MOST_STEPS:
+        raise ValueError(
+            f"the schedule changes while training goes on, so all of it must be simulated: at most {_MOST_STEPS:,} "
+            f"steps, got {num_steps:,}; give fewer steps, or warm-ups that have ended before them"
+        )
+    return num_steps, 0

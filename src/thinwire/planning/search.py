@@ -1,0 +1,356 @@
+"""The planner: looks at all candidates quickly, simulates the best of them, and ranks what it has simulated.
+
+The order is that of the time to the loss that data-parallel training has with the same tokens: a penalty in loss is
+paid for with compute, along the compute-optimal front (see `loss_penalty.compute_worth`). What has no published loss is
+simulated too where it is asked for, and stands last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+import torch
+
+from thinwire import simulate
+from thinwire.planning.candidates import (
+    INTERVALS,
+    LAYERS,
+    OVERLAPS,
+    PUBLISHED,
+    Candidate,
+    candidates,
+    machine_sets,
+    quick_step_s,
+    step_times,
+)
+from thinwire.planning.cluster import Cluster
+from thinwire.planning.loss_penalty import LossPenalty, compute_worth, loss_penalty
+from thinwire.planning.plan import Needs, Outlook, Plan, Rejection
+from thinwire.planning.predict import Prediction, alone, coding_s, predict
+from thinwire.planning.virtual import Traffic, condensed, faster, traffic_of, virtual_cluster
+from thinwire.planning.workload import Workload
+from thinwire.sync.method import Method
+from thinwire.sync.views import BoundView
+from thinwire.units import format_bytes
+
+# Simulated: the best by the quick look, and of each method and interval the best one.
+_SIMULATED = 8
+# What is asked for where nobody says what utilisation is wanted, and between which wires and intervals to look.
+_USUAL_UTILISATION = 0.95
+_SLOWEST_WIRES, _FASTEST_WIRES = 1e-3, 1e4
+_LONGER = (1000, 2000)
+# Times to equal loss that differ by less are the same: published losses of the same settings differ by as much.
+_SAME = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What a plan must keep to.
+
+    Attributes:
+        methods: The methods to choose from.
+        min_utilisation: The least compute utilisation; 0 for any.
+        max_penalty: The largest loss penalty, as a share of the loss.
+        intervals: H to choose from.
+        overlaps: tau to choose from.
+        layers: Blocks a fragment to choose from.
+        codecs: Codes to choose from; none for all that a method goes with.
+        min_replicas: The fewest machines.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    methods: Sequence[str] = PUBLISHED
+    min_utilisation: float = 0.0
+    max_penalty: float = 0.05
+    intervals: Sequence[int] = INTERVALS
+    overlaps: Sequence[int] = OVERLAPS
+    layers: Sequence[int] = LAYERS
+    codecs: Sequence[str] = ()
+    min_replicas: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.min_utilisation < 1:
+            raise ValueError(f"min_utilisation must be in [0, 1), got {self.min_utilisation}; 0.95 is usual")
+        if not -1 < self.max_penalty < float("inf"):
+            raise ValueError(f"max_penalty must be a share of the loss, got {self.max_penalty}; 0.05 is 5 %")
+        for name in ("intervals", "overlaps", "layers", "methods"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must name at least one, got none")
+        if min(*self.intervals, *self.overlaps, *self.layers, self.min_replicas) < 1:
+            raise ValueError(
+                f"intervals, overlaps and min_replicas must be at least 1, got {list(self.intervals)}, "
+                f"{list(self.overlaps)} and {self.min_replicas}"
+            )
+
+
+def make_plan(workload: Workload, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
+    """Find what to run.
+
+    Args:
+        workload: What is to be trained.
+        cluster: On what.
+        wishes: What to keep to.
+
+    Returns:
+        The plan; all that it claims was simulated.
+
+    Raises:
+        ValueError: Nothing is left that could run; names the reasons.
+    """
+    return _Search(workload, cluster, wishes or Wishes()).plan()
+
+
+@dataclass(slots=True)
+class _Guess:
+    """A candidate after the quick look."""
+
+    candidate: Candidate
+    method: Method
+    penalty: LossPenalty | None
+    total_s: float
+
+    @property
+    def order(self) -> tuple[float, float]:
+        if self.penalty is None:
+            return float("inf"), self.total_s
+        return self.total_s * compute_worth(self.penalty.share), self.total_s
+
+
+class _Search:
+    def __init__(self, workload: Workload, cluster: Cluster, wishes: Wishes) -> None:
+        self.workload, self.cluster, self.wishes = workload, cluster, wishes
+        self._reasons: dict[str, tuple[str, int]] = {}
+        self._traffic: dict[tuple[object, ...], Traffic] = {}
+        self._machines = {machine.name: machine for machine in cluster.machines}
+        self._times: dict[tuple[str, ...], list[float]] = {}
+        self._views: dict[str, BoundView] = {}
+        self._links: dict[tuple[str, ...], simulate.Cluster] = {}
+        self._exchanges: dict[tuple[tuple[str, ...], simulate.Exchange], simulate.Exchange] = {}
+
+    def plan(self) -> Plan:
+        names = self._able_machines()
+        times = step_times(self.cluster, self.workload, names, num_replicas=len(names))
+        sets = machine_sets(self.cluster, names, step_s=times)
+        wanted = [chosen for chosen in sets if len(chosen) >= self.wishes.min_replicas]
+        looks = [self._look_at(candidate) for candidate in self._candidates(wanted)]
+        outlooks = [self._outlook(guess) for guess in _chosen([guess for guess in looks if guess is not None])]
+        if not outlooks:
+            raise ValueError(f"nothing is left to run: {self._why()}")
+        outlooks.sort(key=self._rank)
+        _put_first(outlooks, min(_as_good_as(outlooks), key=lambda one: one.prediction.sent_bytes_per_step))
+        work = self.workload
+        return Plan(
+            model=work.name, num_parameters=work.num_parameters, tokens=work.tokens, seq_len=work.seq_len,
+            min_utilisation=self.wishes.min_utilisation, outlooks=tuple(outlooks),
+            alone=next((one for one in outlooks if one.candidate.num_replicas == 1), None),
+            rejections=tuple(Rejection(what=what, reason=why, count=n) for why, (what, n) in self._reasons.items()),
+            needs=self._needs(outlooks[0]),
+        )  # fmt: skip
+
+    def _rank(self, outlook: Outlook) -> tuple[bool, float, float]:
+        """Put first what computes for long enough, then what has a published loss, then what is fast."""
+        prediction = outlook.prediction
+        misses = prediction.compute_utilisation < self.wishes.min_utilisation
+        return misses, outlook.equal_loss_s, prediction.total_s
+
+    def _candidates(self, sets: Sequence[Sequence[str]]) -> list[Candidate]:
+        wishes = self.wishes
+        found = candidates(
+            self.workload, sets, names=wishes.methods, intervals=wishes.intervals, overlaps=wishes.overlaps,
+            layers=wishes.layers, codec_names=wishes.codecs,
+        )  # fmt: skip
+        return list(found)
+
+    def _able_machines(self) -> list[str]:
+        """Return the machines whose memory the model fits into, by what it needs where all take part."""
+        needed = self.workload.memory_bytes(self.cluster.num_replicas)
+        able = []
+        for machine in self.cluster.machines:
+            if machine.memory_bytes is not None and machine.memory_bytes < needed:
+                short = format_bytes(machine.memory_bytes)
+                self._reject(machine.name, f"needs about {format_bytes(needed)} of memory, has {short}")
+            else:
+                able.append(machine.name)
+        if not able:
+            raise ValueError(
+                f"no machine has the memory for {self.workload.name}: {self._why()}; take a smaller model, batch or "
+                f"sequence, or shard a replica over several devices"
+            )
+        return able
+
+    def _look_at(self, candidate: Candidate) -> _Guess | None:
+        """Return a candidate with its guessed time, None where it is refused."""
+        penalty = self._penalty(candidate)
+        if penalty is not None and penalty.share > self.wishes.max_penalty:
+            self._reject(candidate.describe(), f"its loss would be more than {self.wishes.max_penalty:.1%} higher")
+            return None
+        try:
+            method = candidate.make()
+            step_s = self._step_s(candidate, method)
+        except ValueError as error:
+            self._reject(candidate.describe(), str(error))
+            return None
+        num_steps = self.workload.num_steps(candidate.num_replicas)
+        return _Guess(candidate=candidate, method=method, penalty=penalty, total_s=num_steps * step_s)
+
+    def _step_s(self, candidate: Candidate, method: Method) -> float:
+        slowest_s = max(self._computing(candidate, method))
+        if candidate.num_replicas == 1:
+            return slowest_s
+        return quick_step_s(
+            method.schedule, self._condensed(candidate, method), links=self._links_of(candidate.replicas),
+            num_replicas=candidate.num_replicas, step_s=slowest_s,
+        )  # fmt: skip
+
+    def _computing(self, candidate: Candidate, method: Method) -> list[float]:
+        """Return the seconds in which each replica computes a step and codes its share of a round."""
+        names = candidate.replicas
+        if names not in self._times:
+            self._times[names] = step_times(self.cluster, self.workload, names, num_replicas=len(names))
+        times = self._times[names]
+        if candidate.num_replicas == 1:
+            return times
+        traffic = self._sent(candidate, method)
+        machines = [self._machines[name] for name in names]
+        return [time_s + coding_s(m, method.schedule, traffic) for time_s, m in zip(times, machines, strict=True)]
+
+    def _sent(self, candidate: Candidate, method: Method) -> Traffic:
+        key = _sending(candidate)
+        if key not in self._traffic:
+            # a view is the same whatever the code and the number of replicas, and takes most of the time to make
+            kind = repr(method.view)
+            if kind not in self._views:
+                model = self.workload.model
+                self._views[kind] = method.view.bind(model, inner=torch.optim.AdamW(model.parameters()))
+            self._traffic[key] = traffic_of(
+                method, self.workload.model, num_replicas=candidate.num_replicas, view=self._views[kind]
+            )
+        return self._traffic[key]
+
+    def _condensed(self, candidate: Candidate, method: Method) -> Traffic:
+        """Return the same traffic, on no more links than its time depends on."""
+        key = (candidate.replicas, *_sending(candidate))
+        if key not in self._traffic:
+            traffic, links = self._sent(candidate, method), self._links_of(candidate.replicas)
+            where = (candidate.replicas, traffic.exchange)
+            if where not in self._exchanges:
+                self._exchanges[where] = condensed(traffic.exchange, links, num_replicas=candidate.num_replicas)
+            self._traffic[key] = dataclasses.replace(traffic, exchange=self._exchanges[where])
+        return self._traffic[key]
+
+    def _links_of(self, names: tuple[str, ...]) -> simulate.Cluster:
+        if names not in self._links:
+            self._links[names] = virtual_cluster(self.cluster, names=names)
+        return self._links[names]
+
+    def _outlook(self, guess: _Guess) -> Outlook:
+        prediction = self._simulated(guess.candidate, guess.method)
+        return Outlook(candidate=guess.candidate, prediction=prediction, penalty=guess.penalty)
+
+    def _simulated(self, candidate: Candidate, method: Method, *, rate_factor: float = 1.0) -> Prediction:
+        replicas = [simulate.Replica(step_s=time_s) for time_s in self._computing(candidate, method)]
+        num_steps = self.workload.num_steps(candidate.num_replicas)
+        if candidate.num_replicas == 1:
+            return alone(num_steps, step_s=replicas[0].step_s)
+        links = self._links_of(candidate.replicas)
+        if rate_factor != 1.0:
+            links = faster(links, rate_factor)
+        traffic = self._condensed(candidate, method)
+        return predict(method.schedule, traffic, links=links, replicas=replicas, num_steps=num_steps)
+
+    def _needs(self, best: Outlook) -> Needs | None:
+        """Return what it would take to let the machines of the best candidate compute nearly all the time."""
+        candidate, wanted = best.candidate, self.wishes.min_utilisation or _USUAL_UTILISATION
+        if candidate.num_replicas == 1:
+            return None
+        method = candidate.make()
+
+        def utilisation(factor: float) -> float:
+            return self._simulated(candidate, method, rate_factor=factor).compute_utilisation
+
+        # machines that differ in speed wait for each other on any wire
+        limit = utilisation(_FASTEST_WIRES)
+        factor = _least_factor(lambda factor: utilisation(factor) >= wanted * limit)
+        interval, penalty = self._least_interval(candidate, wanted * limit)
+        return Needs(
+            compute_utilisation=wanted, limit=limit, rate_factor=factor, sync_interval=interval,
+            penalty=None if penalty is None else penalty.share,
+        )  # fmt: skip
+
+    def _least_interval(self, candidate: Candidate, wanted: float) -> tuple[int | None, LossPenalty | None]:
+        """Return the least H with which a candidate's method computes for long enough, and what its loss pays."""
+        if candidate.sync_interval is None:
+            return None, None
+        for interval in sorted({*self.wishes.intervals, *_LONGER}):
+            other = dataclasses.replace(candidate, sync_interval=interval)
+            if (candidate.overlap_steps or 0) >= interval:
+                continue
+            if self._simulated(other, other.make()).compute_utilisation >= wanted:
+                return interval, self._penalty(other)
+        return None, None
+
+    def _penalty(self, candidate: Candidate) -> LossPenalty | None:
+        return loss_penalty(
+            candidate.method, num_parameters=self.workload.num_parameters, num_replicas=candidate.num_replicas,
+            sync_interval=candidate.sync_interval or 1, overlap_steps=candidate.overlap_steps or 0,
+            codec=candidate.codec,
+        )  # fmt: skip
+
+    def _reject(self, what: str, reason: str) -> None:
+        first, count = self._reasons.get(reason, (what, 0))
+        self._reasons[reason] = (first, count + 1)
+
+    def _why(self) -> str:
+        return "; ".join(f"{what}: {why}" for why, (what, _) in list(self._reasons.items())[:4]) or "no candidates"
+
+
+def _sending(candidate: Candidate) -> tuple[object, ...]:
+    """Return all that the size of what is sent depends on."""
+    how = (candidate.codec, candidate.exchange, candidate.layers_per_fragment)
+    return candidate.method, candidate.num_replicas, *how
+
+
+def _chosen(guesses: Sequence[_Guess]) -> list[_Guess]:
+    """Return what is worth a simulation: the best, the best of each method, and of the best method at each interval."""
+    ranked = sorted(guesses, key=lambda guess: guess.order)
+    chosen = ranked[:_SIMULATED]
+    firsts: dict[tuple[object, ...], _Guess] = {}
+    for guess in ranked:
+        candidate = guess.candidate
+        firsts.setdefault((candidate.method, candidate.num_replicas == 1), guess)
+        if candidate.method == ranked[0].candidate.method:
+            firsts.setdefault((candidate.sync_interval,), guess)
+    return chosen + [guess for guess in firsts.values() if guess not in chosen]
+
+
+def _as_good_as(ranked: Sequence[Outlook]) -> list[Outlook]:
+    """Return those that a plan cannot tell from the best: of them, the one that sends least is the best."""
+    best = ranked[0]
+    if best.penalty is None:
+        return [best]
+    least = best.prediction.compute_utilisation - _SAME
+    return [
+        one
+        for one in ranked
+        if one.equal_loss_s <= (1 + _SAME) * best.equal_loss_s and one.prediction.compute_utilisation >= least
+    ]
+
+
+def _put_first(ranked: list[Outlook], chosen: Outlook) -> None:
+    ranked.remove(chosen)
+    ranked.insert(0, chosen)
+
+
+def _least_factor(reaches: Callable[[float], bool]) -> float:
+    """Return by how much wires must be faster at least, to within 2 %; the fastest are known to be fast enough."""
+    low, high = log(_SLOWEST_WIRES), log(_FASTEST_WIRES)
+    while high - low > 0.02:
+        middle = (low + high) / 2
+        low, high = (low, middle) if reaches(exp(middle)) else (middle, high)
+    return exp(high)

@@ -1,0 +1,272 @@
+"""From a method, a model and a cluster to what the simulator takes: links, payloads, patterns. Nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import inf
+
+import torch
+from torch import nn
+
+from thinwire import simulate
+from thinwire.averaging.cost import most_members, sent_bytes_of
+from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
+from thinwire.averaging.gossip import Gossip
+from thinwire.averaging.low_rank import LowRank
+from thinwire.averaging.mixing import Neighbours
+from thinwire.averaging.nothing import Nothing
+from thinwire.averaging.quorum import Quorum
+from thinwire.averaging.star import Star
+from thinwire.averaging.topology import AllReplicas
+from thinwire.codecs import float32
+from thinwire.planning.cluster import Cluster
+from thinwire.sync.method import Method
+from thinwire.sync.views import BoundView
+from thinwire.transport.message import HEADER_BYTES
+
+# From so many replicas on, a pair that has nearly all that its accesses leave gets no link of its own: as soon as
+# several are sent to, the accesses bound it, and thousands of links would take the simulator's time for nothing.
+_MANY, _NEARLY = 9, 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What a method sends.
+
+    Attributes:
+        payload_bytes: What a replica sends of each fragment, of each channel: `payload_bytes[fragment][channel]`. The
+            exchange's pattern says how often. A header of 56 bytes a message is in it.
+        times_sent: How often the busiest replica sends its payload in a round.
+        coded: Elements that a replica encodes and decodes in a round, in multiples of 2 (one of each), by fragment and
+            channel; 0 where payloads are whole numbers of bytes an element.
+        exchange: How rounds cross the links.
+    """
+
+    payload_bytes: tuple[tuple[float, ...], ...]
+    times_sent: float
+    coded: tuple[tuple[float, ...], ...]
+    exchange: simulate.Exchange
+
+    @property
+    def num_fragments(self) -> int:
+        """How many fragments there are."""
+        return len(self.payload_bytes)
+
+    @cached_property
+    def last_channel(self) -> int:
+        """The last channel that sends anything: what is sent after all warm-ups."""
+        sent = [sum(sizes) for sizes in zip(*self.payload_bytes, strict=True)]
+        return max((channel for channel, size in enumerate(sent) if size), default=0)
+
+    @cached_property
+    def coded_elements(self) -> float:
+        """The elements that a replica encodes and decodes in an interval after all warm-ups, as `coded` counts them."""
+        return sum(channels[self.last_channel] for channels in self.coded)
+
+
+def virtual_cluster(cluster: Cluster, *, names: Sequence[str] | None = None) -> simulate.Cluster:
+    """Return the links of some replicas: each one's accesses, and what bounds or delays single pairs.
+
+    Latencies of pairs are rounded up to two digits, so that pairs alike share a link without a limit.
+
+    Args:
+        cluster: All there are.
+        names: Those that take part, in the replicas' order; None for all.
+
+    Raises:
+        ValueError: There is no replica of a name.
+
+    Example:
+        >>> from thinwire.planning.cluster import Machine
+        >>> home = Machine(name="home", up_bits_per_s=20e6, down_bits_per_s=100e6, latency_s=0.01)
+        >>> lab = Machine(name="lab", up_bits_per_s=1e9, down_bits_per_s=1e9)
+        >>> links = virtual_cluster(Cluster(machines=(home, lab)))
+        >>> way = links.route(0, 1)
+        >>> [links.links[link].bandwidth_bits_per_s for link, _ in way], links.latency_s(way)
+        ([20000000.0, inf, 1000000000.0], 0.01)
+    """
+    machines = [cluster.machine(name) for name in names] if names is not None else list(cluster.machines)
+    own = {(wire.source, wire.destination): wire for wire in cluster.wires}
+    links: list[simulate.Link] = []
+    delays: dict[float, int] = {}
+
+    def link(rate: float, latency_s: float = 0.0) -> int:
+        links.append(simulate.Link(bandwidth_bits_per_s=rate, latency_s=latency_s))
+        return len(links) - 1
+
+    outs = [() if m.up_bits_per_s is None else ((link(m.up_bits_per_s), 1.0),) for m in machines]
+    ins = [() if m.down_bits_per_s is None else ((link(m.down_bits_per_s), 1.0),) for m in machines]
+    between: dict[tuple[int, int], tuple[tuple[int, float], ...]] = {}
+    for a, source in enumerate(machines):
+        for b, to in enumerate(machines):
+            if a == b:
+                continue
+            wire = own.get((source.name, to.name))
+            latency_s = _rounded_up(source.latency_s + to.latency_s if wire is None else wire.latency_s)
+            way = []
+            if latency_s:
+                if latency_s not in delays:
+                    delays[latency_s] = link(inf, latency_s)
+                way.append((delays[latency_s], 1.0))
+            accesses = min(source.up_bits_per_s or inf, to.down_bits_per_s or inf)
+            bound = accesses if len(machines) < _MANY else _NEARLY * accesses
+            if wire is not None and wire.bandwidth_bits_per_s < bound:
+                way.append((link(wire.bandwidth_bits_per_s), 1.0))
+            between[a, b] = tuple(way)
+    return simulate.Cluster(
+        links=tuple(links), site_of=tuple(range(len(machines))), ways_out=tuple(outs), ways_in=tuple(ins),
+        between=between,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownStages:
+    """A `simulate.Pattern` whose members are always the same, so that its stages were made once."""
+
+    made: tuple[simulate.Stage, ...]
+
+    def stages(
+        self, cluster: simulate.Cluster, *, senders: Sequence[int], members: Sequence[int]
+    ) -> tuple[simulate.Stage, ...]:
+        """Return them, whoever asks."""
+        return self.made
+
+
+def condensed(exchange: simulate.Exchange, cluster: simulate.Cluster, *, num_replicas: int) -> simulate.Exchange:
+    """Return an exchange among all replicas with the two links that count, the same in virtual time.
+
+    Where every flow loads all links in the same proportions, the link that is full first bounds all of them, and no
+    other one matters: so an all-gather of thousands of links is one of two, that one and the one that carries most.
+    Other exchanges are returned as they are. It holds as long as nobody dies.
+
+    Example:
+        >>> cluster = simulate.star([simulate.Link(bandwidth_bits_per_s=rate) for rate in (1e9, 1e6, 1e9)])
+        >>> condensed(simulate.Exchange(), cluster, num_replicas=3).pattern.made[0].loads
+        ((0, 2.0), (1, 2.0))
+    """
+    is_alike = isinstance(exchange.pattern, simulate.AllGather | simulate.TwoPhase)
+    if not is_alike or not isinstance(exchange.topology, simulate.Everyone) or exchange.quorum is not None:
+        return exchange
+    everyone = range(num_replicas)
+    stages = exchange.pattern.stages(cluster, senders=everyone, members=everyone)
+    made = []
+    for stage in stages:
+        limited = [(link, bits) for link, bits in stage.loads if cluster.links[link].bandwidth_bits_per_s < inf]
+        full = max(limited, key=lambda load: load[1] / cluster.links[load[0]].bandwidth_bits_per_s, default=None)
+        most = max(limited, key=lambda load: load[1], default=None)
+        made.append(replace(stage, loads=tuple(sorted({load for load in (full, most) if load is not None}))))
+    return replace(exchange, pattern=KnownStages(made=tuple(made)))
+
+
+def faster(cluster: simulate.Cluster, factor: float) -> simulate.Cluster:
+    """Return the same links with other rates.
+
+    Example:
+        >>> faster(simulate.star([simulate.Link(bandwidth_bits_per_s=1e6)] * 2), 5.0).links[0].bandwidth_bits_per_s
+        5000000.0
+    """
+    links = tuple(replace(link, bandwidth_bits_per_s=factor * link.bandwidth_bits_per_s) for link in cluster.links)
+    return replace(cluster, links=links)
+
+
+def traffic_of(
+    method: Method,
+    model: nn.Module,
+    *,
+    num_replicas: int,
+    inner: torch.optim.Optimizer | None = None,
+    view: BoundView | None = None,
+) -> Traffic:
+    """Return what a method's rounds send of a model, from shapes alone: the model may be on the meta device.
+
+    Where a method's channels travel in different patterns, all are given the first one's, with payloads that load a
+    star's links as much as their own would.
+
+    Args:
+        method: What is to run.
+        model: What is to be trained.
+        num_replicas: On how many replicas, at least 2.
+        inner: The inner optimizer, for methods that look into it; None makes an AdamW of the model.
+        view: The method's view where it is bound already, which takes most of the time here.
+
+    Raises:
+        ValueError: The method does not fit the model or so many replicas.
+
+    Example:
+        >>> from thinwire.methods import streaming_diloco
+        >>> model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device="meta") for _ in range(6)))
+        >>> traffic = traffic_of(streaming_diloco(), model, num_replicas=2)
+        >>> traffic.payload_bytes, traffic.exchange.pattern
+        (((6392.0,), (6392.0,)), AllGather())
+    """
+    if view is None:
+        view = method.view.bind(model, inner=torch.optim.AdamW(model.parameters()) if inner is None else inner)
+    num_fragments = len(view.parameters.fragments)
+    method.schedule.check(num_fragments=num_fragments, num_replicas=num_replicas)
+    exchanges = method.exchanges(num_replicas)
+    members = most_members(method.topology, num_replicas=num_replicas)
+    common = _exchange(method, exchanges)
+    often = _times_sent(common.pattern, members)
+    payloads, coded = [], []
+    for fragment in range(num_fragments):
+        sizes, elements = [], []
+        for channel, exchange in enumerate(exchanges):
+            shapes = view.shapes(fragment=fragment, channel=channel)
+            sent = sent_bytes_of(exchange, shapes, num_members=members)
+            headers = HEADER_BYTES * _messages(exchange, members)
+            sizes.append((sent + headers) / often if sent else 0.0)
+            numel = sum(shape.numel() for shape in shapes)
+            elements.append(numel * _codings(exchange, numel, members=members) if sent else 0.0)
+        payloads.append(tuple(sizes))
+        coded.append(tuple(elements))
+    return Traffic(payload_bytes=tuple(payloads), times_sent=often, coded=tuple(coded), exchange=common)
+
+
+def _exchange(method: Method, exchanges: Sequence[Exchange]) -> simulate.Exchange:
+    first = next((one for one in exchanges if not isinstance(one, Nothing)), exchanges[0])
+    pattern: simulate.Pattern = simulate.AllGather()
+    quorum = None
+    if isinstance(first, TwoPhase | LowRank):
+        pattern = simulate.TwoPhase()
+    elif isinstance(first, Star):
+        pattern = simulate.Star(hub=first.server)
+    elif isinstance(first, Quorum):
+        pattern, quorum = simulate.Star(hub=0), first.quorum
+    elif not isinstance(first, AllGather | Gossip | Nothing):
+        raise ValueError(f"nothing is known of how {type(first).__name__}() crosses the links; simulate another method")
+    if isinstance(method.topology, AllReplicas):
+        return simulate.Exchange(pattern=pattern, quorum=quorum)
+    is_direct = isinstance(method.topology, Neighbours)
+    return simulate.Exchange(pattern=pattern, topology=method.topology, is_direct=is_direct)
+
+
+def _times_sent(pattern: simulate.Pattern, members: int) -> float:
+    """Return how often the busiest replica sends its payload."""
+    if isinstance(pattern, simulate.TwoPhase):
+        return 2 * (members - 1) / members
+    return members - 1
+
+
+def _messages(exchange: Exchange, members: int) -> int:
+    """Return how many messages the busiest replica sends in a round."""
+    if isinstance(exchange, LowRank):  # both factors, each as the cheaper exchange sends it
+        return 2 * _messages(cheapest(float32(), num_replicas=members), members)
+    return (2 if isinstance(exchange, TwoPhase) else 1) * (members - 1)
+
+
+def _codings(exchange: Exchange, numel: int, *, members: int) -> float:
+    """Return how many times a replica encodes and decodes each element, half for either of them."""
+    sent = exchange.sent_bytes(numel, num_replicas=2)
+    if isinstance(exchange, LowRank) or sent >= 2 * numel:  # dense: nothing to code but a cast
+        return 0.0
+    if isinstance(exchange, TwoPhase):
+        return (3 + 1 / members) / 2
+    return (1 + members) / 2
+
+
+def _rounded_up(latency_s: float) -> float:
+    digits, exponent = f"{latency_s:.1e}".split("e")
+    is_below = float(f"{digits}e{exponent}") < latency_s
+    return float(f"{float(digits) + 0.1 * is_below:.1f}e{exponent}")

@@ -1,0 +1,107 @@
+"""What is to be trained, as numbers that a plan needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, cast
+
+from torch import nn
+
+from thinwire.sync.blocks import find_blocks
+
+# Bytes of a parameter on the device: itself, its gradient and Adam's two moments, in float32.
+_BYTES_PER_PARAMETER = 16
+# Activations of a block that wait for the backward pass: 34 bytes for a token and unit of width where they are of 16
+# bits and attention keeps no matrix (arXiv 2205.05198, equation 1, without its second term); twice that in float32.
+_BYTES_PER_UNIT = 2 * 34
+# Logits, their gradient and what the loss keeps, in float32.
+_BYTES_PER_LOGIT = 3 * 4
+
+
+class _Language(Protocol):
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and how much of it is to be trained.
+
+    Attributes:
+        name: As the command line takes it.
+        model: On the meta device: shapes alone.
+        tokens: The budget, of all replicas together.
+        seq_len: Tokens of a sequence.
+        batch_size: Sequences of a step of one replica; None where the replicas share `global_batch`.
+        global_batch: Tokens of a step of all replicas together; None where `batch_size` says it.
+
+    Raises:
+        ValueError: A number is below 1, or both batches are given, or none.
+    """
+
+    name: str
+    model: nn.Module
+    tokens: float
+    seq_len: int
+    batch_size: int | None = None
+    global_batch: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        for name in ("tokens", "seq_len", "batch_size", "global_batch"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < float("inf"):
+                raise ValueError(f"{name} must be at least 1 and finite, got {value}")
+        if (self.batch_size is None) == (self.global_batch is None):
+            raise ValueError(
+                f"give batch_size (sequences a replica) or global_batch (tokens of all together), got "
+                f"{self.batch_size} and {self.global_batch}"
+            )
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Elements that are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def sequences(self, num_replicas: int) -> int:
+        """Return the sequences of a step of each of so many replicas: at least one.
+
+        Example:
+            >>> work = Workload(name="a", model=nn.Linear(2, 2), tokens=1e6, seq_len=128, global_batch=4096)
+            >>> work.sequences(4), work.num_steps(4), work.sequences(64)
+            (8, 245, 1)
+        """
+        if self.batch_size is not None:
+            return self.batch_size
+        assert self.global_batch is not None
+        return max(1, round(self.global_batch / num_replicas / self.seq_len))
+
+    def step_tokens(self, num_replicas: int) -> int:
+        """Return the tokens of a step of each of so many replicas."""
+        return self.sequences(num_replicas) * self.seq_len
+
+    def num_steps(self, num_replicas: int) -> int:
+        """Return the inner steps that so many replicas need for all tokens."""
+        return max(1, -(-round(self.tokens) // (num_replicas * self.step_tokens(num_replicas))))
+
+    def memory_bytes(self, num_replicas: int) -> float:
+        """Return about how much memory of its device a replica needs.
+
+        Parameters, gradients and Adam's moments in float32, and an estimate of the activations of a step. The copies
+        that a method keeps beside them are in the host's memory.
+        """
+        tokens = self.step_tokens(num_replicas)
+        blocks, width = self._shape()
+        logits = tokens * getattr(cast(_Language, self.model), "vocab_size", 0) * _BYTES_PER_LOGIT
+        return _BYTES_PER_PARAMETER * self.num_parameters + _BYTES_PER_UNIT * tokens * blocks * width + logits
+
+    def _shape(self) -> tuple[int, int]:
+        """Return the number of blocks, and the side that most of their matrices have."""
+        found = find_blocks(self.model)
+        by_name = dict(self.model.named_parameters())
+        sides = Counter(
+            side for names in found.blocks for name in names if by_name[name].dim() == 2 for side in by_name[name].shape
+        )
+        width = sides.most_common(1)[0][0] if sides else 0
+        return len(found.blocks), int(width)
