@@ -34,6 +34,8 @@ THREE = {
     "two-phase": f"{ROWS} --codec block-int8 --exchange two-phase",
     "own-overlaps": f"{ROWS} --overlap-steps 0,1,5",
     "decoupled": f"{ROWS} --method decoupled-diloco --method-option quorum=2 --method-option most_behind=2",
+    "late": f"{ROWS} --sync-interval 2 --overlap-steps 1 --log-every 2 --expected-step-s 1e-4",
+    "in-time": f"{ROWS} --sync-interval 2 --overlap-steps 1 --log-every 2 --expected-step-s 1e3",
 }
 
 
@@ -124,6 +126,21 @@ def test_three_replicas_with_their_own_overlaps_agree(found: dict[str, Any]) -> 
 def test_three_replicas_that_need_not_wait_for_each_other_agree_too(found: dict[str, Any]) -> None:
     assert found["decoupled"]["replicas"] == 3 and found["decoupled"]["method"] == "decoupled-diloco"
     assert found["decoupled"]["steps"] == STEPS and found["decoupled"]["codec"] == "e3m0"
+
+
+def test_each_replica_is_told_once_that_steps_take_longer_than_planned_and_only_then(found: dict[str, Any]) -> None:
+    for replica in range(3):
+        told, untold = (
+            [(line["step"], line["message"]) for line in metrics(found[name]["folder"], replica)
+             if line["kind"] == "warning" and "the plan's" in line["message"]]
+            for name in ("late", "in-time")
+        )  # fmt: skip
+        # counted after step 1 in windows of 2 steps: one that does not count, and three
+        [(step, message)] = told
+        assert step == 9 and message.startswith(f"replica {replica}: steps take ")
+        assert "times the plan's 100 us: computing " in message
+        assert "plan anew" in message and "\n" not in message
+        assert untold == []
 
 
 def scalars(folder: Path, name: str) -> Iterator[tuple[int, float]]:

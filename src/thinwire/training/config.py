@@ -17,7 +17,7 @@ from thinwire.version import __version__
 # Options that do not change what is computed: a resumed run may be given others, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "join_deadline_s",
-    "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace",
+    "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "expected_step_s",
 )  # fmt: skip
 
 # Methods that exchange at every step, and so have no interval.
@@ -37,7 +37,7 @@ class TrainConfig:
     replicas: int | None = None
     """How many replicas train together. Default: 2, or torchrun's WORLD_SIZE."""
     method: str = "streaming-diloco"
-    """When and how replicas exchange; see `thinwire methods`."""
+    """When and how replicas exchange; see `thinwire methods`. auto probes the wires between hosts and plans."""
     model: str = "nano"
     """nano, 35m, 150m, 400m, 1b, or hf:PATH for a transformers model."""
     data: str = "stdlib"
@@ -121,6 +121,10 @@ class TrainConfig:
     """Go on with the run in this folder, with its own options."""
     overwrite: bool = False
     """Replace the run that --out holds."""
+    plan: Path | None = None
+    """Take model, method, settings, batch and steps from a plan (thinwire plan); words given here go before it."""
+    expected_step_s: float | None = None
+    """Seconds that a step should take; a warning tells when steps take longer for long. Default: the plan's."""
     tensorboard: bool = False
     """Write metrics for TensorBoard too (pip install 'thinwire[report]')."""
     wandb: bool = False
@@ -334,6 +338,8 @@ def check_values(config: TrainConfig) -> None:
             raise ValueError(f"{flag(name)} must be one of {', '.join(choices)}, got {value!r}")
     if config.lr is not None and not 0 < config.lr < math.inf:
         raise ValueError(f"--lr must be positive, got {config.lr}")
+    if config.expected_step_s is not None and not 0 < config.expected_step_s < math.inf:
+        raise ValueError(f"--expected-step-s must be positive, got {config.expected_step_s}")
     if not 0 < config.join_deadline_s < math.inf:
         raise ValueError(f"--join-deadline-s must be positive, got {config.join_deadline_s}")
     if config.interface is not None and config.address is not None:

@@ -18,6 +18,7 @@ from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.assembly import lr_factor
 from thinwire.training.checkpoint import Checkpoints
 from thinwire.training.config import TrainConfig
+from thinwire.training.drift import Watch
 from thinwire.training.metrics import Meter, Reading
 
 Batch = tuple[Tensor, Tensor]
@@ -51,6 +52,7 @@ class Training:
         meter: Takes the metrics.
         checkpoints: Takes the states.
         device: Where the model is.
+        watch: Tells when steps take longer than planned, where there is a plan.
 
     Attributes:
         step: Inner steps done.
@@ -59,6 +61,7 @@ class Training:
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: Checkpoints, device: torch.device,
+        watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self.step = 0
         self._config = config
@@ -69,6 +72,7 @@ class Training:
         self._meter = meter
         self._checkpoints = checkpoints
         self._device = device
+        self._watch = watch
         loss: Callable[[Tensor, Tensor], Batch] = model.loss  # type: ignore[assignment]
         self._loss = _compiled(loss) if config.compile else loss
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
@@ -98,8 +102,10 @@ class Training:
             self.step += 1
             self._train_step()
             self._report()
+            self._look_for_drift()
             if self._is_due(self._config.checkpoint_every):
-                self.save()
+                with self._apart():
+                    self.save()
         self._optimizer.close(final_exchange=self._config.final_exchange)
         self._optimizer.average_buffers()
 
@@ -236,10 +242,19 @@ class Training:
         if not is_last and self._is_due(self._config.eval_every):
             # shared out, so that no replica waits for the one that evaluates
             transport = self._optimizer.transport
-            val_loss, targets = self.evaluate(
-                self._config.eval_batches, part=transport.replica, num_parts=transport.num_replicas
-            )
+            with self._apart():
+                val_loss, targets = self.evaluate(
+                    self._config.eval_batches, part=transport.replica, num_parts=transport.num_replicas
+                )
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
+
+    def _look_for_drift(self) -> None:
+        complaint = self._watch.look(self.step) if self._watch else ""
+        if complaint:
+            self._meter.write_warning(self.step, message=f"replica {self._optimizer.transport.replica}: {complaint}")
+
+    def _apart(self) -> contextlib.AbstractContextManager[None]:
+        return self._watch.apart() if self._watch else contextlib.nullcontext()
 
     def _is_due(self, every: int | None) -> bool:
         is_last = self.step == self._config.steps

@@ -17,6 +17,7 @@ from thinwire.training.checkpoint import Checkpoints, Found, Identity, choose_st
 from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
+from thinwire.training.drift import watch_for
 from thinwire.training.files import write_whole
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
@@ -219,6 +220,7 @@ class _Replica:
             meter=meter,
             checkpoints=self._checkpoints,
             device=device,
+            watch=watch_for(config, optimizer, log=transport.log),
         )
 
     def _check_code(self) -> str:
