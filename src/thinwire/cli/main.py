@@ -16,6 +16,8 @@ COMMANDS = {
     "methods": "list the methods",
     "bench": "compare methods on real sockets over thin wires",
     "probe": "measure the wires between hosts and what each can compute, as cluster.json",
+    "simulate": "run methods in virtual time on machines and wires",
+    "plan": "find the method and settings that fit these machines and wires",
     "lab": "run a command on hosts that are joined by thin wires, all on this machine",
 }
 

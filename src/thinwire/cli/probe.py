@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +18,8 @@ from thinwire.units import format_bytes, format_rate, format_seconds, parse_byte
 if TYPE_CHECKING:
     from thinwire.planning.cluster import Machine
     from thinwire.planning.probe import Wires
-    from thinwire.transport.base import Transport
 
 USAGE, FAILED = 2, 1
-_NAMES = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,11 +94,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _probe(options: ProbeOptions) -> int:
     from thinwire.planning.cluster import save_cluster
-    from thinwire.planning.probe import Budget, probe_wires
+    from thinwire.planning.probe import Budget
     from thinwire.training.assembly import check_device
     from thinwire.training.config import TrainConfig, check_values, resolve
-    from thinwire.training.machine import measure_machine
-    from thinwire.transport.connect import connect
+    from thinwire.training.probe_hosts import probe_hosts
 
     budget = Budget(seconds=parse_seconds(options.budget), most_bytes=int(parse_bytes(options.most)))
     step_s, deadline_s = parse_seconds(options.step_time), parse_seconds(options.deadline)
@@ -113,44 +109,16 @@ def _probe(options: ProbeOptions) -> int:
     config = resolve(wanted, world_size=1, cores=os.cpu_count() or 1, home=Path.home())
     check_values(config)
     check_device(config.device)
-    machine = measure_machine(config, name=socket.gethostname(), seconds=step_s)
-    transport = connect(interface=options.interface, address=options.address, deadline_s=deadline_s)
-    try:
-        machines = _all_machines(machine, transport, deadline_s=deadline_s)
-        wires = probe_wires(transport, budget=budget, deadline_s=deadline_s, number=_NAMES + 1)
-    finally:
-        transport.close()
-    if transport.replica != 0:
+    found = probe_hosts(config, budget=budget, step_s=step_s)
+    if found.replica != 0:
         return 0
-    cluster = wires.cluster(machines)
-    save_cluster(cluster, options.out)
+    save_cluster(found.cluster, options.out)
     if options.json:
-        print(json.dumps(cluster.to_json()))
+        print(json.dumps(found.cluster.to_json()))
     else:
-        _show(wires, machines)
+        _show(found.wires, found.machines)
     _say(f"written to {options.out}")
     return 0
-
-
-def _all_machines(own: Machine, transport: Transport, *, deadline_s: float) -> list[Machine]:
-    """Tell all replicas of one's own machine, and return theirs under names that differ."""
-    from thinwire.errors import DataError, PayloadError
-    from thinwire.planning.cluster import read_machine
-    from thinwire.transport.notes import tell_all
-
-    told = tell_all(dataclasses.asdict(own), transport=transport, number=_NAMES, deadline_s=deadline_s)
-    found = []
-    for replica, note in enumerate(told):
-        known = {name: value for name, value in note.items() if value is not None}
-        try:
-            found.append(read_machine(known, where=f"what replica {replica} says of itself"))
-        except DataError as error:
-            raise PayloadError(f"{error}; run the same thinwire on all hosts") from error
-    names = [machine.name for machine in found]
-    return [
-        dataclasses.replace(machine, name=f"{machine.name}-{replica}") if names.count(machine.name) > 1 else machine
-        for replica, machine in enumerate(found)
-    ]
 
 
 def _show(wires: Wires, machines: Sequence[Machine]) -> None:

@@ -24,6 +24,15 @@ def plain(words: object) -> Text:
     return Text(str(words).translate(_CONTROL))
 
 
+def print_wide(table: Table) -> Console:
+    """Print a table without folding its cells, and return its console: a narrow terminal folds whole lines itself."""
+    console = Console(highlight=False)
+    needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), table).maximum
+    wide = Console(highlight=False, soft_wrap=True, width=max(console.width, needed))
+    wide.print(table)
+    return wide
+
+
 def final_table(summary: Summary | Mapping[str, Any]) -> Table:
     """Return what `thinwire train` shows at the end of a run.
 

@@ -10,12 +10,16 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.cli.train_options import parse, settle, world_size
+from thinwire.cli.train_plan import planned
 from thinwire.cli.watch import end_with
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.config import TrainConfig, check_values
+
+if TYPE_CHECKING:
+    from thinwire.planning.plan import Plan
 
 USAGE, FAILED = 2, 1
 
@@ -28,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
-        config = settle(parse(arguments), arguments)
+        given, plan = planned(parse(arguments), arguments, say=_say if is_told else _say_nothing)
+        config = settle(given, arguments)
         check_values(config)
         if config.quiet:
             _hide_progress_bars()
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     except ThinwireError as error:
         return _fail(FAILED, error, is_told=is_told)
     try:
-        return _train_under_torchrun(config) if world_size() is not None else _train_here(config)
+        return _train_here(config) if world_size() is None else _train_under_torchrun(config, plan)
     except ValueError as error:
         return _fail(USAGE, error)
     except ThinwireError as error:
@@ -114,7 +119,8 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     return 0, step
 
 
-def _train_under_torchrun(config: TrainConfig) -> int:
+def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
+    from thinwire.planning.plan import save_plan
     from thinwire.training.worker import Place, run_replica
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; other launchers may come and go
@@ -129,6 +135,8 @@ def _train_under_torchrun(config: TrainConfig) -> int:
         def go_on(step: int) -> None:
             if view is not None and is_resumed:
                 view.after_step = step
+            if plan is not None and os.environ["RANK"] == "0":
+                save_plan(plan, config.run_dir / "plan.json")
 
         summary = run_replica(plain, place=place, warn=lambda text: _say(f"warning: {text}"), on_start=go_on)
     return 0 if summary is None else _show(config, _report(config, summary))
@@ -177,6 +185,10 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _say_nothing(text: str) -> None:
+    """For the ranks of a host that are given the same words."""
 
 
 def _say(text: str) -> None:

@@ -37,7 +37,7 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     if given.resume is None:
         return resolve(given, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
     saved = read_config(given.resume)
-    named = {name for field in dataclasses.fields(given) if _is_named(name := field.name, arguments)}
+    named = {name for field in dataclasses.fields(given) if is_named(name := field.name, arguments)}
     for name in sorted(named - set(FREE)):
         if getattr(given, name) != getattr(saved, name):
             flag = "--" + name.replace("_", "-")
@@ -79,7 +79,8 @@ def _as_shown() -> type[Any]:
     return dataclasses.dataclass(frozen=True, kw_only=True)(type("TrainConfig", (TrainConfig,), members))
 
 
-def _is_named(name: str, arguments: Sequence[str]) -> bool:
+def is_named(name: str, arguments: Sequence[str]) -> bool:
+    """Tell whether the words name an option."""
     flag = name.replace("_", "-")
     heads = {word.split("=", 1)[0].replace("_", "-") for word in arguments if word.startswith("--")}
     return f"--{flag}" in heads or f"--no-{flag}" in heads

@@ -23,7 +23,8 @@ def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         OSError: It could not be written; the old content is still there and nothing else is left.
     """
-    temporary = path.with_name(f".{path.name}.partial")
+    # hosts that share the folder may write the same file at the same time
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.partial")
     try:
         write(temporary)
         with temporary.open("rb+") as file:

@@ -1,0 +1,233 @@
+"""`thinwire simulate`: methods on machines and wires in virtual time, with stragglers and outages, in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from thinwire.cli.cluster_options import ClusterOptions, cluster_of
+from thinwire.cli.words import read_words
+from thinwire.errors import ThinwireError
+from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from thinwire import simulate
+    from thinwire.planning.cluster import Cluster
+    from thinwire.sync.method import Method
+
+USAGE, FAILED = 2, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimulateOptions(ClusterOptions):
+    """Run methods in virtual time on machines and wires, and tell how long steps take and who waits for what.
+
+    The machines come from a cluster file, which thinwire probe writes, or are alike: --hosts 4 --rate 20mbit
+    --latency 20ms --step-time 400ms. What is simulated is the schedule and the payloads that thinwire train runs.
+    """
+
+    method: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A method; may be repeated. Default: all-reduce, diloco, streaming-diloco."""
+
+    model: str = "nano"
+    """nano, 35m, 150m, 400m, 1b, hf:PATH, or a size such as 7b."""
+
+    steps: int = 1000
+    """Inner steps of every replica."""
+
+    step_time: str | None = None
+    """Seconds in which every replica computes a step, such as 400ms. Default: by its FLOP/s and the batch."""
+
+    batch_size: int | None = None
+    """Sequences a step of one replica. Default: 8."""
+
+    seq_len: int | None = None
+    """Tokens a sequence. Default: 128 for nano, else 1024."""
+
+    sync_interval: int | None = None
+    """H, for methods that have one. Default: 30 for nano, else 100."""
+
+    overlap_steps: int | None = None
+    """tau, for methods that have one. Default: the method's."""
+
+    codec: str | None = None
+    """Code of the payloads, for methods that take one. Default: the method's."""
+
+    layers_per_fragment: int | None = None
+    """Blocks a fragment, for methods that have fragments. Default: 3."""
+
+    jitter: float = 0.0
+    """Steps vary log-normally, by so much in their logarithm: 0.1 is about 10 %."""
+
+    slow: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A replica that computes slower, such as 2=1.5 for replica 2; may be repeated."""
+
+    outage: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A replica that dies and returns, such as 1=60s-300s, or 1=60s for good; may be repeated."""
+
+    detection: str = "10s"
+    """From a death until the others go on without that replica."""
+
+    seed: int = 0
+    """Of the steps that vary."""
+
+    json: bool = False
+    """Print one JSON object a method on stdout instead of a table."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire simulate --help`.
+
+    Returns:
+        0, 1 where a file cannot be read, 2 for wrong options.
+    """
+    try:
+        return _simulate(read_words(SimulateOptions, arguments, prog="thinwire simulate"))
+    except ValueError as error:
+        return _fail(USAGE, error)
+    except ThinwireError as error:
+        return _fail(FAILED, error)
+
+
+def _simulate(options: SimulateOptions) -> int:
+    from thinwire.planning.virtual import traffic_of, virtual_cluster
+    from thinwire.simulate import simulate_training
+    from thinwire.training.models.sketch import sketch_model
+
+    cluster = cluster_of(options, needs_flops=options.step_time is None)
+    if cluster.num_replicas < 2:
+        raise ValueError("a simulation needs at least 2 machines, got 1; one alone waits for nobody")
+    seq_len = options.seq_len or (128 if options.model == "nano" else 1024)
+    model, _ = sketch_model(options.model, seq_len=seq_len)
+    links = virtual_cluster(cluster)
+    found = {}
+    for name in options.method or ("all-reduce", "diloco", "streaming-diloco"):
+        method = _method(name, options)
+        traffic = traffic_of(method, model, num_replicas=cluster.num_replicas)
+        replicas = _replicas(options, cluster, model, tokens=(options.batch_size or 8) * seq_len)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        run = simulate_training(
+            method.schedule, cluster=links, replicas=replicas, payload_bytes=traffic.payload_bytes,
+            num_steps=options.steps, exchange=traffic.exchange, detection_s=parse_seconds(options.detection),
+            rejoin_bytes=4 * parameters, seed=options.seed,
+        )  # fmt: skip
+        found[name] = _numbers(run, links, num_steps=options.steps)
+    if options.json:
+        for name, numbers in found.items():
+            print(json.dumps({"method": name, **numbers}))
+    else:
+        _show(found, cluster)
+    return 0
+
+
+def _method(name: str, options: SimulateOptions) -> Method:
+    """Return a method with the settings that it takes: of several methods, not all take all."""
+    import inspect
+
+    from thinwire import methods
+    from thinwire.training.assembly import make_method
+    from thinwire.training.config import TrainConfig, resolve
+
+    takes = inspect.signature(methods.recipe(name)).parameters
+    wanted = ("sync_interval", "codec", "layers_per_fragment")
+    settings: dict[str, Any] = {option: getattr(options, option) for option in wanted if option in takes}
+    if options.overlap_steps is not None and "overlap_steps" in takes:
+        settings["overlap_steps"] = str(options.overlap_steps)
+    if len(options.method) == 1:  # nothing is dropped without a word
+        for option in (*wanted, "overlap_steps"):
+            if option not in takes and getattr(options, option) is not None:
+                raise ValueError(f"--{option.replace('_', '-')} does not go with --method {name}; leave it out")
+    config = TrainConfig(method=name, model=options.model, **settings)
+    resolved = resolve(config, world_size=None, cores=os.cpu_count() or 1, home=Path.home())
+    has_interval = "sync_interval" in takes
+    return make_method(resolved if has_interval else dataclasses.replace(resolved, sync_interval=None))
+
+
+def _replicas(options: SimulateOptions, cluster: Cluster, model: nn.Module, *, tokens: int) -> list[simulate.Replica]:
+    from thinwire.planning.predict import inner_step_s
+    from thinwire.simulate import Replica
+
+    count = cluster.num_replicas
+    if options.step_time is not None:
+        times = [parse_seconds(options.step_time)] * count
+    else:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        times = [inner_step_s(machine, num_parameters=parameters, tokens=tokens) for machine in cluster.machines]
+    for text in options.slow:
+        number, factor = _numbered(text, count=count, what="--slow", form="2=1.5")
+        times[number] *= _above_zero(factor, text)
+    outages: list[list[tuple[float, float]]] = [[] for _ in range(count)]
+    for text in options.outage:
+        number, span = _numbered(text, count=count, what="--outage", form="1=60s-300s")
+        start, dash, end = span.partition("-")
+        outages[number].append((parse_seconds(start), parse_seconds(end) if dash else float("inf")))
+    return [
+        Replica(step_s=time_s, sigma=options.jitter, outages=tuple(sorted(outages[number])))
+        for number, time_s in enumerate(times)
+    ]
+
+
+def _numbered(text: str, *, count: int, what: str, form: str) -> tuple[int, str]:
+    match = re.fullmatch(r"\s*(\d+)\s*=\s*(\S+)\s*", text)
+    if match is None:
+        raise ValueError(f"{what} must look like {form} (replica=value), got {text!r}")
+    number = int(match.group(1))
+    if number >= count:
+        raise ValueError(f"{what} names replica {number}, but there are {count}, from 0 on")
+    return number, match.group(2)
+
+
+def _above_zero(factor: str, text: str) -> float:
+    try:
+        value = float(factor)
+    except ValueError:
+        raise ValueError(f"--slow must name a factor such as 1.5, got {text!r}") from None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"--slow must name a factor above 0, got {text!r}")
+    return value
+
+
+def _numbers(run: simulate.Run, links: simulate.Cluster, *, num_steps: int) -> dict[str, Any]:
+    limited = [n for n, link in enumerate(links.links) if link.bandwidth_bits_per_s < float("inf")]
+    return {
+        "steps": num_steps, "total_s": run.total_s, "step_s": run.total_s / num_steps,
+        "compute_utilisation": run.compute_utilisation, "stall_s": list(run.stall_s), "last_step": list(run.last_step),
+        "sent_bytes_per_step": max((run.link_bits[n] for n in limited), default=0.0) / 8 / num_steps,
+        "peak_bits_per_s": max((run.peak_bits_per_s[n] for n in limited), default=0.0),
+    }  # fmt: skip
+
+
+def _show(found: dict[str, dict[str, Any]], cluster: Cluster) -> None:
+    from rich.table import Table
+
+    from thinwire.cli.tables import plain, print_wide
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("method", "a step", "all steps", "computing", "waits most", "sent a step", "peak rate"):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for name, numbers in found.items():
+        stalls = numbers["stall_s"]
+        longest = max(range(len(stalls)), key=stalls.__getitem__)
+        cells = (
+            name, format_seconds(numbers["step_s"]), format_seconds(numbers["total_s"]),
+            f"{numbers['compute_utilisation']:.1%}",
+            f"{cluster.machines[longest].name} {stalls[longest] / numbers['total_s']:.1%}",
+            format_bytes(numbers["sent_bytes_per_step"]), format_rate(numbers["peak_bits_per_s"]),
+        )  # fmt: skip
+        table.add_row(*map(plain, cells))
+    print_wide(table)
+
+
+def _fail(code: int, reason: object) -> int:
+    print(f"thinwire simulate: {' '.join(str(reason).split())}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,101 @@
+"""`thinwire train --plan` and `--method auto`: options from a plan, or from a probe of the hosts and a plan of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.train_options import is_named, world_size
+from thinwire.training.config import TrainConfig, resolve
+
+if TYPE_CHECKING:
+    from thinwire.planning.plan import Plan
+
+AUTO = "auto"
+# Less than `thinwire probe` takes, since training is waiting for it.
+_WIRES_S, _STEPS_S = 20.0, 3.0
+
+
+def planned(
+    given: TrainConfig, arguments: Sequence[str], *, say: Callable[[str], None]
+) -> tuple[TrainConfig, Plan | None]:
+    """Fill in what a plan decides, where the words do not say otherwise.
+
+    Args:
+        given: What the words say.
+        arguments: The words.
+        say: Told what goes on.
+
+    Returns:
+        The options, and the plan where one was made just now.
+
+    Raises:
+        ValueError: The words contradict each other.
+        ThinwireError: The plan cannot be read, or the hosts cannot be probed.
+    """
+    is_auto = given.method.lower() == AUTO
+    if given.resume is not None and (is_auto or given.plan is not None):
+        raise ValueError("a run goes on with its own options; leave --plan and --method auto out with --resume")
+    if is_auto and given.plan is not None:
+        raise ValueError("--plan names the method already; leave --method auto out")
+    if given.plan is not None:
+        from thinwire.planning.plan import load_plan
+
+        read = load_plan(given.plan)
+        found = {**read.settings, "expected_step_s": read.prediction.step_s}
+        return _filled(given, found, arguments), None
+    if not is_auto:
+        return given, None
+    plan = _plan_here(given, arguments, say=say)
+    found = {**plan.settings(), "expected_step_s": plan.best.prediction.step_s}
+    # what was asked for stays: how long, and with how many
+    kept = {name: value for name, value in found.items() if name not in ("steps", "replicas", "model")}
+    return _filled(given, {"method": plan.best.candidate.method, **kept}, arguments, over=("method",)), plan
+
+
+def _filled(
+    given: TrainConfig, found: Mapping[str, Any], arguments: Sequence[str], *, over: Sequence[str] = ()
+) -> TrainConfig:
+    own = {name: value for name, value in found.items() if name in over or not is_named(name, arguments)}
+    return dataclasses.replace(given, **own)
+
+
+def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[str], None]) -> Plan:
+    """Probe the hosts of this run and plan for them; the same plan comes out on all of them."""
+    from thinwire.planning.probe import Budget
+    from thinwire.planning.search import Wishes, make_plan
+    from thinwire.planning.workload import Workload
+    from thinwire.training.assembly import check_device
+    from thinwire.training.config import check_values
+    from thinwire.training.models.sketch import sketch_model
+    from thinwire.training.probe_hosts import probe_hosts
+
+    ranks = world_size()
+    if ranks in (None, 1):
+        raise ValueError(
+            "--method auto probes the wires between hosts; start it by torchrun on each of at least 2, or in a lab: "
+            "thinwire lab --hosts 2 --rate 20mbit -- thinwire train --method auto"
+        )
+    plain = dataclasses.replace(given, method="streaming-diloco")
+    config = resolve(plain, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
+    check_values(config)
+    check_device(config.device)
+    assert config.batch_size is not None and config.seq_len is not None
+    say("probing the wires between the hosts")
+    found = probe_hosts(config, budget=Budget(seconds=_WIRES_S), step_s=_STEPS_S)
+    model, _ = sketch_model(config.model, seq_len=config.seq_len)
+    tokens = float(config.steps * config.num_replicas * config.batch_size * config.seq_len)
+    workload = Workload(
+        name=config.model, model=model, tokens=tokens, seq_len=config.seq_len, batch_size=config.batch_size
+    )
+    # the hosts are here, so all of them take part, whatever it costs in loss
+    plan = make_plan(workload, found.cluster, Wishes(min_replicas=config.num_replicas, max_penalty=1.0))
+    best = plan.best
+    say(
+        f"plan: {best.candidate.describe()}; {best.prediction.compute_utilisation:.0%} of the time computing, "
+        f"{best.prediction.step_s:.3g} s a step"
+    )
+    return plan
