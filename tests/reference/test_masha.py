@@ -147,12 +147,12 @@ def test_without_compression_and_with_a_refresh_at_every_step_it_is_the_extragra
 @pytest.mark.no_cover  # thousands of steps through the lines that a dozen steps of the other tests trace
 @pytest.mark.parametrize("name", METHODS)
 def test_the_error_falls_linearly_on_the_bilinear_problem_of_the_paper(name):
-    problem = Saddle.random(replicas=3)
+    problem = Saddle.random()
     # random-k both ways has the variance of both: the theory's step size shrinks with it
     lr = gamma_of(problem) * (0.5 if name == "masha1 both ways" else 1)
-    points = solve(problem, METHODS[name](), lr=lr, steps=301)
+    points = solve(problem, METHODS[name](), lr=lr, steps=401)
     errors = np.linalg.norm(points - problem.solution, axis=1) / np.linalg.norm(problem.solution)
-    for t in range(0, 300, 100):  # the same factor in each stretch, until float32 ends it
+    for t in range(0, 400, 100):  # the same factor in each stretch, until float32 ends it
         assert errors[t + 100] < 0.55 * errors[t] or errors[t + 100] < 1e-5
 
 
