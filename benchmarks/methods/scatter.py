@@ -108,18 +108,29 @@ def place_labels(marks: Sequence[Mark], names: Sequence[str], *, area: Box) -> l
     points = [mark.at for mark in marks]
     obstacles = [_around(point, _DOT + 1) for point in points]
     crowded = sorted(range(len(points)), key=lambda i: -sum(1 / (30 + math.dist(points[i], p)) for p in points))
+    # what no other label changes is sorted out once
+    candidates = [
+        [
+            (cost, box)
+            for cost, box in sorted(_candidates(point, name), key=lambda found: found[0])
+            if _is_inside(box, area) and not any(box.meets(other) for other in obstacles)
+        ]
+        for point, name in zip(points, names, strict=True)
+    ]
     chosen: dict[int, Box] = {}
     for i in crowded * _ROUNDS:
         chosen.pop(i, None)
-        taken = [*obstacles, *chosen.values()]
-        free = [
-            (cost + _disturbance(i, box, marks, chosen), cost, box)
-            for cost, box in _candidates(points[i], names[i])
-            if _is_inside(box, area) and not any(box.meets(other) for other in taken)
-        ]
-        if not free:
+        best: tuple[float, Box] | None = None
+        for cost, box in candidates[i]:
+            if best is not None and cost >= best[0]:
+                break  # all that follow are farther off: they cost more though they stand on nothing
+            if not any(box.meets(other) for other in chosen.values()):
+                total = cost + _disturbance(i, box, marks, chosen)
+                if best is None or total < best[0]:
+                    best = total, box
+        if best is None:
             raise ValueError(f"there is no room for the label {names[i]!r}; make the figure larger")
-        chosen[i] = min(free, key=lambda found: found[:2])[2]
+        chosen[i] = best[1]
     return [chosen[i] for i in range(len(points))]
 
 
@@ -161,6 +172,9 @@ def _disturbance(i: int, box: Box, marks: Sequence[Mark], chosen: Mapping[int, B
 
 
 def _meets_box(start: Place, end: Place, box: Box) -> bool:
+    across = min(start[0], end[0]) <= box.right and box.left <= max(start[0], end[0])
+    if not across or min(start[1], end[1]) > box.bottom or box.top > max(start[1], end[1]):
+        return False
     corners = [(box.left, box.top), (box.right, box.top), (box.right, box.bottom), (box.left, box.bottom)]
     inside = box.left < end[0] < box.right and box.top < end[1] < box.bottom
     return inside or any(_cross(start, end, a, b) for a, b in zip(corners, corners[1:] + corners[:1], strict=True))

@@ -1,4 +1,4 @@
-"""`thinwire probe` as a process: its options, and what it says to wrong ones."""
+"""`thinwire probe`: its options, and what it says to wrong ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from thinwire.cli.main import main
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 OPTIONS_FILE = Path(__file__).with_name("options_of_probe.txt")
@@ -49,8 +51,13 @@ UNDER_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADD
     ],
 )
 def test_wrong_options_are_refused_in_one_line(
-    words: list[str], environment: dict[str, str], said: str, tmp_path: Path
-) -> None:
-    found = probe(*words, cwd=tmp_path, **environment)
-    assert found.returncode == 2 and said in found.stderr and found.stderr.count("\n") == 1, found.stderr
+    words: list[str], environment: dict[str, str], said: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["probe", *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and said in told.err and told.err.count("\n") == 1, told.err
     assert not list(tmp_path.iterdir())

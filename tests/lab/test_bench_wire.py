@@ -12,6 +12,7 @@ import pytest
 
 from thinwire.bench.cells import Cell, Wire
 from thinwire.bench.wire import run_cell, summary
+from thinwire.cli.main import main
 from thinwire.errors import WorkerFailed
 
 pytestmark = pytest.mark.multiprocess
@@ -64,16 +65,17 @@ def test_the_options_of_bench_are_those_that_were_agreed_on() -> None:
     )
 
 
-def test_a_folder_that_cannot_be_made_is_named_with_the_remedy() -> None:
-    done = bench("wire", "--report", "--out", "/proc/nowhere")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "/proc/nowhere" in done.stderr and "--out" in done.stderr
+def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "wire", "--report", "--out", "/proc/nowhere"]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "/proc/nowhere" in told and "--out" in told
 
 
-def test_half_a_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_half_a_line_is_named_and_nothing_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "wire.jsonl").write_text('{"cell": {"contender"')
-    done = bench("wire", "--report", "--out", str(tmp_path))
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "line 1 of" in done.stderr
+    assert main(["bench", "wire", "--report", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "line 1 of" in told
     assert (tmp_path / "wire.jsonl").read_text() == '{"cell": {"contender"'
 
 
@@ -92,8 +94,11 @@ def test_half_a_line_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
         (("cable",), "usage"),
     ],
 )
-def test_wrong_words_are_refused_in_one_line(words: tuple[str, ...], named: str, tmp_path: Path) -> None:
+def test_wrong_words_are_refused_in_one_line(
+    words: tuple[str, ...], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = ("--out", str(tmp_path / "never")) if words[0] == "wire" else ()
-    done = bench(*words, *out)
-    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
-    assert done.stdout == "" and not (tmp_path / "never").exists()
+    assert main(["bench", *words, *out]) == 2
+    told = capsys.readouterr()
+    assert named in told.err and len(told.err.splitlines()) == 1
+    assert told.out == "" and not (tmp_path / "never").exists()

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "thinwire", "thinwire.methods")
+# The last is what torch imports at the first optimizer: seconds in each child, where it is not here.
+_IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "thinwire", "thinwire.methods", "torch._dynamo")
 
 
 class Child:

@@ -46,8 +46,14 @@ def start(texts: Path, folder: Path, *, steps: int, replicas: int = 2, more: tup
     return Started([*words, "--cache-dir", str(texts / ".cache"), *OPTIONS, *more])
 
 
-def checkpoint(run: Path, step: int, replica: int = 1) -> Path:
+def checkpoint(run: Path, step: int, *, replica: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}" / f"replica-{replica}.json"
+
+
+def wait_for_checkpoints(started: Started, run: Path, step: int) -> None:
+    """Wait until there is a step that the run can go on from, which takes the checkpoints of all replicas."""
+    for replica in (0, 1):
+        started.wait_for(checkpoint(run, step, replica=replica))
 
 
 @pytest.fixture
@@ -98,7 +104,7 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
 
     # a replica dies: the others end, and one error names it
     started = start(texts, tmp_path, steps=20)
-    started.wait_for(checkpoint(run, 4))
+    wait_for_checkpoints(started, run, 4)
     nothing_left(started)
     _replica(started, 1).kill()
     assert started.end() == 1
@@ -113,7 +119,7 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
         (16, signal.SIGKILL, -signal.SIGKILL),
     ):
         started = Started(resume)
-        started.wait_for(checkpoint(run, step))
+        wait_for_checkpoints(started, run, step)
         nothing_left(started)
         started.process.send_signal(number)
         assert started.end() == code, started.stderr
@@ -156,7 +162,7 @@ def test_hosts_with_folders_of_their_own_resume_from_their_newest_common_step(
         host.end()
     # host 1 loses its newest checkpoints, so that host 0 has ones that it must not use
     for step in (12, 16, 20):
-        path = checkpoint(tmp_path / "host-1", step)
+        path = checkpoint(tmp_path / "host-1", step, replica=1)
         if path.exists():
             path.write_text("{}")
     port = free_port()

@@ -122,6 +122,7 @@ def test_the_first_state_is_the_compressed_gradient():
     np.testing.assert_allclose(first, expected, rtol=1e-6)
 
 
+@pytest.mark.no_cover  # hundreds of steps through the lines that a few steps of the other tests trace
 @pytest.mark.parametrize("seed", range(2))
 def test_the_error_falls_linearly_with_the_step_size_of_the_theory(seed):
     problem = LeastSquares.random(seed=seed)
@@ -141,6 +142,7 @@ def test_the_error_falls_linearly_with_the_step_size_of_the_theory(seed):
         assert problem.loss(ours[t]) - best <= 10 * first * (1 - lr * lowest) ** t + 1e-5 * first
 
 
+@pytest.mark.no_cover
 def test_partial_participation_still_converges():
     problem = LeastSquares.random()
     method = ef21(codec=top_k(density=3 / 12, **EXACT), participation=0.5)

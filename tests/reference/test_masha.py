@@ -144,6 +144,7 @@ def test_without_compression_and_with_a_refresh_at_every_step_it_is_the_extragra
     np.testing.assert_allclose(solve(problem, method, lr=lr, steps=steps), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.no_cover  # thousands of steps through the lines that a dozen steps of the other tests trace
 @pytest.mark.parametrize("name", METHODS)
 def test_the_error_falls_linearly_on_the_bilinear_problem_of_the_paper(name):
     problem = Saddle.random()
@@ -155,6 +156,7 @@ def test_the_error_falls_linearly_on_the_bilinear_problem_of_the_paper(name):
         assert errors[t + 100] < 0.55 * errors[t] or errors[t + 100] < 1e-5
 
 
+@pytest.mark.no_cover
 def test_it_solves_a_minimisation_too():
     problem = LeastSquares.random(replicas=3, rows=12)
     lr = np.sqrt(DENSITY) / (2 * max(problem.smoothness))

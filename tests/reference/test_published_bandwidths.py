@@ -27,7 +27,12 @@ SCALING = PUBLISHED["utilisation"]["scaling"]["rows"]
 KNOWN_DEVIATIONS = {("10B", "streaming, overlap"): [-1, 0, 0, 0, 0], ("100B", "streaming, overlap"): [0, 0, 0, -1, 0]}
 
 
-@pytest.mark.parametrize("model", STREAMING)
+# Hundreds of simulated runs each, through the same lines whatever the model: traced they take six times as long.
+def untraced_but_for_the_smallest(models):
+    return [pytest.param(model, marks=[] if model == "1B" else pytest.mark.no_cover) for model in models]
+
+
+@pytest.mark.parametrize("model", untraced_but_for_the_smallest(STREAMING))
 @pytest.mark.parametrize("method", STREAMING_METHODS)
 def test_table_4_of_streaming_diloco_comes_out(model, method):
     places = reaching(STREAMING_MODELS[model], STREAMING_METHODS[method])
@@ -35,6 +40,7 @@ def test_table_4_of_streaming_diloco_comes_out(model, method):
     assert printed_deviations(places, STREAMING[model][method]) == expected
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(("model", "method"), [(model, method) for model, rows in SCALING.items() for method in rows])
 def test_table_6_of_the_scaling_laws_comes_out(model, method):
     places = reaching(SCALING_MODELS[model], SCALING_METHODS[method])

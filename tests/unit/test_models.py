@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,6 +49,15 @@ def test_the_presets_of_the_paper_have_its_layers_heads_and_mlp() -> None:
     shapes = {name: (c.layers, c.heads, c.mlp_dim, c.head_dim) for name, c in PRESETS.items()}
     assert shapes["35m"] == (6, 8, 2048, 64)
     assert shapes["1b"] == (24, 32, 8192, 64)
+
+
+def test_a_model_without_values_comes_without_torchs_compiler() -> None:
+    code = (
+        "import sys; from thinwire.training.models import build_model; model = build_model('nano', device='meta'); "
+        "assert 'torch._dynamo' not in sys.modules and model.cosines.shape[0] == model.max_seq_len"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"every start of a command would wait seconds for an import\n{done.stderr}"
 
 
 @pytest.mark.parametrize("tied_head", [True, False])

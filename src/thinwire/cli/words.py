@@ -38,8 +38,10 @@ def read_words(kind: type[Options], arguments: Sequence[str], *, prog: str) -> O
 def _one_line(text: str, *, prog: str) -> str:
     """Press the parser's panel into one line: what is wrong, and what was meant perhaps."""
     lines = [re.sub(r"^[│|]?\s*(.*?)\s*[│|]?$", r"\1", line) for line in text.splitlines()]
-    parts = "\n".join(line for line in lines if not line.startswith(("╭", "╰"))).split("───")
-    problem = " ".join(parts[0].split()).partition(" Got errors")[0].replace("{None}|", "")
+    parts = re.split(r"^[─-]{3,}$", "\n".join(line for line in lines if not line.startswith(("╭", "╰"))), flags=re.M)
+    # where stdout is not UTF-8, the panel has no frame: a rule stands between its title and what is wrong
+    wrong = parts[0] if "╭" in text else parts[min(1, len(parts) - 1)]
+    problem = " ".join(wrong.split()).partition(" Got errors")[0].replace("{None}|", "")
     meant = re.search(r"Perhaps you meant:\s*(--[\w-]+)", text.replace("│", " "))
     hint = f"; did you mean {meant.group(1)}?" if meant else ""
     return f"{problem}{hint}; see {prog} --help"

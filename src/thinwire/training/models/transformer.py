@@ -10,11 +10,14 @@ Reference:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from thinwire.shared_random import derive_seed
 from thinwire.training.models.arithmetic import next_token_loss, rms_norm
@@ -158,9 +161,10 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RmsNorm(config.dim)
         self.head = None if config.tied_head else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.register_buffer("cosines", torch.empty(0), persistent=False)
-        self.register_buffer("sines", torch.empty(0), persistent=False)
-        self._fill_rotation()
+        for name in ("cosines", "sines"):
+            self.register_buffer(name, torch.empty(config.max_seq_len, 1, 1, config.head_dim // 2), persistent=False)
+        if not self.embedding.weight.is_meta:
+            self._fill_rotation()
 
     @property
     def vocab_size(self) -> int:
@@ -245,7 +249,7 @@ def build_transformer(config: TransformerConfig, *, seed: int = 0, device: torch
         >>> model(torch.zeros(3, 4, dtype=torch.int64)).shape
         torch.Size([3, 4, 16])
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         model = Transformer(config)
     if torch.device(device).type == "meta":
         return model
@@ -255,6 +259,18 @@ def build_transformer(config: TransformerConfig, *, seed: int = 0, device: torch
         for name, parameter in model.named_parameters():
             parameter.copy_(_initial_value(name, parameter.shape, config=config, seed=seed))
     return model
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves new tensors as they are; on the meta device, torch would import its compiler to fill one: seconds."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return named["tensor"]
+        return func(*args, **named)
 
 
 def _initial_value(name: str, shape: torch.Size, *, config: TransformerConfig, seed: int) -> Tensor:
