@@ -140,8 +140,8 @@ def workload_of(options: PlanOptions) -> tuple[Workload, bool]:
 
     if options.batch_size is not None and options.global_batch is not None:
         raise ValueError("give --batch-size (of one replica) or --global-batch (of all together), not both")
-    seq_len = options.seq_len or (128 if options.model == "nano" else 1024)
-    batch_size = options.batch_size if options.global_batch is not None else (options.batch_size or 8)
+    seq_len = (128 if options.model == "nano" else 1024) if options.seq_len is None else options.seq_len
+    batch_size = 8 if options.batch_size is None and options.global_batch is None else options.batch_size
     model, can_train = sketch_model(options.model, seq_len=seq_len)
     workload = Workload(
         name=options.model, model=model, tokens=options.tokens, seq_len=seq_len, batch_size=batch_size,

@@ -1,0 +1,216 @@
+"""`thinwire plan` and `thinwire simulate` on the command line, and `thinwire train --plan`."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli import plan as plan_command
+from thinwire.cli import simulate as simulate_command
+from thinwire.cli.train_options import parse
+from thinwire.cli.train_plan import planned
+
+ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]
+HOME = [*ALIKE, "--flops", "4e10", "--tokens", "1e7", "--interval", "10", "--interval", "30"]
+HOUSE = {
+    "format": "thinwire-cluster",
+    "version": 1,
+    "replicas": [
+        {"name": "attic", "flops_per_s": 2e13, "memory_bytes": "24 GB", "up_bits_per_s": "20mbit",
+         "down_bits_per_s": "100mbit"},
+        {"name": "office", "flops_per_s": 2e13, "up_bits_per_s": "1gbit", "down_bits_per_s": "1gbit"},
+        {"name": "[red]shed", "flops_per_s": 2e13, "memory_bytes": 1e9, "up_bits_per_s": 1e7, "down_bits_per_s": 1e7},
+    ],
+}  # fmt: skip
+
+
+def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, figure = tmp_path / "plan.json", tmp_path / "plan.svg"
+    assert plan_command.main([*HOME, "--out", str(out), "--figure", str(figure)]) == 0
+    told = capsys.readouterr()
+    assert "best: streaming-diloco" in told.out and "host-0 alone takes" in told.out
+    assert "what it takes to compute 95%" in told.out
+    assert f"thinwire train --plan {out}" in told.err
+    assert json.loads(out.read_text())["train"]["model"] == "nano"
+    assert ET.fromstring(figure.read_text()).tag.endswith("svg")
+
+
+def test_the_arithmetic_multiplies_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command.main([*HOME, "--explain", "--out", str(tmp_path / "p.json")]) == 0
+    text = capsys.readouterr().out
+    computing = re.search(r"6 x ([\d.]+) M parameters x ([\d,]+) tokens / ([\d.e+]+) FLOP/s .* = ([\d.]+) ms", text)
+    assert computing is not None
+    parameters, tokens, flops, milliseconds = (float(part.replace(",", "")) for part in computing.groups())
+    assert 6 * parameters * 1e6 * tokens / flops == pytest.approx(milliseconds / 1e3, rel=0.005)
+    steps = re.search(r"/ \((\d+) replicas x (\d+) sequences x (\d+) tokens\) = ([\d,]+)", text)
+    assert steps is not None
+    replicas, sequences, length, count = (int(part.replace(",", "")) for part in steps.groups())
+    assert count == -(-10_000_000 // (replicas * sequences * length))
+
+
+def test_a_cluster_file_names_the_machines_and_what_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text(json.dumps(HOUSE))
+    words = ["--cluster", str(path), "--model", "150m", "--tokens", "1e9", "--batch-size", "4", "--json"]
+    assert plan_command.main([*words, "--interval", "100", "--out", str(tmp_path / "p.json")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["hosts"]) <= {"attic", "office"}
+    assert found["left_out"][0]["what"] == "[red]shed" and "has 1.00 GB" in found["left_out"][0]["reason"]
+
+
+def test_a_plan_that_keeps_too_few_busy_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    words = ["--hosts", "2", "--rate", "100kbit", "--flops", "4e10", "--tokens", "1e7", "--min-replicas", "2"]
+    assert plan_command.main([*words, "--min-utilisation", "0.95", "--interval", "10", "--out", str(out)]) == 1
+    told = capsys.readouterr()
+    assert "no plan computes 95% of the time" in told.err and len(told.err.splitlines()) == 1
+    assert "nearest: " in told.out and "times as fast" in told.out
+    assert not out.exists()
+
+
+def test_a_size_is_planned_and_told_to_be_unknown_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ALIKE, "--flops", "4e13", "--model", "125m", "--tokens", "1e9", "--interval", "100"]
+    assert plan_command.main([*words, "--out", str(tmp_path / "p.json")]) == 0
+    assert "thinwire train does not know '125m'" in capsys.readouterr().err
+
+
+def test_methods_without_a_published_loss_come_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*HOME, "--method", "noloco", "--method", "diloco", "--out", str(tmp_path / "p.json")]
+    assert plan_command.main(words) == 0
+    table = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    rows = [line for line in table if line.startswith(("noloco", "diloco", "host-0"))]
+    assert len(rows) >= 3 and rows[-1].startswith("noloco") and "unknown" in rows[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], "--cluster cluster.json"),
+        (["--hosts", "2", "--rate", "1mbit"], "--flops"),
+        ([*HOME, "--cluster", "c.json"], "leave --hosts"),
+        ([*HOME, "--rate", "fast"], "5mbit"),
+        ([*HOME, "--hosts", "0"], "--hosts must be at least 1"),
+        ([*HOME, "--flops", "-1"], "--flops must be above 0"),
+        ([*HOME, "--batch-size", "4", "--global-batch", "1e4"], "not both"),
+        ([*HOME, "--batch-size", "0"], "batch_size must be at least 1"),
+        ([*HOME, "--tokens", "0"], "tokens must be at least 1"),
+        ([*HOME, "--method", "dilco"], "did you mean"),
+        ([*HOME, "--interval", "0"], "at least 1"),
+        ([*HOME, "--min-utilisation", "1.5"], "min_utilisation"),
+        ([*HOME, "--model", "7q"], "the models are"),
+        ([*HOME, "--memory", "1 MB"], "no machine has the memory"),
+        ([*HOME, "--min-replicas", "3"], "nothing is left"),
+        ([*HOME, "--figur", "x"], "did you mean --figure"),
+    ],
+)
+def test_wrong_words_are_answered_in_one_line(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command.main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and named in told.err and len(told.err.splitlines()) == 1
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_command.main(["--cluster", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+    assert plan_command.main([*HOME, "--out", str(tmp_path / "no" / "plan.json")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_a_simulation_compares_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate_command.main([*ALIKE, "--step-time", "400ms", "--steps", "60"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["method", "all-reduce", "diloco", "streaming-diloco"]
+
+
+def test_a_program_gets_one_object_a_method(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ALIKE, "--step-time", "400ms", "--steps", "60", "--method", "diloco", "--sync-interval", "10", "--json"]
+    assert simulate_command.main([*words, "--slow", "1=2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["method"] == "diloco" and found["last_step"] == [60, 60]
+    # six rounds of 3,050,496 float32 each way at 20 Mbit/s, and replica 1 takes 0.8 s a step
+    round_s = 8 * (4 * 3_050_496 + 2 * 56) / 20e6 + 2 * 0.01
+    assert found["total_s"] == pytest.approx(60 * 0.8 + 6 * round_s, rel=1e-3)
+    assert found["stall_s"][0] == pytest.approx(found["stall_s"][1] + 60 * 0.4, rel=1e-3)
+
+
+def test_a_replica_that_dies_for_good_is_gone_on_without(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--hosts",
+        "3",
+        *ALIKE[2:],
+        "--step-time",
+        "100ms",
+        "--steps",
+        "60",
+        "--method",
+        "streaming-diloco",
+        "--json",
+    ]
+    assert simulate_command.main([*words, "--outage", "2=1s", "--detection", "2s", "--sync-interval", "10"]) == 0
+    assert json.loads(capsys.readouterr().out)["last_step"][:2] == [60, 60]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--hosts", "1", "--rate", "1mbit", "--step-time", "1s"], "at least 2 machines"),
+        ([*ALIKE, "--step-time", "4"], "40ms"),
+        ([*ALIKE], "--flops"),
+        ([*ALIKE, "--step-time", "1s", "--slow", "2=1.5"], "from 0 on"),
+        ([*ALIKE, "--step-time", "1s", "--slow", "1:1.5"], "2=1.5"),
+        ([*ALIKE, "--step-time", "1s", "--slow", "1=fast"], "factor"),
+        ([*ALIKE, "--step-time", "1s", "--slow", "1=0"], "above 0"),
+        ([*ALIKE, "--step-time", "1s", "--outage", "1=9"], "40ms"),
+        ([*ALIKE, "--step-time", "1s", "--method", "dgc", "--codec", "e3m0"], "does not go with --method dgc"),
+        ([*ALIKE, "--step-time", "1s", "--method", "nothing"], "unknown method"),
+        ([*ALIKE, "--step-time", "1s", "--steps", "0"], "at least 1"),
+        ([*ALIKE, "--step-time", "1s", "--jitter", "-1"], "sigma"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_in_one_line(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert simulate_command.main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and named in told.err and len(told.err.splitlines()) == 1
+
+
+def test_a_narrow_terminal_breaks_no_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert plan_command.main([*HOME, "--out", str(tmp_path / "p.json")]) == 0
+    assert "streaming-diloco  " in capsys.readouterr().out
+
+
+def test_train_takes_what_the_plan_says_and_words_go_before_it(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert plan_command.main([*HOME, "--min-replicas", "2", "--out", str(out)]) == 0
+    wanted = json.loads(out.read_text())
+    words = ["--plan", str(out), "--steps", "7", "--codec=bfloat16"]
+    found, plan = planned(parse(words), words, say=lambda text: None)
+    assert plan is None
+    assert (found.steps, found.codec) == (7, "bfloat16")
+    assert found.method == wanted["train"]["method"] and found.replicas == 2
+    assert found.sync_interval == wanted["train"]["sync_interval"]
+    assert found.expected_step_s == wanted["predicted"]["step_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--method", "auto"], "thinwire lab --hosts 2"),
+        (["--method", "auto", "--plan", "p.json"], "leave --method auto out"),
+        (["--method", "auto", "--resume", "runs/x"], "with --resume"),
+        (["--plan", "p.json", "--resume", "runs/x"], "with --resume"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused(words: list[str], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        planned(parse(words), words, say=lambda text: None)
