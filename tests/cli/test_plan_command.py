@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -11,6 +12,9 @@ import pytest
 
 from thinwire.cli import plan as plan_command
 from thinwire.cli import simulate as simulate_command
+from thinwire.cli.cluster_options import ClusterOptions
+from thinwire.cli.plan import PlanOptions
+from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse
 from thinwire.cli.train_plan import planned
 
@@ -26,6 +30,13 @@ HOUSE = {
         {"name": "[red]shed", "flops_per_s": 2e13, "memory_bytes": 1e9, "up_bits_per_s": 1e7, "down_bits_per_s": 1e7},
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "command"), [(PlanOptions, "plan"), (SimulateOptions, "simulate")])
+def test_the_options_are_those_that_were_agreed_on(kind: type[ClusterOptions], command: str) -> None:
+    options = sorted("--" + field.name.replace("_", "-") for field in dataclasses.fields(kind))
+    frozen = Path(__file__).with_name(f"options_of_{command}.txt").read_text().splitlines()
+    assert options == frozen, f"an option is a promise: change tests/cli/options_of_{command}.txt and CHANGELOG.md too"
 
 
 def test_a_plan_is_shown_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
