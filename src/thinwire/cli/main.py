@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"thinwire {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.4)
+        near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         print(f"thinwire: unknown command {name!r}{hint} There are: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
