@@ -22,7 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulate"))
 
 import torch
-from lab_check import Configuration, cluster_of, run
+from lab_check import cluster_of, control, run
+from lab_configurations import Configuration
 from lab_worker import Model
 
 from thinwire.lab import Lab
@@ -103,7 +104,8 @@ def measure(candidate: Candidate, site: Site) -> float:
     )  # fmt: skip
     rates, link = dict(enumerate(configuration.rates)), Link(latency_s=site.latency_s)
     with Lab(hosts=len(hosts), rates=rates, link=link) as lab:
-        return max(host["step_s"] for host in run(lab, configuration, steps=steps, interval=interval))
+        control(lab, "cubic")  # what the simulator was held against
+        return max(host["step_s"] for host in run(lab, configuration, steps=steps))
 
 
 def to_equal_loss_s(candidate: Candidate, step_s: float) -> float:

@@ -2,8 +2,8 @@
 
     python benchmarks/planning/speed.py     # into benchmarks/results/plan_speed.json
 
-Seconds of the process and of the wall, median and range of the repeats, without the start of Python and torch. The first
-plan of the process is left out: it loads what later ones share.
+Seconds of the process and of the wall, median and range of the repeats, without the start of Python and torch. The
+first plan of the process is left out: it loads what later ones share.
 """
 
 from __future__ import annotations

@@ -10,11 +10,10 @@ In the lab each host runs the real optimizer and sleeps where it would compute. 
 - Rates: the lab's, times the payload's share of a frame. A frame is as long as the MTU and 14 bytes of Ethernet, which
   the lab's token buckets count; 52 of the MTU's bytes are the headers of IPv4 and of TCP with time stamps.
 - Latencies: the lab's.
-- The time of a step of each host: measured with the same method on the same hosts joined by wires without a limit and
-  without overlap, as the median over intervals of what was not spent on waiting. It is the sleep, and what the engine
-  computes in the training thread.
-- The time of a round where no wire limits it, to pack, decode and sum: what the host that waits least waits there for
-  each round. It is the exchange's `message_s`, divided by its messages in a row.
+- The time of a step of each host: measured with the same method on the same hosts joined by wires without a limit, as
+  the median over intervals of what was not spent on waiting. It is the sleep, and what the engine computes in the
+  training thread. What it computes when a round has arrived (to decode and to sum) is a part of the wait, and nobody
+  tells the simulator of it.
 
 Nothing is fitted to runs on thin wires. Both sides are looked at over the same whole intervals, behind the warm-up. The
 machine must be quiet, or the hosts must come before others: `echo -10 > /proc/self/autogroup` in the shell.
@@ -28,11 +27,11 @@ import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from lab_configurations import Configuration, configurations
 from lab_worker import Model, inner_of, method_of, summary, whole_intervals
 
 from thinwire import simulate
@@ -61,178 +60,13 @@ def payload_share() -> float:
     return (network.MTU_BYTES - HEADERS_BYTES) / network.FRAME_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Configuration:
-    """What is run and simulated.
-
-    Attributes:
-        method: Its name.
-        rates: Each host's access, as the lab reads it: `"10mbit"`, or down and up, `"50mbit/10mbit"`.
-        sleep_s: Seconds that a step sleeps, on each host or on all.
-        steps: Inner steps.
-        warm_steps: The first of them, which are not looked at.
-        arguments: Of the method.
-        latency_s: Between any two hosts, one way.
-        links: Pairs that have a wire of their own, both ways: two hosts, its rate, its latency.
-        width: Of the model.
-        inner: The inner optimizer.
-        calm_steps: Inner steps on wires without a limit.
-    """
-
-    method: str
-    rates: tuple[str, ...]
-    sleep_s: float | tuple[float, ...]
-    steps: int
-    warm_steps: int
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    latency_s: float = 0.0
-    links: tuple[tuple[int, int, str, float], ...] = ()
-    width: int = 256
-    inner: str = "sgd"
-    calm_steps: int = 0
-
-    @property
-    def num_hosts(self) -> int:
-        """How many hosts there are."""
-        return len(self.rates)
-
-    @property
-    def calm_arguments(self) -> dict[str, Any]:
-        """The arguments without overlap where the method can do without: then the time of a round shows as a wait."""
-        if self.method == "decoupled-diloco":
-            return dict(self.arguments)
-        return {name: 0 if name == "overlap_steps" else value for name, value in self.arguments.items()}
-
-    def settings(self, *, steps: int) -> dict[str, Any]:
-        """Return what a worker is told."""
-        sleep_s = [self.sleep_s] * self.num_hosts if isinstance(self.sleep_s, float) else list(self.sleep_s)
-        return {
-            "method": self.method, "arguments": dict(self.arguments), "inner": self.inner, "width": self.width,
-            "sleep_s": sleep_s, "steps": steps,
-        }  # fmt: skip
-
-
-def configurations() -> dict[str, Configuration]:
-    """Return all, by name: every method, 2 to 4 hosts, 1 to 100 Mbit/s, wires and hosts alike and not."""
-    every_step = {"sleep_s": 0.05, "steps": 60, "warm_steps": 5, "calm_steps": 40}
-    # codes take the cores' time, and hosts that share them must not wait for each other
-    longer = {"sleep_s": 0.15, "steps": 45, "warm_steps": 5, "calm_steps": 35}
-    alone = {"sleep_s": 0.05, "steps": 80, "warm_steps": 20, "calm_steps": 60}
-    tens = {"sync_interval": 10}
-    return {
-        # everything, at every step
-        "all-reduce, 2 at 100": Configuration(method="all-reduce", rates=("100mbit",) * 2, **every_step),
-        "all-reduce, 3 up slower than down": Configuration(
-            method="all-reduce", rates=("100mbit/40mbit",) * 3, **every_step, arguments={"codec": "bfloat16"}
-        ),
-        "robust, 4 at 50": Configuration(method="robust", rates=("50mbit",) * 4, **every_step, width=128),
-        # the whole model, now and then
-        "local-sgd, 2 at 20": Configuration(method="local-sgd", rates=("20mbit",) * 2, **alone, arguments=tens),
-        "diloco, 2 at 10": Configuration(method="diloco", rates=("10mbit",) * 2, **alone, arguments=tens),
-        "diloco, 3 at 50, 20 ms": Configuration(
-            method="diloco", rates=("50mbit",) * 3, **alone, arguments=tens, latency_s=0.02
-        ),
-        "diloco, 4 at 5 to 40": Configuration(
-            method="diloco", rates=("40mbit", "20mbit", "10mbit/5mbit", "40mbit"), sleep_s=0.1, steps=160,
-            warm_steps=40, calm_steps=100, arguments={"sync_interval": 20}, width=128,
-        ),
-        "slowmo, 3 up slower than down": Configuration(
-            method="slowmo", rates=("50mbit/10mbit",) * 3, **alone, arguments=tens, width=192
-        ),
-        "muloco, 3 at 5": Configuration(method="muloco", rates=("5mbit",) * 3, **alone, arguments=tens),
-        "sparse-loco, 2 at 1": Configuration(
-            method="sparse-loco", rates=("1mbit",) * 2, **alone, arguments=tens, width=384
-        ),
-        "noloco, 4 at 10 to 20": Configuration(
-            method="noloco", rates=("20mbit", "10mbit", "20mbit", "15mbit"), sleep_s=0.05, steps=90, warm_steps=20,
-            calm_steps=60, arguments=tens,
-        ),
-        "dimat, 4 in a ring at 20": Configuration(method="dimat", rates=("20mbit",) * 4, **alone, arguments=tens),
-        # on the wire for an interval
-        "eager, 2 at 5": Configuration(
-            method="eager", rates=("5mbit",) * 2, sleep_s=0.05, steps=100, warm_steps=20, calm_steps=60,
-            arguments=tens | {"codec": "bfloat16"},
-        ),
-        "co2, 3 at 10 and 5": Configuration(
-            method="co2", rates=("10mbit", "5mbit", "10mbit"), sleep_s=0.05, steps=100, warm_steps=20, calm_steps=60,
-            arguments=tens, width=128,
-        ),
-        # in fragments, while steps go on
-        "streaming-diloco, 2 at 1": Configuration(
-            method="streaming-diloco", rates=("1mbit",) * 2, sleep_s=0.1, steps=100, warm_steps=20, calm_steps=60,
-            arguments={"sync_interval": 10, "overlap_steps": 2},
-        ),
-        "streaming-diloco, 2 at 2, no overlap": Configuration(
-            method="streaming-diloco", rates=("2mbit",) * 2, **alone,
-            arguments={"sync_interval": 10, "overlap_steps": 0, "layers_per_fragment": 1},
-        ),
-        "streaming-diloco, 3, one slower": Configuration(
-            method="streaming-diloco", rates=("10mbit", "4mbit", "10mbit/4mbit"), sleep_s=(0.06, 0.06, 0.09), steps=100,
-            warm_steps=20, calm_steps=60, arguments={"sync_interval": 10, "overlap_steps": 1, "layers_per_fragment": 2},
-        ),
-        "streaming-diloco, 4 at 5": Configuration(
-            method="streaming-diloco", rates=("5mbit",) * 4, sleep_s=0.08, steps=100, warm_steps=20, calm_steps=60,
-            arguments={"sync_interval": 10, "overlap_steps": 5},
-        ),
-        "streaming-diloco, 4 in two phases, 10 ms": Configuration(
-            method="streaming-diloco", rates=("10mbit",) * 4, sleep_s=0.06, steps=120, warm_steps=20, calm_steps=60,
-            arguments={"sync_interval": 10, "overlap_steps": 1, "exchange": "two-phase", "codec": "block-int8"},
-            latency_s=0.01,
-        ),
-        "streaming-diloco, 4 at two sites": Configuration(
-            method="streaming-diloco", rates=("50mbit",) * 4, sleep_s=0.06, steps=120, warm_steps=20, calm_steps=60,
-            arguments={"sync_interval": 10, "overlap_steps": 2, "layers_per_fragment": 2},
-            links=tuple((one, other, "3mbit", 0.015) for one in (0, 1) for other in (2, 3)),
-        ),
-        "streaming-diloco, 2 at 100, bfloat16": Configuration(
-            method="streaming-diloco", rates=("100mbit",) * 2, **alone, width=512,
-            arguments={"sync_interval": 5, "overlap_steps": 1, "codec": "bfloat16"},
-        ),
-        "decoupled-diloco, 3 at 3": Configuration(
-            method="decoupled-diloco", rates=("3mbit",) * 3, sleep_s=0.06, steps=120, warm_steps=24, calm_steps=72,
-            arguments={"sync_interval": 12, "overlap_steps": 2},
-        ),
-        "decoupled-diloco, 4 at 5, one slower": Configuration(
-            method="decoupled-diloco", rates=("20mbit", "5mbit", "5mbit", "5mbit"), sleep_s=(0.06, 0.06, 0.06, 0.08),
-            steps=120, warm_steps=24, calm_steps=72, arguments={"sync_interval": 12, "overlap_steps": 3},
-        ),
-        # compressed gradients, at every step
-        "power-sgd, 2 at 2": Configuration(method="power-sgd", rates=("2mbit",) * 2, **longer),
-        "dgc, 4 at 2": Configuration(method="dgc", rates=("2mbit",) * 4, **longer, arguments={"density": 0.01}),
-        "demo, 2 at 2, 20 ms": Configuration(method="demo", rates=("2mbit",) * 2, **longer, latency_s=0.02),
-        "ef21, 3 at 2 to 10": Configuration(
-            method="ef21", rates=("10mbit", "10mbit/2mbit", "5mbit"), **longer, width=384
-        ),
-        "one-bit-adam, 2 at 2": Configuration(
-            method="one-bit-adam", rates=("2mbit",) * 2, **longer, arguments={"warmup_steps": 4}, inner="adamw"
-        ),
-        "one-bit-lamb, 3 at 3": Configuration(
-            method="one-bit-lamb", rates=("3mbit",) * 3, sleep_s=0.15, steps=45, warm_steps=11, calm_steps=40,
-            arguments={"warmup_steps": 10}, inner="adamw", width=192,
-        ),
-        "zero-one-adam, 2 at 5": Configuration(
-            method="zero-one-adam", rates=("5mbit",) * 2, sleep_s=0.08, steps=84, warm_steps=20, calm_steps=84,
-            arguments={"variance_steps": 20, "variance_updates": 2, "local_doubling_steps": 16, "max_local_steps": 4},
-            inner="adamw",
-        ),
-        "masha1, 2 at 5": Configuration(
-            method="masha1", rates=("5mbit",) * 2, sleep_s=0.1, steps=80, warm_steps=5, calm_steps=40, width=128,
-        ),
-        "masha2, 3 at 20, one slower": Configuration(
-            method="masha2", rates=("20mbit",) * 3, sleep_s=(0.08, 0.08, 0.12), steps=60, warm_steps=5, calm_steps=40,
-            width=128,
-        ),
-    }  # fmt: skip
-
-
 def measure_calm(configuration: Configuration, *, congestion: str) -> dict[str, Any]:
-    """Run a configuration on wires without a limit, its rounds without overlap."""
-    arguments = configuration.calm_arguments
-    schedule = method_of(configuration.method, arguments).schedule
+    """Run a configuration on wires without a limit."""
+    interval = method_of(configuration.method, configuration.arguments).schedule.sync_interval
     with Lab(hosts=configuration.num_hosts) as lab:
         control(lab, congestion)
-        steps = configuration.calm_steps or configuration.warm_steps + 4 * schedule.sync_interval
-        return {"calm": run(lab, replace(configuration, arguments=arguments), steps=steps)}
+        steps = configuration.calm_steps or configuration.warm_steps + 4 * interval
+        return {"calm": run(lab, configuration, steps=steps)}
 
 
 def measure_thin(configuration: Configuration, *, congestion: str) -> dict[str, Any]:
@@ -298,40 +132,20 @@ def cluster_of(configuration: Configuration) -> Cluster:
     return Cluster(machines=tuple(machines), wires=tuple(wires))
 
 
-def round_s(configuration: Configuration, calm: Sequence[Mapping[str, float]], *, num_fragments: int) -> float:
-    """Return the seconds of a round where no wire limits it.
-
-    Args:
-        configuration: What ran.
-        calm: What the hosts told of wires without a limit.
-        num_fragments: Of the model.
-    """
-    schedule = method_of(configuration.method, configuration.calm_arguments).schedule
-    interval = schedule.sync_interval
-    steps = configuration.calm_steps or configuration.warm_steps + 4 * interval
-    first, last = whole_intervals(steps, interval=interval, warm_steps=configuration.warm_steps)
-    applied = [bool(schedule.applies(step, num_fragments=num_fragments)) for step in range(first + 1, last + 1)]
-    return min(host["median_stall_s"] for host in calm) * (last - first) / sum(applied)
-
-
-def simulated(configuration: Configuration, calm: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+def simulated(configuration: Configuration, *, compute_s: Sequence[float]) -> list[dict[str, float]]:
     """Simulate a configuration and return a summary of each replica.
 
     Args:
         configuration: What to simulate.
-        calm: What the hosts told of wires without a limit.
+        compute_s: Seconds of a step of each replica.
     """
     method, model = method_of(configuration.method, configuration.arguments), Model(configuration.width)
-    inner, everyone = inner_of(configuration.inner, model), range(configuration.num_hosts)
+    inner = inner_of(configuration.inner, model)
     traffic = traffic_of(method, model, num_replicas=configuration.num_hosts, inner=inner)
-    links = virtual_cluster(cluster_of(configuration))
-    stages = traffic.exchange.pattern.stages(links, senders=everyone, members=everyone)
-    own_s = round_s(configuration, calm, num_fragments=traffic.num_fragments)
-    message_s = own_s / sum(stage.num_messages for stage in stages)
     found = simulate.simulate_training(
-        method.schedule, cluster=links, replicas=[simulate.Replica(step_s=host["compute_s"]) for host in calm],
-        payload_bytes=traffic.payload_bytes, num_steps=configuration.steps,
-        exchange=replace(traffic.exchange, message_s=message_s),
+        method.schedule, cluster=virtual_cluster(cluster_of(configuration)),
+        replicas=[simulate.Replica(step_s=step_s) for step_s in compute_s], payload_bytes=traffic.payload_bytes,
+        num_steps=configuration.steps, exchange=traffic.exchange,
     )  # fmt: skip
     interval = method.schedule.sync_interval
     first, last = whole_intervals(configuration.steps, interval=interval, warm_steps=configuration.warm_steps)
@@ -347,7 +161,7 @@ def simulated(configuration: Configuration, calm: Sequence[Mapping[str, float]])
 
 def compared(line: dict[str, Any], configuration: Configuration) -> dict[str, Any]:
     """Return a line with what the simulator says now, and how far it is off."""
-    virtual = simulated(configuration, line["calm"])
+    virtual = simulated(configuration, compute_s=[host["compute_s"] for host in line["calm"]])
     measured_s, simulated_s = (mean_of(hosts, "step_s") for hosts in (line["thin"], virtual))
     waited_s, simulated_wait_s = (mean_of(hosts, "stall_s") for hosts in (line["thin"], virtual))
     return {
@@ -403,10 +217,13 @@ def main() -> None:
     }
     for name, configuration in wanted.items():
         line = stored.get((name, options.congestion), {})
+        if line and line["configuration"] != configuration.to_json():
+            line = {}
         if (options.again and not line) or (line and not (options.again or options.fresh or options.calm)):
             continue
         if not options.again:
-            line = {**line, "name": name, "congestion": options.congestion, **circumstances()}
+            line |= {"name": name, "congestion": options.congestion, "configuration": configuration.to_json()}
+            line |= circumstances()
             line |= measure_calm(configuration, congestion=options.congestion)
             if "thin" not in line or not options.calm:
                 line |= measure_thin(configuration, congestion=options.congestion)
@@ -431,7 +248,11 @@ def report(lines: Sequence[dict[str, Any]]) -> str:
         lines: As they are stored, of one congestion control.
     """
     by_name = {line["name"]: line for line in lines}
-    shown = [(by_name[name], known) for name, known in configurations().items() if name in by_name]
+    shown = [
+        (by_name[name], known)
+        for name, known in configurations().items()
+        if name in by_name and by_name[name]["configuration"] == known.to_json()
+    ]
     rows = [row(line, configuration) for line, configuration in shown]
     errors = [abs(line["error_percent"]) for line, _ in shown]
     stalls = [abs(line["simulated_stall_s"] - line["measured_stall_s"]) for line, _ in shown]

@@ -92,8 +92,8 @@ def summary(
         interval: Steps of a method's interval.
 
     Returns:
-        `step_s` and `stall_s`, means; and medians of the intervals, which a short disturbance does not move: of both,
-        and of what was no wait, `compute_s`.
+        `step_s` and `stall_s`, means; and medians of the intervals, which a short disturbance does not move: of the
+        first, and of what was no wait, `compute_s`.
     """
     at = [0.0, *ends_s]
     cuts = range(first, last, interval)
@@ -102,7 +102,6 @@ def summary(
     return {
         "step_s": (at[last] - at[first]) / (last - first),
         "median_step_s": statistics.median(at[cut + interval] - at[cut] for cut in cuts) / interval,
-        "median_stall_s": statistics.median(waited) / interval,
         "stall_s": sum(stalls_s[first:last]) / (last - first),
         "compute_s": statistics.median(computed) / interval,
     }

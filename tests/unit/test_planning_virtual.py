@@ -226,7 +226,7 @@ schedules = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=50, deadline=None)
 @given(
     cluster=clusters(), schedule=schedules, payloads=st.lists(st.floats(1e3, 1e6), min_size=1, max_size=4),
     steps=st.lists(st.floats(0.01, 2.0), min_size=6, max_size=6), num_steps=st.integers(1, 60),
@@ -255,7 +255,7 @@ def test_two_links_and_the_slowest_replica_tell_the_times_of_all(
     assert most[0] == pytest.approx(most[1], rel=1e-9)
 
 
-@settings(max_examples=30)
+@settings(max_examples=25, deadline=None)
 @given(
     cluster=clusters(), schedule=schedules, payloads=st.lists(st.floats(1e3, 1e6), min_size=1, max_size=3),
     steps=st.lists(st.floats(0.01, 2.0), min_size=6, max_size=6), intervals=st.integers(1, 60),

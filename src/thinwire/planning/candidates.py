@@ -116,14 +116,19 @@ def candidates(
         codec_names: The codes to choose from; none for all that a method goes with.
 
     Raises:
-        ValueError: No method has a name.
+        ValueError: No method or no code has a name.
     """
+    known = list(dict.fromkeys(name.replace("_", "-").lower() for name in names))
+    for name in known:
+        methods.recipe(name)
+    for name in codec_names:
+        codecs.by_name(name)
     for chosen in machines:
         batch_size = workload.sequences(len(chosen))
         if len(chosen) == 1:  # nothing is exchanged, whatever the method
             yield Candidate(method="all-reduce", replicas=tuple(chosen), batch_size=batch_size)
             continue
-        for name in names:
+        for name in known:
             choices: dict[str, Sequence[Any]] = {
                 "sync_interval": intervals, "overlap_steps": overlaps, "codec": _codecs_of(name, codec_names),
                 "layers_per_fragment": layers,
@@ -210,13 +215,17 @@ def quick_step_s(
     groups = [group for group, _ in traffic.exchange.parts(0, alive=tuple(range(num_replicas)))]
     most = max(groups, key=len)
     stages = traffic.exchange.pattern.stages(links, senders=most, members=most)
-    # the busiest link of each stage, in seconds for one bit of a payload
-    per_bit = sum(max((bits / links.links[n].bandwidth_bits_per_s for n, bits in s.loads), default=0.0) for s in stages)
-    latency_s = sum(stage.latency_s for stage in stages)
+    sizes = [8 * channels[traffic.last_channel] for channels in traffic.payload_bytes]
+    rounds = [sum(_stage_s(traffic.exchange.flow(s, payload_bits=bits), links) for s in stages) for bits in sizes]
     interval, hidden_s = schedule.sync_interval, getattr(schedule, "overlap_steps", 0) * step_s
-    rounds = [8 * channels[traffic.last_channel] * per_bit + latency_s for channels in traffic.payload_bytes]
     waits = sum(max(0.0, seconds - hidden_s) for seconds in rounds)
     return max(interval * step_s + waits, sum(rounds)) / interval
+
+
+def _stage_s(flow: simulate.Flow, links: simulate.Cluster) -> float:
+    """Return what a flow takes that is alone: until its busiest link has carried it, and its latency."""
+    rates = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in flow.loads]
+    return flow.size_bits * max((bits / rate for rate, bits in rates), default=0.0) + flow.latency_s
 
 
 def step_times(cluster: Cluster, workload: Workload, names: Sequence[str], *, num_replicas: int) -> list[float]:

@@ -24,7 +24,6 @@ has no link of its own, the two accesses make it; where neither is there, the fi
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -39,6 +38,8 @@ _Kind = TypeVar("_Kind", "Machine", "Wire")
 FORMAT, VERSION = "thinwire-cluster", 1
 # A file of more is a mistake, or an attack.
 _MOST_REPLICAS, _MOST_BYTES = 10_000, 256 * 2**20
+# A whole number of any length is no float.
+_MOST = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +215,13 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     Raises:
         OSError: The place cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps(cluster.to_json(), indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    unfinished = path.parent / f".{path.name}.unfinished"
+    try:
+        unfinished.write_text(json.dumps(cluster.to_json(), indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read_machine(entry: object, *, where: str) -> Machine:
@@ -241,7 +246,7 @@ def _read(content: object) -> Cluster:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f'this is no cluster: it must be an object with "format": "{FORMAT}"')
     if content.get("version") != VERSION:
-        raise DataError(f"the cluster has version {content.get('version')!r}; this thinwire reads {VERSION}")
+        raise DataError(f"the cluster has version {_short(content.get('version'))}; this thinwire reads {VERSION}")
     _check_keys(content, allowed=("format", "version", "replicas", "links", "note"), where="the cluster")
     machines = [_value(entry, Machine, f"replicas[{n}]") for n, entry in _entries(content, "replicas")]
     wires = [_value(entry, Wire, f"links[{n}]") for n, entry in _entries(content, "links")]
@@ -281,7 +286,7 @@ def _check_keys(entry: Mapping[str, Any], *, allowed: Sequence[str], where: str)
             stem = key.split("_")[0]
             near = [name for name in allowed if name.startswith(stem)]
             hint = f"; use {' or '.join(near)}" if near else f"; there are {', '.join(allowed)}"
-            raise DataError(f"{where} has {key!r}, which means nothing here{hint}")
+            raise DataError(f"{where} has {_short(key)}, which means nothing here{hint}")
 
 
 def _text(found: object, where: str) -> str:
@@ -301,7 +306,7 @@ def _number(found: object, name: str, where: str) -> float:
             value = read(found)
         except ValueError as error:
             raise DataError(f"{where}.{name}: {error}") from error
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST <= value <= _MOST:
         raise DataError(f"{where}.{name} must be a finite number, got {_short(found)}")
     if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         least = "at least 0" if name in _MAY_BE_ZERO else "above 0"
@@ -328,5 +333,8 @@ def _refuse_constant(text: str) -> float:
 
 
 def _short(found: object) -> str:
-    text = repr(found)
+    try:
+        text = repr(found)
+    except (RecursionError, ValueError):  # nested too deep, or a number with too many digits
+        text = f"a {type(found).__name__} of too many parts"
     return text if len(text) <= 60 else text[:57] + "..."

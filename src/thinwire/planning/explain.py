@@ -62,22 +62,26 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     group = max((group for group, _ in traffic.exchange.parts(0, alive=everyone)), key=len)
     stages = traffic.exchange.pattern.stages(links, senders=group, members=group)
     bounds = [_bound_of(stage, links) for stage in stages]
-    latency_s = sum(stage.latency_s for stage in stages)
-    longest_s = sum(bound.seconds(max(sizes)) for bound in bounds) + latency_s
+
+    def latency_s(size: float) -> float:
+        return sum(traffic.exchange.flow(stage, payload_bits=8 * size).latency_s for stage in stages)
+
+    longest_s = sum(bound.seconds(max(sizes)) for bound in bounds) + latency_s(max(sizes))
     interval, overlap = method.schedule.sync_interval, chosen.overlap_steps or 0
     pattern = type(traffic.exchange.pattern).__name__
     lines = [
         f"payload: {format_bytes(sum(sizes))} for the whole model in {len(sizes)} fragments, the largest "
         f"{format_bytes(max(sizes))}: {8 * sum(sizes) / workload.num_parameters:.3g} bits a parameter",
         f"a round ({pattern}): {sum(bound.bits for bound in bounds):.3g} payloads over the busiest link of "
-        f"{format_rate(min(bound.rate for bound in bounds))}, and {format_seconds(latency_s)} of latency: the largest "
-        f"fragment takes {format_seconds(longest_s)}",
+        f"{format_rate(min(bound.rate for bound in bounds))}, and {format_seconds(latency_s(max(sizes)))} of latency, "
+        f"with the words before a message: the largest fragment takes {format_seconds(longest_s)}",
     ]
     hidden_s = overlap * best.prediction.compute_s
+    all_rounds_s = sum(sum(bound.seconds(size) for bound in bounds) + latency_s(size) for size in sizes)
     lines.append(
         f"every {interval} steps each fragment once: {interval} steps compute for "
-        f"{format_seconds(interval * best.prediction.compute_s)}, all rounds take "
-        f"{format_seconds(sum(sum(b.seconds(size) for b in bounds) + latency_s for size in sizes))} of the wire, and "
+        f"{format_seconds(interval * best.prediction.compute_s)}, all rounds take {format_seconds(all_rounds_s)} of "
+        f"the wire, and "
         f"{overlap} steps, {format_seconds(hidden_s)}, hide a round"
     )
     coding = [coding_s(cluster.machine(name), method.schedule, traffic) for name in chosen.replicas]

@@ -16,6 +16,8 @@ from thinwire.planning.predict import Prediction
 
 FORMAT, VERSION = "thinwire-plan", 1
 _MOST_BYTES = 16 * 2**20
+# A whole number of any length is no float.
+_MOST = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,9 +165,13 @@ def save_plan(plan: Plan, path: Path) -> None:
     Raises:
         OSError: The place cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    unfinished = path.parent / f".{path.name}.unfinished"
+    try:
+        unfinished.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def load_plan(path: Path) -> PlannedRun:
@@ -204,14 +210,14 @@ def read_plan(content: object) -> PlannedRun:
     """
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f'this is no plan: it must be an object with "format": "{FORMAT}"')
-    if content.get("version") != VERSION:
-        raise DataError(f"the plan has version {content.get('version')!r}; this thinwire reads {VERSION}")
+    if content.get("version") != VERSION or isinstance(content["version"], bool):
+        raise DataError(f"the plan has version {_short(content.get('version'))}; this thinwire reads {VERSION}")
     settings = _checked_settings(content.get("train"))
     hosts = content.get("hosts")
     if not isinstance(hosts, list) or not all(isinstance(name, str) for name in hosts):
         raise DataError(f"hosts must be a list of names, got {_short(hosts)}")
     if len(hosts) != settings["replicas"]:
-        raise DataError(f"hosts must name the {settings['replicas']} replicas, got {len(hosts)} names")
+        raise DataError(f"hosts must name the {_short(settings['replicas'])} replicas, got {len(hosts)} names")
     return PlannedRun(settings=settings, hosts=tuple(hosts), prediction=_prediction(content.get("predicted")))
 
 
@@ -220,7 +226,7 @@ def _checked_settings(found: object) -> dict[str, Any]:
         raise DataError(f"train must be an object of options, got {_short(found)}")
     for name, value in found.items():
         if name not in _SETTINGS:
-            raise DataError(f"train has {name!r}, which a plan does not decide; there are {', '.join(_SETTINGS)}")
+            raise DataError(f"train has {_short(name)}, which a plan does not decide; there are {', '.join(_SETTINGS)}")
         if type(value) is not _SETTINGS[name]:
             raise DataError(f"train.{name} must be a {_SETTINGS[name].__name__}, got {_short(value)}")
     if missing := [name for name in _NEEDED if name not in found]:
@@ -234,7 +240,7 @@ def _prediction(found: object) -> Prediction:
     values: dict[str, Any] = {}
     for field in fields(Prediction):
         value = found.get(field.name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
             raise DataError(f"predicted.{field.name} must be a number of at least 0, got {_short(value)}")
         values[field.name] = int(value) if field.name in ("num_steps", "simulated_steps") else float(value)
     if not 0 < values["compute_s"] <= values["step_s"] * (1 + 1e-9):
@@ -283,5 +289,8 @@ def _refuse_constant(text: str) -> float:
 
 
 def _short(found: object) -> str:
-    text = repr(found)
+    try:
+        text = repr(found)
+    except (RecursionError, ValueError):  # nested too deep, or a number with too many digits
+        text = f"a {type(found).__name__} of too many parts"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -216,7 +216,7 @@ def _until_it_rests(
     """Return a run, its steps, and how many of the last ones all later ones are like; 0 where it has all steps."""
     steps, last = _steps_to_simulate(schedule, num_steps, num_fragments, num_replicas=num_replicas)
     run, more = simulated(steps), last
-    while last and not _is_at_rest(run, schedule, steps, num_fragments=num_fragments):
+    while last and not _is_at_rest(run, schedule, steps, last=last, num_fragments=num_fragments):
         more *= _LONGER
         if more > _LONGEST * last or steps + more > _MOST_STEPS:  # steps that vary, or groups that change
             return run, steps, max(last, steps // 2 // schedule.sync_interval * schedule.sync_interval)
@@ -227,22 +227,23 @@ def _until_it_rests(
     return run, steps, last
 
 
-def _is_at_rest(run: simulate.Run, schedule: Schedule, num_steps: int, *, num_fragments: int) -> bool:
-    """Return whether rounds end as often as steps do.
+def _is_at_rest(run: simulate.Run, schedule: Schedule, num_steps: int, *, last: int, num_fragments: int) -> bool:
+    """Return whether in the last steps every interval took as long as the others, and rounds ended as often.
 
     Where links are given a little more than they carry, rounds end later and later for many intervals before anyone
     has to wait for them.
     """
     interval = schedule.sync_interval
-    last = range(num_steps - interval + 1, num_steps + 1)
-    count = sum(len(schedule.launches(step, num_fragments=num_fragments)) for step in last)
+    steps = range(num_steps - interval + 1, num_steps + 1)
+    count = sum(len(schedule.launches(step, num_fragments=num_fragments)) for step in steps)
     ends: dict[int, float] = {}
     for round in run.rounds:
         ends[round.id] = max(ends.get(round.id, 0.0), round.finished_s)
     # after the last step nothing is launched any more, so what ends later ends sooner than it would
     known = sorted(number for number, end_s in ends.items() if end_s <= run.total_s and number - count in ends)
-    periods = [ends[number] - ends[number - count] for number in known[-count:]]
-    periods += [times[-1] - times[-1 - interval] for times in run.step_ends_s]
+    periods = [ends[number] - ends[number - count] for number in known[-count * last // interval :]]
+    for times in run.step_ends_s:
+        periods += [times[-1 - after] - times[-1 - after - interval] for after in range(0, last, interval)]
     return max(periods) - min(periods) <= _SAME * run.total_s
 
 

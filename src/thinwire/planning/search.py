@@ -137,13 +137,14 @@ class _Search:
         names = self._able_machines()
         times = step_times(self.cluster, self.workload, names, num_replicas=len(names))
         sets = machine_sets(self.cluster, names, step_s=times)
-        wanted = [chosen for chosen in sets if len(chosen) >= self.wishes.min_replicas]
+        wanted = [chosen for chosen in sets if len(chosen) >= self.wishes.min_replicas and self._fits(chosen)]
         looks = [self._look_at(candidate) for candidate in self._candidates(wanted)]
         outlooks = [self._outlook(guess) for guess in _chosen([guess for guess in looks if guess is not None])]
         if not outlooks:
             raise ValueError(f"nothing is left to run: {self._why()}")
         outlooks.sort(key=self._rank)
-        _put_first(outlooks, min(_as_good_as(outlooks), key=lambda one: one.prediction.sent_bytes_per_step))
+        alike = _as_good_as(outlooks, min_utilisation=self.wishes.min_utilisation)
+        _put_first(outlooks, min(alike, key=lambda one: one.prediction.sent_bytes_per_step))
         work = self.workload
         return Plan(
             model=work.name, num_parameters=work.num_parameters, tokens=work.tokens, seq_len=work.seq_len,
@@ -183,6 +184,17 @@ class _Search:
                 f"sequence, or shard a replica over several devices"
             )
         return able
+
+    def _fits(self, chosen: Sequence[str]) -> bool:
+        """Tell whether machines have the memory for their share of a global batch: fewer of them have larger ones."""
+        needed = self.workload.memory_bytes(len(chosen))
+        for name in chosen:
+            memory = self._machines[name].memory_bytes
+            if memory is not None and memory < needed:
+                less = f"a share of the batch needs about {format_bytes(needed)} of memory, {name} has"
+                self._reject(f"{len(chosen)} replicas", f"{less} {format_bytes(memory)}")
+                return False
+        return True
 
     def _look_at(self, candidate: Candidate) -> _Guess | None:
         """Return a candidate with its guessed time, None where it is refused."""
@@ -307,7 +319,11 @@ class _Search:
         self._reasons[reason] = (first, count + 1)
 
     def _why(self) -> str:
-        return "; ".join(f"{what}: {why}" for why, (what, _) in list(self._reasons.items())[:4]) or "no candidates"
+        if self._reasons:
+            return "; ".join(f"{what}: {why}" for why, (what, _) in list(self._reasons.items())[:4])
+        if self.wishes.min_replicas > self.cluster.num_replicas:
+            return f"min_replicas is {self.wishes.min_replicas}, and there are {self.cluster.num_replicas} machines"
+        return "no method goes with these intervals, overlaps and codecs"
 
 
 def _sending(candidate: Candidate) -> tuple[object, ...]:
@@ -329,12 +345,14 @@ def _chosen(guesses: Sequence[_Guess]) -> list[_Guess]:
     return chosen + [guess for guess in firsts.values() if guess not in chosen]
 
 
-def _as_good_as(ranked: Sequence[Outlook]) -> list[Outlook]:
+def _as_good_as(ranked: Sequence[Outlook], *, min_utilisation: float) -> list[Outlook]:
     """Return those that a plan cannot tell from the best: of them, the one that sends least is the best."""
     best = ranked[0]
     if best.penalty is None:
         return [best]
     least = best.prediction.compute_utilisation - _SAME
+    if best.prediction.compute_utilisation >= min_utilisation:  # what was wished is kept to the end
+        least = max(least, min_utilisation)
     return [
         one
         for one in ranked

@@ -25,10 +25,13 @@ from thinwire.planning.cluster import Cluster
 from thinwire.sync.method import Method
 from thinwire.sync.views import BoundView
 from thinwire.transport.message import HEADER_BYTES
+from thinwire.transport.process_group import OPENING_BYTES
 
 # From so many replicas on, a pair that has nearly all that its accesses leave gets no link of its own: as soon as
 # several are sent to, the accesses bound it, and thousands of links would take the simulator's time for nothing.
 _MANY, _NEARLY = 9, 0.9
+# How the process group's messages begin: the receiver says that it has room, and asks for what is behind an opening.
+_TRIPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +239,11 @@ def _exchange(method: Method, exchanges: Sequence[Exchange]) -> simulate.Exchang
         pattern, quorum = simulate.Star(hub=0), first.quorum
     elif not isinstance(first, AllGather | Gossip | Nothing):
         raise ValueError(f"nothing is known of how {type(first).__name__}() crosses the links; simulate another method")
+    made = simulate.Exchange(pattern=pattern, quorum=quorum, num_trips=_TRIPS, opening_bytes=OPENING_BYTES)
     if isinstance(method.topology, AllReplicas):
-        return simulate.Exchange(pattern=pattern, quorum=quorum)
+        return made
     is_direct = isinstance(method.topology, Neighbours)
-    return simulate.Exchange(pattern=pattern, topology=method.topology, is_direct=is_direct)
+    return replace(made, quorum=None, topology=method.topology, is_direct=is_direct)
 
 
 def _times_sent(pattern: simulate.Pattern, members: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 
 from thinwire.simulate.clock import Clock
@@ -22,8 +23,8 @@ class Gathering:
     """One round of one group, or, in a direct exchange, of one replica with those it waits for."""
 
     __slots__ = (
-        "attempt", "awaited", "id", "is_done", "launched", "launched_s", "members", "moving", "payload_bits", "senders",
-        "started_s", "waiters",
+        "attempt", "awaited", "id", "is_done", "launched", "launched_s", "line", "members", "moving", "payload_bits",
+        "senders", "started_s", "waiters",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +41,7 @@ class Gathering:
         self.launched: list[int] = []
         self.waiters: list[int] = []
         self.moving: Moving | None = None
+        self.line: Line | None = None
         self.attempt = 0  # what belongs to an attempt that was broken off comes too late
         self.started_s = inf
         self.is_done = False
@@ -151,19 +153,44 @@ class Book(ABC):
             self._resume(replica)
 
 
+@dataclass(slots=True, eq=False)
+class Line:
+    """What the same members send each other in the same stage goes over the same connections: one after another."""
+
+    waiting: list[tuple[Gathering, Callable[[], None]]] = field(default_factory=list)
+
+    def join(self, gathering: Gathering, start: Callable[[], None]) -> None:
+        """Start what is sent when it is its turn."""
+        gathering.line = self
+        self.waiting.append((gathering, start))
+        if len(self.waiting) == 1:
+            start()
+
+    def leave(self, gathering: Gathering) -> None:
+        """Take out what has been sent, or was broken off, and let the next one start."""
+        gathering.line = None
+        was_first = self.waiting[0][0] is gathering
+        self.waiting = [(other, start) for other, start in self.waiting if other is not gathering]
+        if was_first and self.waiting:
+            self.waiting[0][1]()
+
+
 class GroupBook(Book):
     """Rounds of groups: one flow a stage for the whole group."""
 
+    _lines: dict[tuple[tuple[int, ...], int], Line]
     _stages: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Stage, ...]]
 
     def _launch(self, replica: int, gathering: Gathering) -> None:
         gathering.awaited.discard(replica)
-        if gathering.moving is None and not gathering.is_done:
+        if gathering.moving is None and gathering.line is None and not gathering.is_done:
             self._start_if_due(gathering)
 
     def _break_off(self, replica: int, gathering: Gathering) -> None:
         if gathering.moving is not None:
             self._network.stop(gathering.moving)
+        if gathering.line is not None:
+            gathering.line.leave(gathering)
         gathering.attempt += 1
 
     def _go_on_without(self, replica: int, gathering: Gathering) -> None:
@@ -204,7 +231,17 @@ class GroupBook(Book):
                 self._next_stage(gathering, stages, number + 1)
 
         flow = self._exchange.flow(stages[number], payload_bits=gathering.payload_bits)
-        gathering.moving = self._network.start(flow, arrive)
+        if not flow.size_bits:
+            gathering.moving = self._network.start(flow, arrive)
+            return
+        if not hasattr(self, "_lines") or len(self._lines) > 256:  # as with the stages; who is in a line keeps it
+            self._lines = {}
+        line = self._lines.setdefault((gathering.members, number), Line())
+
+        def start() -> None:
+            gathering.moving = self._network.start(flow, arrive, has_left=lambda: line.leave(gathering))
+
+        line.join(gathering, start)
 
 
 class DirectBook(Book):

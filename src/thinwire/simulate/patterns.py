@@ -22,11 +22,13 @@ class Stage:
         loads: Pairs of a link and its bits for one bit of a replica's payload.
         latency_s: Of all messages in a row that the stage is made of.
         num_messages: How many messages come in a row.
+        part: A message's part of a replica's payload.
     """
 
     loads: Loads
     latency_s: float
     num_messages: int = 1
+    part: float = 1.0
 
 
 class Pattern(Protocol):
@@ -75,7 +77,7 @@ class TwoPhase:
         _need_everyone(self, senders, members)
         loads, latency_s = cluster.spread(members, members)
         part = tuple((link, bits / len(members)) for link, bits in loads)
-        return (Stage(loads=part, latency_s=latency_s),) * 2
+        return (Stage(loads=part, latency_s=latency_s, part=1 / len(members)),) * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,8 @@ class RingAllReduce:
         ways = [cluster.route(member, members[(place + 1) % num_members]) for place, member in enumerate(members)]
         loads = tuple((link, part * num_messages / num_members) for way in ways for link, part in way)
         slowest_s = max(cluster.latency_s(way) for way in ways)
-        return (Stage(loads=loads, latency_s=num_messages * slowest_s, num_messages=num_messages),)
+        stage = Stage(loads=loads, latency_s=num_messages * slowest_s, num_messages=num_messages, part=1 / num_members)
+        return (stage,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,9 @@ class Exchange:
             still. None waits for all.
         pace_bits_per_s: No replica's most loaded link carries more for one round.
         message_s: What every message costs beside its bits and the links' latency.
+        num_trips: Latencies until a message is there: 1 where it is sent at once, 2 where its receiver says first that
+            it has room.
+        opening_bytes: A longer message takes two trips more: its rest is asked for when its opening is there.
 
     Raises:
         ValueError: A number is out of its range.
@@ -74,6 +77,8 @@ class Exchange:
     quorum: int | None = None
     pace_bits_per_s: float = inf
     message_s: float = 0.0
+    num_trips: int = 1
+    opening_bytes: float = inf
 
     def __post_init__(self) -> None:
         if self.quorum is not None and (self.quorum < 1 or self.is_direct):
@@ -91,7 +96,9 @@ class Exchange:
         limit = self.pace_bits_per_s
         if limit < inf:
             limit /= max((weight for _, weight in stage.loads), default=1.0)
-        latency_s = stage.latency_s + stage.num_messages * self.message_s
+        has_rest = payload_bits * stage.part > 8 * self.opening_bytes
+        trips = self.num_trips + (2 if has_rest else 0)
+        latency_s = trips * stage.latency_s + stage.num_messages * self.message_s
         return Flow(size_bits=payload_bits, loads=stage.loads, latency_s=latency_s, limit_bits_per_s=limit)
 
     def parts(self, round_id: int, *, alive: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -37,7 +37,7 @@ def sketch_model(name: str, *, seq_len: int) -> tuple[nn.Module, bool]:
     Example:
         >>> model, can_train = sketch_model("7b", seq_len=2048)
         >>> len(model.blocks), sum(p.numel() for p in model.parameters()), can_train
-        (34, 6976444416, False)
+        (32, 6986846336, False)
     """
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mbt])", name.lower())
     if name in PRESETS or size is None:
