@@ -15,8 +15,10 @@ from thinwire.cli import simulate as simulate_command
 from thinwire.cli.cluster_options import ClusterOptions
 from thinwire.cli.plan import PlanOptions
 from thinwire.cli.simulate import SimulateOptions
-from thinwire.cli.train_options import parse
+from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned
+from thinwire.training.config import check_values
+from thinwire.units import parse_bytes
 
 ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]
 HOME = [*ALIKE, "--flops", "4e10", "--tokens", "1e7", "--interval", "10", "--interval", "30"]
@@ -116,7 +118,12 @@ def test_methods_without_a_published_loss_come_last(tmp_path: Path, capsys: pyte
         ([*HOME, "--min-utilisation", "1.5"], "min_utilisation"),
         ([*HOME, "--model", "7q"], "the models are"),
         ([*HOME, "--memory", "1 MB"], "no machine has the memory"),
-        ([*HOME, "--min-replicas", "3"], "nothing is left"),
+        ([*HOME, "--min-replicas", "3"], "nothing is left to run: min_replicas is 3, and there are 2 machines"),
+        ([*HOME, "--seq-len", "0"], "seq_len must be at least 1"),
+        ([*HOME, "--tokens", "nan"], "tokens must be at least 1 and finite"),
+        ([*HOME, "--flops", "inf"], "--flops must be above 0"),
+        ([*HOME, "--model", "9" * 400 + "b"], "the models are"),
+        ([*HOME, "--codec", "e3m1"], "did you mean e3m0"),
         ([*HOME, "--figur", "x"], "did you mean --figure"),
     ],
 )
@@ -144,8 +151,9 @@ def test_a_program_gets_one_object_a_method(capsys: pytest.CaptureFixture[str]) 
     assert simulate_command.main([*words, "--slow", "1=2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["method"] == "diloco" and found["last_step"] == [60, 60]
-    # six rounds of 3,050,496 float32 each way at 20 Mbit/s, and replica 1 takes 0.8 s a step
-    round_s = 8 * (4 * 3_050_496 + 2 * 56) / 20e6 + 2 * 0.01
+    # six rounds of 3,050,496 float32 each way at 20 Mbit/s, and replica 1 takes 0.8 s a step. Of the four
+    # trips of a message, one says that there is room for it, and one asks for what is behind its opening.
+    round_s = 8 * (4 * 3_050_496 + 56) / 20e6 + 4 * 0.01
     assert found["total_s"] == pytest.approx(60 * 0.8 + 6 * round_s, rel=1e-3)
     assert found["stall_s"][0] == pytest.approx(found["stall_s"][1] + 60 * 0.4, rel=1e-3)
 
@@ -182,6 +190,9 @@ def test_a_replica_that_dies_for_good_is_gone_on_without(capsys: pytest.CaptureF
         ([*ALIKE, "--step-time", "1s", "--method", "nothing"], "unknown method"),
         ([*ALIKE, "--step-time", "1s", "--steps", "0"], "at least 1"),
         ([*ALIKE, "--step-time", "1s", "--jitter", "-1"], "sigma"),
+        ([*ALIKE, "--step-time", "1s", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        ([*ALIKE, "--step-time", "1s", "--seq-len", "0"], "seq_len must be at least 1, got 0"),
+        ([*ALIKE, "--step-time", "1s", "--outage", "1=5s-3s"], "times from 0 on that grow"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_line(
@@ -198,6 +209,72 @@ def test_a_narrow_terminal_breaks_no_word(
     monkeypatch.setenv("COLUMNS", "40")
     assert plan_command.main([*HOME, "--out", str(tmp_path / "p.json")]) == 0
     assert "streaming-diloco  " in capsys.readouterr().out
+
+
+def test_a_simulation_that_nobody_survives_says_where_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ALIKE, "--step-time", "100ms", "--steps", "60", "--method", "all-reduce", "--json"]
+    assert simulate_command.main([*words, "--outage", "0=1s", "--outage", "1=1s"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert max(found["last_step"]) < 60
+    assert f"nobody was left after step {max(found['last_step'])} of 60" in told.err
+    assert found["step_s"] == pytest.approx(found["total_s"] / max(1, *found["last_step"]))
+
+
+def test_where_no_loss_is_published_the_figure_is_drawn_without_points(tmp_path: Path) -> None:
+    figure = tmp_path / "plan.svg"
+    words = [*HOME, "--method", "noloco", "--min-replicas", "2", "--out", str(tmp_path / "p.json")]
+    assert plan_command.main([*words, "--figure", str(figure)]) == 0
+    assert ET.fromstring(figure.read_text()).tag.endswith("svg")
+
+
+def test_every_line_of_the_arithmetic_multiplies_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*HOME, "--min-replicas", "2", "--explain", "--json"]
+    assert plan_command.main([*words[:-2], "--json", "--out", str(tmp_path / "p.json")]) == 0
+    best = json.loads(capsys.readouterr().out)
+    assert plan_command.main([*words[:-1], "--out", str(tmp_path / "p.json")]) == 0
+    text = capsys.readouterr().out
+    step_s, train = best["predicted"]["step_s"], best["train"]
+
+    payload = re.search(
+        r"payload: ([\d.]+ .?B) for the whole model in (\d+) fragments.*: ([\d.]+) bits a parameter", text
+    )
+    assert payload is not None
+    bits = 8 * parse_bytes(payload.group(1)) / best["num_parameters"]
+    assert float(payload.group(3)) == pytest.approx(bits, rel=0.01)
+
+    every = re.search(r"every (\d+) steps .* (\d+) steps compute for ([\d.]+) s,", text)
+    assert every is not None and int(every.group(1)) == train["sync_interval"]
+    assert float(every.group(3)) == pytest.approx(train["sync_interval"] * best["predicted"]["compute_s"], rel=0.02)
+
+    time = re.search(r"time: ([\d,]+) steps x ([\d.]+) (ms|s) = ", text)
+    assert time is not None and int(time.group(1).replace(",", "")) == train["steps"]
+    assert float(time.group(2)) * {"ms": 1e-3, "s": 1.0}[time.group(3)] == pytest.approx(step_s, rel=0.01)
+
+    parts = re.search(
+        r"loss against data-parallel training: (\S+)% \(replicas (\S+)%, interval (\S+)%, overlap (\S+)%;", text
+    )
+    assert parts is not None
+    total, *summands = map(float, parts.groups())
+    assert total == pytest.approx(sum(summands), abs=0.02)
+    worth = re.search(r"takes ([\d.]+) times the compute", text)
+    assert worth is not None
+    assert float(worth.group(1)) == pytest.approx((1 + total / 100) ** (1 / 0.04925), rel=0.01)
+
+
+def test_a_method_that_is_named_beside_a_plan_gets_none_of_the_planned_one_s_settings(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    assert plan_command.main([*HOME, "--method", "streaming-diloco", "--min-replicas", "2", "--out", str(out)]) == 0
+    words = ["--plan", str(out), "--method", "diloco"]
+    found, _ = planned(parse(words), words, say=lambda text: None)
+    assert (found.method, found.overlap_steps, found.layers_per_fragment, found.expected_step_s) == (
+        "diloco", None, None, None,
+    )  # fmt: skip
+    assert found.steps == json.loads(out.read_text())["train"]["steps"] and found.replicas == 2
+    check_values(settle(found, words))
+    words = ["--plan", str(out), "--method", "streaming_diloco"]
+    same, _ = planned(parse(words), words, say=lambda text: None)
+    assert same.overlap_steps is not None and same.expected_step_s is not None
 
 
 def test_train_takes_what_the_plan_says_and_words_go_before_it(tmp_path: Path) -> None:

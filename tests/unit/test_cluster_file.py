@@ -78,6 +78,9 @@ def changed(path: str, value: object) -> dict[str, Any]:
         (changed("replicas.0.memory_gb", 3), "'memory_gb', which means nothing here; use memory_bytes"),
         (changed("replicas.0.up_bits_per_s", -1), "replicas[0].up_bits_per_s must be above 0, got -1"),
         (changed("replicas.0.up_bits_per_s", True), "must be a finite number, got True"),
+        (changed("replicas.0.up_bits_per_s", 10**400), "up_bits_per_s must be a finite number, got 1000"),
+        (changed("replicas.0.up_bits_per_s", float("nan")), "must be a finite number, got nan"),
+        (changed("replicas.0.up_bits_per_s", "9e999mbit"), "must be a finite number, got '9e999mbit'"),
         (changed("replicas.0.up_bits_per_s", "5 parsec"), "a rate must look like '5mbit'"),
         (changed("replicas.0.memory_bytes", "much"), "a size must look like '24 GB'"),
         (changed("replicas.0.flops_per_s", "fast"), "flops_per_s must be a number, got 'fast'"),
@@ -113,6 +116,7 @@ JUNK = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
+    | st.just(10**400)
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from(["5mbit", "a", "b"]),
@@ -133,7 +137,7 @@ def test_junk_is_a_cluster_with_sound_numbers_or_a_data_error(path: str, junk: o
     try:
         found = Cluster.from_json(changed(path, junk))
     except DataError as error:
-        assert str(error)
+        assert len(str(error).splitlines()) == 1
         return
     json.dumps(found.to_json(), allow_nan=False)
     for one in found.machines:

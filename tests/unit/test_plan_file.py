@@ -64,6 +64,10 @@ def test_the_file_says_what_train_is_told_and_all_that_was_simulated() -> None:
         ("predicted.step_s", -1.0, "predicted.step_s"),
         ("predicted.step_s", "0.3", "predicted.step_s"),
         ("predicted.compute_s", 1e9, "predicted.compute_s"),
+        ("predicted.total_s", float("nan"), "predicted.total_s"),
+        ("predicted.total_s", 10**4000, "predicted.total_s"),
+        ("train.replicas", 10**4000, "replicas, got 2 names"),
+        ("version", True, "version True"),
         ("predicted", None, "predicted"),
     ],
 )
@@ -86,7 +90,7 @@ def changed(path: str, value: object) -> dict[str, Any]:
 
 
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
@@ -108,6 +112,24 @@ def test_a_file_that_is_no_json_is_refused_with_its_name(text: str, tmp_path: Pa
     path.write_text(text)
     with pytest.raises(DataError, match=r"plan\.json"):
         load_plan(path)
+
+
+@pytest.mark.parametrize("place", ["train", "hosts", "version", "predicted"])
+def test_lists_in_lists_are_refused_however_deep(place: str, tmp_path: Path) -> None:
+    """What can just be read may be nested too deep to be shown."""
+    path = tmp_path / "plan.json"
+    for depth in range(700, 1000):
+        path.write_text(json.dumps(changed(place, "HERE")).replace('"HERE"', "[" * depth + "]" * depth))
+        with pytest.raises(DataError, match=r"plan\.json") as refusal:
+            load_plan(path)
+        assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_where_the_file_cannot_be_written_nothing_else_is_left(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(OSError, match=r"/plan\.json"):
+        save_plan(PLAN, tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_a_file_that_is_not_there_or_far_too_long_is_refused(tmp_path: Path) -> None:

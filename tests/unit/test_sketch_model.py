@@ -29,7 +29,7 @@ def test_a_named_model_is_the_one_that_train_builds() -> None:
     assert can_train and sum(p.numel() for p in model.parameters()) == PRESETS["1b"].num_parameters
 
 
-@pytest.mark.parametrize("name", ["7x", "b", "0b", "1m", "9e9t", "", "llama"])
+@pytest.mark.parametrize("name", ["7x", "b", "0b", "1m", "9e9t", "9" * 400 + "b", "99999999t", "", "llama"])
 def test_what_is_neither_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"the models are|sizes from"):
         sketch_model(name, seq_len=512)

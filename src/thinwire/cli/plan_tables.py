@@ -103,7 +103,7 @@ def _needs(needs: Needs | None, best: Outlook) -> list[str]:
         return []
     wanted = f"{needs.compute_utilisation:.0%}"
     if needs.limit < 0.995:
-        wanted += f" of the {needs.limit:.0%} that machines of such different speed can reach"
+        wanted += f" of the {needs.limit:.0%} that speeds and latencies allow on any wires"
     factor = needs.rate_factor
     wires = f"wires {factor:.3g} times as fast" if factor > 1 else f"wires of {factor:.1%} of these rates"
     lines = [f"what it takes to compute {wanted}: {wires} with these settings"]

@@ -107,21 +107,26 @@ def _simulate(options: SimulateOptions) -> int:
     cluster = cluster_of(options, needs_flops=options.step_time is None)
     if cluster.num_replicas < 2:
         raise ValueError("a simulation needs at least 2 machines, got 1; one alone waits for nobody")
-    seq_len = options.seq_len or (128 if options.model == "nano" else 1024)
+    seq_len = (128 if options.model == "nano" else 1024) if options.seq_len is None else options.seq_len
+    batch_size = 8 if options.batch_size is None else options.batch_size
+    if batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
     model, _ = sketch_model(options.model, seq_len=seq_len)
     links = virtual_cluster(cluster)
     found = {}
     for name in options.method or ("all-reduce", "diloco", "streaming-diloco"):
         method = _method(name, options)
         traffic = traffic_of(method, model, num_replicas=cluster.num_replicas)
-        replicas = _replicas(options, cluster, model, tokens=(options.batch_size or 8) * seq_len)
+        replicas = _replicas(options, cluster, model, tokens=batch_size * seq_len)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         run = simulate_training(
             method.schedule, cluster=links, replicas=replicas, payload_bytes=traffic.payload_bytes,
             num_steps=options.steps, exchange=traffic.exchange, detection_s=parse_seconds(options.detection),
             rejoin_bytes=4 * parameters, seed=options.seed,
         )  # fmt: skip
-        found[name] = _numbers(run, links, num_steps=options.steps)
+        found[name] = _numbers(run, links)
+        if max(run.last_step) < options.steps:
+            _say(f"{name}: nobody was left after step {max(run.last_step)} of {options.steps}")
     if options.json:
         for name, numbers in found.items():
             print(json.dumps({"method": name, **numbers}))
@@ -197,7 +202,8 @@ def _above_zero(factor: str, text: str) -> float:
     return value
 
 
-def _numbers(run: simulate.Run, links: simulate.Cluster, *, num_steps: int) -> dict[str, Any]:
+def _numbers(run: simulate.Run, links: simulate.Cluster) -> dict[str, Any]:
+    num_steps = max(1, *run.last_step)  # fewer than asked for where all have died
     limited = [n for n, link in enumerate(links.links) if link.bandwidth_bits_per_s < float("inf")]
     return {
         "steps": num_steps, "total_s": run.total_s, "step_s": run.total_s / num_steps,
@@ -229,5 +235,9 @@ def _show(found: dict[str, dict[str, Any]], cluster: Cluster) -> None:
 
 
 def _fail(code: int, reason: object) -> int:
-    print(f"thinwire simulate: {' '.join(str(reason).split())}", file=sys.stderr, flush=True)
+    _say(" ".join(str(reason).split()))
     return code
+
+
+def _say(words: str) -> None:
+    print(f"thinwire simulate: {words}", file=sys.stderr, flush=True)

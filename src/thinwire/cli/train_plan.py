@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from thinwire.planning.plan import Plan
 
 AUTO = "auto"
+# What a plan says whatever the method.
+_OF_ANY_METHOD = ("model", "replicas", "seq_len", "steps", "batch_size")
 # Less than `thinwire probe` takes, since training is waiting for it.
 _WIRES_S, _STEPS_S = 20.0, 3.0
 
@@ -46,6 +48,9 @@ def planned(
 
         read = load_plan(given.plan)
         found = {**read.settings, "expected_step_s": read.prediction.step_s}
+        if is_named("method", arguments) and _key(given.method) != _key(read.settings["method"]):
+            # another method's settings would be refused, though nobody has named them
+            found = {name: read.settings[name] for name in _OF_ANY_METHOD if name in read.settings}
         return _filled(given, found, arguments), None
     if not is_auto:
         return given, None
@@ -54,6 +59,10 @@ def planned(
     # what was asked for stays: how long, and with how many
     kept = {name: value for name, value in found.items() if name not in ("steps", "replicas", "model")}
     return _filled(given, {"method": plan.best.candidate.method, **kept}, arguments, over=("method",)), plan
+
+
+def _key(method: str) -> str:
+    return method.replace("_", "-").lower()
 
 
 def _filled(

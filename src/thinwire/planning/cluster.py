@@ -23,6 +23,7 @@ has no link of its own, the two accesses make it; where neither is there, the fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -219,9 +220,10 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     try:
         unfinished.write_text(json.dumps(cluster.to_json(), indent=2) + "\n", encoding="utf-8")
         unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def read_machine(entry: object, *, where: str) -> Machine:

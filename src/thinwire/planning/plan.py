@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -169,9 +170,10 @@ def save_plan(plan: Plan, path: Path) -> None:
     try:
         unfinished.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
         unfinished.replace(path)
-    except OSError:
-        unfinished.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def load_plan(path: Path) -> PlannedRun:

@@ -163,6 +163,7 @@ class Network:
         if moving.left_bits > 0:
             self._bring_up_to_date(moving)
             self._leave(moving)
+            moving.left_bits = 0.0  # whoever dies next does not stop it again
 
     def carried_bits(self) -> list[float]:
         """Return the bits that each link has carried so far."""

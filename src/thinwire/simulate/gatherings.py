@@ -168,6 +168,8 @@ class Line:
 
     def leave(self, gathering: Gathering) -> None:
         """Take out what has been sent, or was broken off, and let the next one start."""
+        if gathering.line is not self:  # broken off in the instant in which its last bit left
+            return
         gathering.line = None
         was_first = self.waiting[0][0] is gathering
         self.waiting = [(other, start) for other, start in self.waiting if other is not gathering]

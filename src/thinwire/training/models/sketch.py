@@ -39,7 +39,7 @@ def sketch_model(name: str, *, seq_len: int) -> tuple[nn.Module, bool]:
         >>> len(model.blocks), sum(p.numel() for p in model.parameters()), can_train
         (32, 6986846336, False)
     """
-    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([mbt])", name.lower())
+    size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])", name.lower())
     if name in PRESETS or size is None:
         return build_model(name, max_seq_len=seq_len, device="meta"), True
     shape = decoder_of(float(size.group(1)) * _SIZES[size.group(2)], seq_len=seq_len)
