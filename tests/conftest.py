@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -16,6 +20,37 @@ WITH_PROCESSES = ("tests/multiprocess/", "tests/cli/", "tests/lab/", "tests/docs
 UNTRACED = str(Path(__file__).parent / "untraced")
 if UNTRACED not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (UNTRACED, os.environ.get("PYTHONPATH"))))
+
+
+# Machines that run tests are shared and slow now and then: that a single example took long says nothing.
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run what computes for long without coverage's tracer: other tests run the same lines, on less."""
+    for item in items:
+        if item.nodeid.startswith("tests/reference/"):
+            item.add_marker(pytest.mark.no_cover)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Put every tracer aside where a test is marked with no_cover.
+
+    pytest-cov pauses its own. In a worker, which is a process that coverage starts in by itself too, that one would go
+    on.
+    """
+    if item.get_closest_marker("no_cover") is None:
+        return (yield)
+    tracer, of_threads = sys.gettrace(), threading.gettrace()
+    sys.settrace(None)
+    threading.settrace(None)  # type: ignore[arg-type]
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracer)
+        threading.settrace(of_threads)  # type: ignore[arg-type]
 
 
 class WholeFiles(LoadScopeScheduling):

@@ -140,6 +140,8 @@ def _settle(*, environment: Mapping[str, str], out: str, err: str) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    # torch asks for the compiler when it is imported, which was before there was this environment
+    sys.modules["torch"]._inductor.config.cpp.cxx = (None, environment.get("CXX", "g++"))
     sys.path += [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     for path, number in ((out, 1), (err, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

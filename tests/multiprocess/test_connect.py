@@ -235,7 +235,7 @@ def test_torchrun_joins_the_ranks_whose_store_its_agent_serves(tmp_path: Path) -
         "from test_connect import join_and_swap\n"
         "assert os.environ['TORCHELASTIC_USE_AGENT_STORE'] == 'True'\n"
         "assert join_and_swap()['whole']\n"
-        "print('joined', os.environ['RANK'])\n"
+        "os.write(1, b'joined %s\\n' % os.environ['RANK'].encode())\n"  # whole, beside the other rank's
     )
     for standalone in ([], ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]):
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *standalone]
