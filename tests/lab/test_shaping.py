@@ -23,7 +23,9 @@ def assert_rate(lab: Lab, source: int, destination: int, rate: str, *, seconds: 
 
 
 def assert_delay(found: Delays, latency_s: float) -> None:
-    assert abs(found.median_s - latency_s) <= max(WITHIN * latency_s, 0.001), found.median_s
+    # other work on the machine can only lengthen a delay, and lengthens most of them now and then
+    quick_s = sorted(found.delays_s)[len(found.delays_s) // 10]
+    assert abs(quick_s - latency_s) <= max(WITHIN * latency_s, 0.001), (quick_s, found.median_s)
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [("1mbit", 2.0), ("5mbit", 0.8), ("20mbit", 0.6), ("100mbit", 0.6)])
