@@ -281,13 +281,17 @@ def test_train_takes_what_the_plan_says_and_words_go_before_it(tmp_path: Path) -
     out = tmp_path / "plan.json"
     assert plan_command.main([*HOME, "--min-replicas", "2", "--out", str(out)]) == 0
     wanted = json.loads(out.read_text())
-    words = ["--plan", str(out), "--steps", "7", "--codec=bfloat16"]
-    found, plan = planned(parse(words), words, say=lambda text: None)
-    assert plan is None
-    assert (found.steps, found.codec) == (7, "bfloat16")
+    words, said = ["--plan", str(out), "--steps", "7"], list[str]()
+    found, plan = planned(parse(words), words, say=said.append)
+    assert plan is None and "'host-0', 'host-1'" in said[0]
+    assert found.steps == 7
     assert found.method == wanted["train"]["method"] and found.replicas == 2
     assert found.sync_interval == wanted["train"]["sync_interval"]
     assert found.expected_step_s == wanted["predicted"]["step_s"]
+    # what was not planned is not held against the plan
+    words = [*words, "--codec=bfloat16"]
+    other, _ = planned(parse(words), words, say=said.append)
+    assert (other.codec, other.sync_interval, other.expected_step_s) == ("bfloat16", found.sync_interval, None)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from thinwire.sync.schedule import EveryStep, Prefetched, RandomRefresh, Stagger
 
 
 @st.composite
-def staggered(draw):
-    interval = draw(st.integers(1, 40))
+def staggered(draw, *, most=40):
+    interval = draw(st.integers(1, most))
     return Staggered(
         sync_interval=interval,
         overlap_steps=draw(st.integers(0, interval)),
@@ -30,6 +30,16 @@ def prefetched(draw):
 
 
 schedules = st.one_of(staggered(), st.just(EveryStep()))
+
+
+@given(schedule=staggered(), num_fragments=st.integers(1, 50), step=st.integers(-5, 200))
+def test_a_fragment_is_launched_where_its_offset_says(schedule, num_fragments, step):
+    expected = []
+    for fragment in range(num_fragments):
+        interval, rest = divmod(step - schedule.offset(fragment, num_fragments=num_fragments), schedule.sync_interval)
+        if rest == 0 and interval >= 1:
+            expected.append(((interval - 1) * num_fragments + fragment, fragment))
+    assert [(r.id, r.fragment) for r in schedule.launches(step, num_fragments=num_fragments)] == expected
 
 
 @given(schedule=schedules, num_fragments=st.integers(1, 12), start=st.integers(0, 100))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws.test_schedule_laws import staggered
 from thinwire.averaging.mixing import RandomPairs
 from thinwire.simulate import (
     AllGather,
@@ -201,15 +202,7 @@ def test_where_flows_share_links_a_faster_link_can_make_the_end_later():
     assert end_s(10.0) == 20 and end_s(100.0) > 28
 
 
-schedules = st.one_of(
-    st.just(EveryStep()),
-    st.builds(
-        lambda interval, part, is_staggered: Staggered(
-            sync_interval=interval, overlap_steps=int(part * interval), is_staggered=is_staggered
-        ),
-        st.integers(1, 8), st.floats(0.0, 1.0), st.booleans(),
-    ),
-)  # fmt: skip
+schedules = st.one_of(st.just(EveryStep()), staggered(most=8))
 patterns = st.sampled_from([AllGather(), TwoPhase(), RingAllReduce(), Star(hub=0)])
 
 

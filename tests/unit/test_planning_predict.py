@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws.test_schedule_laws import staggered
 from thinwire import simulate
 from thinwire.methods import recipe
 from thinwire.planning import predict as predict_module
@@ -49,17 +50,10 @@ def whole(schedule: Any, sent: Traffic, *, num_steps: int, steps: tuple[float, .
     )  # fmt: skip
 
 
-staggered = st.builds(
-    lambda interval, part, is_staggered: Staggered(
-        sync_interval=interval, overlap_steps=int(part * interval), is_staggered=is_staggered
-    ),
-    st.integers(1, 12), st.floats(0.0, 1.0), st.booleans(),
-)  # fmt: skip
-
-
 @settings(max_examples=40, deadline=None)
 @given(
-    schedule=st.one_of(st.just(EveryStep()), staggered), sizes=st.lists(st.floats(1e3, 5e6), min_size=1, max_size=4),
+    schedule=st.one_of(st.just(EveryStep()), staggered(most=12)),
+    sizes=st.lists(st.floats(1e3, 5e6), min_size=1, max_size=4),
     steps=st.lists(st.floats(0.1, 2.0), min_size=2, max_size=3).map(tuple), num_steps=st.integers(1, 600),
     latency_s=st.sampled_from([0.0, 0.3]), pattern=st.sampled_from([simulate.AllGather(), simulate.TwoPhase()]),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import nn
 
 import thinwire
 from tests.laws.test_method_laws import ARGUMENTS, inner_of, one_step
+from tests.laws.test_simulate_laws import schedules
 from tests.reference.loops import wrap
 from tests.reference.small_models import Transformer
 from thinwire import methods, simulate
@@ -22,7 +23,7 @@ from thinwire.codecs import float32
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.predict import predict
 from thinwire.planning.virtual import KnownStages, Traffic, condensed, faster, traffic_of, virtual_cluster
-from thinwire.sync.schedule import EveryStep, Staggered
+from thinwire.sync.schedule import EveryStep
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
 
@@ -214,17 +215,6 @@ def clusters(draw: st.DrawFn) -> Cluster:
         for a, b in pairs if kind == "wires" or draw(st.booleans())
     )  # fmt: skip
     return Cluster(machines=found, wires=wires)
-
-
-schedules = st.one_of(
-    st.just(EveryStep()),
-    st.builds(
-        lambda interval, part, is_staggered: Staggered(
-            sync_interval=interval, overlap_steps=int(part * interval), is_staggered=is_staggered
-        ),
-        st.integers(1, 8), st.floats(0.0, 1.0), st.booleans(),
-    ),
-)  # fmt: skip
 
 
 @settings(max_examples=50, deadline=None)

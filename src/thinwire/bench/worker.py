@@ -41,8 +41,8 @@ from thinwire.bench.contenders import contender
 from thinwire.bench.readings import Meter, Reading, closing, since_gate, span
 from thinwire.bench.trainers import Numbers, Trainer, check_installed, make_trainer
 from thinwire.errors import DeadlineExceeded, DesyncError
+from thinwire.files import write_whole
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
-from thinwire.training.files import write_whole
 from thinwire.training.models import PRESETS, build_model
 from thinwire.training.models.presets import preset
 from thinwire.training.summary import describe_machine, parameters_sha256

@@ -136,12 +136,13 @@ def workload_of(options: PlanOptions) -> tuple[Workload, bool]:
         ValueError: There is no such model, or a number is out of its range.
     """
     from thinwire.planning.workload import Workload
+    from thinwire.training.config import BATCH_SIZE, default_seq_len
     from thinwire.training.models.sketch import sketch_model
 
     if options.batch_size is not None and options.global_batch is not None:
         raise ValueError("give --batch-size (of one replica) or --global-batch (of all together), not both")
-    seq_len = (128 if options.model == "nano" else 1024) if options.seq_len is None else options.seq_len
-    batch_size = 8 if options.batch_size is None and options.global_batch is None else options.batch_size
+    seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
+    batch_size = BATCH_SIZE if options.batch_size is None and options.global_batch is None else options.batch_size
     model, can_train = sketch_model(options.model, seq_len=seq_len)
     workload = Workload(
         name=options.model, model=model, tokens=options.tokens, seq_len=seq_len, batch_size=batch_size,

@@ -17,7 +17,7 @@ _HEAD = (
     "sent a step", "peak rate",
 )  # fmt: skip
 _WORDS = ("method", "codec", "exchange")
-_TOP = 3
+_TOP, _NAMED = 3, 8
 
 
 def show(plan: Plan, explained: Sequence[str]) -> None:
@@ -81,9 +81,11 @@ def _cells(outlook: Outlook) -> tuple[str, ...]:
 
 def _verdict(plan: Plan) -> str:
     best = plan.best
+    names = best.candidate.replicas
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return (
-        f"{'best' if plan.is_met else 'nearest'}: {best.candidate.describe()}: {format_long(best.prediction.total_s)}, "
-        f"{best.prediction.compute_utilisation:.1%} of it computing"
+        f"{'best' if plan.is_met else 'nearest'}: {best.candidate.describe()} ({', '.join(names[:_NAMED])}{more}): "
+        f"{format_long(best.prediction.total_s)}, {best.prediction.compute_utilisation:.1%} of it computing"
     )
 
 

@@ -19,13 +19,13 @@ from thinwire.errors import ThinwireError
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from thinwire import simulate
     from thinwire.planning.cluster import Cluster
     from thinwire.sync.method import Method
 
 USAGE, FAILED = 2, 1
+_METHODS = ("all-reduce", "diloco", "streaming-diloco")
+_SETTINGS = ("sync_interval", "overlap_steps", "codec", "layers_per_fragment")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,23 +102,26 @@ def main(arguments: Sequence[str]) -> int:
 def _simulate(options: SimulateOptions) -> int:
     from thinwire.planning.virtual import traffic_of, virtual_cluster
     from thinwire.simulate import simulate_training
+    from thinwire.training.config import BATCH_SIZE, default_seq_len
     from thinwire.training.models.sketch import sketch_model
 
     cluster = cluster_of(options, needs_flops=options.step_time is None)
     if cluster.num_replicas < 2:
         raise ValueError("a simulation needs at least 2 machines, got 1; one alone waits for nobody")
-    seq_len = (128 if options.model == "nano" else 1024) if options.seq_len is None else options.seq_len
-    batch_size = 8 if options.batch_size is None else options.batch_size
+    seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
+    batch_size = BATCH_SIZE if options.batch_size is None else options.batch_size
     if batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
     model, _ = sketch_model(options.model, seq_len=seq_len)
     links = virtual_cluster(cluster)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    replicas = _replicas(options, cluster, num_parameters=parameters, tokens=batch_size * seq_len)
+    names = options.method or _METHODS
+    _check_taken(names, options)
     found = {}
-    for name in options.method or ("all-reduce", "diloco", "streaming-diloco"):
+    for name in names:
         method = _method(name, options)
         traffic = traffic_of(method, model, num_replicas=cluster.num_replicas)
-        replicas = _replicas(options, cluster, model, tokens=batch_size * seq_len)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
         run = simulate_training(
             method.schedule, cluster=links, replicas=replicas, payload_bytes=traffic.payload_bytes,
             num_steps=options.steps, exchange=traffic.exchange, detection_s=parse_seconds(options.detection),
@@ -135,30 +138,41 @@ def _simulate(options: SimulateOptions) -> int:
     return 0
 
 
-def _method(name: str, options: SimulateOptions) -> Method:
-    """Return a method with the settings that it takes: of several methods, not all take all."""
+def _taken_by(name: str) -> set[str]:
+    """Return the options of a method's settings that it takes."""
     import inspect
 
     from thinwire import methods
+
+    return set(_SETTINGS) & set(inspect.signature(methods.recipe(name)).parameters)
+
+
+def _check_taken(names: Sequence[str], options: SimulateOptions) -> None:
+    """Refuse an option that none of the methods has a use for."""
+    taken = set().union(*map(_taken_by, names))
+    for option in _SETTINGS:
+        if option not in taken and getattr(options, option) is not None:
+            raise ValueError(f"--{option.replace('_', '-')} does not go with --method {', '.join(names)}; leave it out")
+
+
+def _method(name: str, options: SimulateOptions) -> Method:
+    """Return a method with the settings that it takes: of several methods, not all take all."""
     from thinwire.training.assembly import make_method
     from thinwire.training.config import TrainConfig, resolve
 
-    takes = inspect.signature(methods.recipe(name)).parameters
-    wanted = ("sync_interval", "codec", "layers_per_fragment")
-    settings: dict[str, Any] = {option: getattr(options, option) for option in wanted if option in takes}
-    if options.overlap_steps is not None and "overlap_steps" in takes:
-        settings["overlap_steps"] = str(options.overlap_steps)
-    if len(options.method) == 1:  # nothing is dropped without a word
-        for option in (*wanted, "overlap_steps"):
-            if option not in takes and getattr(options, option) is not None:
-                raise ValueError(f"--{option.replace('_', '-')} does not go with --method {name}; leave it out")
+    takes = _taken_by(name)
+    settings: dict[str, Any] = {option: getattr(options, option) for option in takes}
+    if settings.get("overlap_steps") is not None:
+        settings["overlap_steps"] = str(settings["overlap_steps"])
     config = TrainConfig(method=name, model=options.model, **settings)
     resolved = resolve(config, world_size=None, cores=os.cpu_count() or 1, home=Path.home())
     has_interval = "sync_interval" in takes
     return make_method(resolved if has_interval else dataclasses.replace(resolved, sync_interval=None))
 
 
-def _replicas(options: SimulateOptions, cluster: Cluster, model: nn.Module, *, tokens: int) -> list[simulate.Replica]:
+def _replicas(
+    options: SimulateOptions, cluster: Cluster, *, num_parameters: int, tokens: int
+) -> list[simulate.Replica]:
     from thinwire.planning.predict import inner_step_s
     from thinwire.simulate import Replica
 
@@ -166,8 +180,7 @@ def _replicas(options: SimulateOptions, cluster: Cluster, model: nn.Module, *, t
     if options.step_time is not None:
         times = [parse_seconds(options.step_time)] * count
     else:
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        times = [inner_step_s(machine, num_parameters=parameters, tokens=tokens) for machine in cluster.machines]
+        times = [inner_step_s(machine, num_parameters=num_parameters, tokens=tokens) for machine in cluster.machines]
     for text in options.slow:
         number, factor = _numbered(text, count=count, what="--slow", form="2=1.5")
         times[number] *= _above_zero(factor, text)
@@ -203,13 +216,14 @@ def _above_zero(factor: str, text: str) -> float:
 
 
 def _numbers(run: simulate.Run, links: simulate.Cluster) -> dict[str, Any]:
+    from thinwire.planning.predict import BusyLinks
+
     num_steps = max(1, *run.last_step)  # fewer than asked for where all have died
-    limited = [n for n, link in enumerate(links.links) if link.bandwidth_bits_per_s < float("inf")]
+    busy = BusyLinks(links, run)
     return {
         "steps": num_steps, "total_s": run.total_s, "step_s": run.total_s / num_steps,
         "compute_utilisation": run.compute_utilisation, "stall_s": list(run.stall_s), "last_step": list(run.last_step),
-        "sent_bytes_per_step": max((run.link_bits[n] for n in limited), default=0.0) / 8 / num_steps,
-        "peak_bits_per_s": max((run.peak_bits_per_s[n] for n in limited), default=0.0),
+        "sent_bytes_per_step": busy.most_bytes / num_steps, "peak_bits_per_s": busy.peak_bits_per_s,
     }  # fmt: skip
 
 

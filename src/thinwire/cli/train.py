@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
-        given, plan = planned(parse(arguments), arguments, say=_say if is_told else _say_nothing)
+        words = parse(arguments)
+        given, plan = planned(words, arguments, say=_say if is_told and not words.quiet else _say_nothing)
         config = settle(given, arguments)
         check_values(config)
         if config.quiet:
@@ -188,7 +189,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _say_nothing(text: str) -> None:
-    """For the ranks of a host that are given the same words."""
+    """Stands in for `_say` in a quiet run, and in the other ranks of a host, which are given the same words."""
 
 
 def _say(text: str) -> None:

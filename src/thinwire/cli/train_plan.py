@@ -47,29 +47,35 @@ def planned(
         from thinwire.planning.plan import load_plan
 
         read = load_plan(given.plan)
-        found = {**read.settings, "expected_step_s": read.prediction.step_s}
-        if is_named("method", arguments) and _key(given.method) != _key(read.settings["method"]):
+        say(f"the plan is for {', '.join(map(repr, read.hosts))}, in the order of their ranks")
+        found = dict(read.settings)
+        if _key(given.method) == _key(found["method"]):
+            given = dataclasses.replace(given, method=found["method"])  # however it is written
+        elif is_named("method", arguments):
             # another method's settings would be refused, though nobody has named them
-            found = {name: read.settings[name] for name in _OF_ANY_METHOD if name in read.settings}
-        return _filled(given, found, arguments), None
+            found = {name: read.settings[name] for name in _OF_ANY_METHOD}
+        return _filled(given, found, arguments, step_s=read.prediction.step_s), None
     if not is_auto:
         return given, None
     plan = _plan_here(given, arguments, say=say)
-    found = {**plan.settings(), "expected_step_s": plan.best.prediction.step_s}
     # what was asked for stays: how long, and with how many
-    kept = {name: value for name, value in found.items() if name not in ("steps", "replicas", "model")}
-    return _filled(given, {"method": plan.best.candidate.method, **kept}, arguments, over=("method",)), plan
+    found = {name: value for name, value in plan.settings().items() if name not in ("steps", "replicas", "model")}
+    plain = dataclasses.replace(given, method=found["method"])
+    return _filled(plain, found, arguments, step_s=plan.best.prediction.step_s), plan
 
 
 def _key(method: str) -> str:
     return method.replace("_", "-").lower()
 
 
-def _filled(
-    given: TrainConfig, found: Mapping[str, Any], arguments: Sequence[str], *, over: Sequence[str] = ()
-) -> TrainConfig:
-    own = {name: value for name, value in found.items() if name in over or not is_named(name, arguments)}
-    return dataclasses.replace(given, **own)
+def _filled(given: TrainConfig, found: Mapping[str, Any], arguments: Sequence[str], *, step_s: float) -> TrainConfig:
+    """Put in what is not named; where nothing else runs than was planned, also how long a step should take."""
+    own = {name: value for name, value in found.items() if not is_named(name, arguments)}
+    filled = dataclasses.replace(given, **own)
+    is_planned = all(getattr(filled, name) == value for name, value in found.items() if name != "steps")
+    if not is_planned or "method" not in found or is_named("expected_step_s", arguments):
+        return filled
+    return dataclasses.replace(filled, expected_step_s=step_s)
 
 
 def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[str], None]) -> Plan:
@@ -100,8 +106,16 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     workload = Workload(
         name=config.model, model=model, tokens=tokens, seq_len=config.seq_len, batch_size=config.batch_size
     )
-    # the hosts are here, so all of them take part, whatever it costs in loss
-    plan = make_plan(workload, found.cluster, Wishes(min_replicas=config.num_replicas, max_penalty=1.0))
+    # the hosts are here, so all of them take part, whatever it costs in loss; and what was named is not to be chosen
+    named: dict[str, Any] = {
+        wish: (getattr(given, option),)
+        for wish, option in (("intervals", "sync_interval"), ("layers", "layers_per_fragment"), ("codecs", "codec"))
+        if getattr(given, option) is not None
+    }
+    if isinstance(given.overlaps, int):
+        named["overlaps"] = (given.overlaps,)
+    wishes = Wishes(min_replicas=config.num_replicas, max_penalty=1.0, **named)
+    plan = make_plan(workload, found.cluster, wishes)
     best = plan.best
     say(
         f"plan: {best.candidate.describe()}; {best.prediction.compute_utilisation:.0%} of the time computing, "

@@ -10,7 +10,7 @@ from typing import Any
 from thinwire import codecs, methods, simulate
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.predict import inner_step_s
-from thinwire.planning.virtual import Traffic
+from thinwire.planning.virtual import Traffic, stages_of
 from thinwire.planning.workload import Workload
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Schedule
@@ -27,8 +27,7 @@ CODECS = {
 }  # fmt: skip
 # Those whose loss somebody has published for several sizes, so that a plan can choose between them.
 PUBLISHED = ("all-reduce", "diloco", "streaming-diloco")
-
-
+# What of a candidate is an option of a method.
 _CHOSEN = ("sync_interval", "overlap_steps", "codec", "exchange", "layers_per_fragment")
 
 
@@ -212,9 +211,7 @@ def quick_step_s(
         num_replicas: How many take part.
         step_s: Seconds in which the slowest computes a step.
     """
-    groups = [group for group, _ in traffic.exchange.parts(0, alive=tuple(range(num_replicas)))]
-    most = max(groups, key=len)
-    stages = traffic.exchange.pattern.stages(links, senders=most, members=most)
+    stages = stages_of(traffic.exchange, links, num_replicas=num_replicas)
     sizes = [8 * channels[traffic.last_channel] for channels in traffic.payload_bytes]
     rounds = [sum(_stage_s(traffic.exchange.flow(s, payload_bits=bits), links) for s in stages) for bits in sizes]
     interval, hidden_s = schedule.sync_interval, getattr(schedule, "overlap_steps", 0) * step_s

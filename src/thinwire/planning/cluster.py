@@ -23,14 +23,13 @@ has no link of its own, the two accesses make it; where neither is there, the fi
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.errors import DataError
+from thinwire.planning.json_files import MOST, read_json, short, write_json
 from thinwire.units import parse_bytes, parse_rate, parse_seconds
 
 _Item = TypeVar("_Item", str, tuple[str, str])
@@ -39,8 +38,6 @@ _Kind = TypeVar("_Kind", "Machine", "Wire")
 FORMAT, VERSION = "thinwire-cluster", 1
 # A file of more is a mistake, or an attack.
 _MOST_REPLICAS, _MOST_BYTES = 10_000, 256 * 2**20
-# A whole number of any length is no float.
-_MOST = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,14 +193,7 @@ def load_cluster(path: Path) -> Cluster:
     Raises:
         DataError: There is no such file, or it is no cluster.
     """
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path} has {path.stat().st_size} bytes, more than {_MOST_BYTES}; is it a cluster.json?")
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; `thinwire probe` writes such a file") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON: {error}; `thinwire probe` writes such a file") from error
+    content = read_json(path, most_bytes=_MOST_BYTES, command="thinwire probe")
     try:
         return Cluster.from_json(content)
     except DataError as error:
@@ -216,14 +206,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
     Raises:
         OSError: The place cannot be written.
     """
-    unfinished = path.parent / f".{path.name}.unfinished"
-    try:
-        unfinished.write_text(json.dumps(cluster.to_json(), indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    write_json(path, cluster.to_json())
 
 
 def read_machine(entry: object, *, where: str) -> Machine:
@@ -248,7 +231,7 @@ def _read(content: object) -> Cluster:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f'this is no cluster: it must be an object with "format": "{FORMAT}"')
     if content.get("version") != VERSION:
-        raise DataError(f"the cluster has version {_short(content.get('version'))}; this thinwire reads {VERSION}")
+        raise DataError(f"the cluster has version {short(content.get('version'))}; this thinwire reads {VERSION}")
     _check_keys(content, allowed=("format", "version", "replicas", "links", "note"), where="the cluster")
     machines = [_value(entry, Machine, f"replicas[{n}]") for n, entry in _entries(content, "replicas")]
     wires = [_value(entry, Wire, f"links[{n}]") for n, entry in _entries(content, "links")]
@@ -262,13 +245,13 @@ def _entries(content: Mapping[str, Any], key: str) -> Iterator[tuple[int, Any]]:
     found = content.get(key, [])
     most = _MOST_REPLICAS if key == "replicas" else _MOST_REPLICAS**2
     if not isinstance(found, list) or len(found) > most:
-        raise DataError(f'"{key}" must be a list of at most {most} entries, got {_short(found)}')
+        raise DataError(f'"{key}" must be a list of at most {most} entries, got {short(found)}')
     yield from enumerate(found)
 
 
 def _value(entry: object, kind: type[_Kind], where: str) -> _Kind:
     if not isinstance(entry, dict):
-        raise DataError(f"{where} must be an object, got {_short(entry)}")
+        raise DataError(f"{where} must be an object, got {short(entry)}")
     allowed = [field.name for field in fields(kind)]
     _check_keys(entry, allowed=allowed, where=where)
     names = ("name",) if kind is Machine else ("source", "destination", "bandwidth_bits_per_s")
@@ -288,12 +271,12 @@ def _check_keys(entry: Mapping[str, Any], *, allowed: Sequence[str], where: str)
             stem = key.split("_")[0]
             near = [name for name in allowed if name.startswith(stem)]
             hint = f"; use {' or '.join(near)}" if near else f"; there are {', '.join(allowed)}"
-            raise DataError(f"{where} has {_short(key)}, which means nothing here{hint}")
+            raise DataError(f"{where} has {short(key)}, which means nothing here{hint}")
 
 
 def _text(found: object, where: str) -> str:
     if not isinstance(found, str) or not found or len(found) > 200:
-        raise DataError(f"{where} must be a text of 1 to 200 characters, got {_short(found)}")
+        raise DataError(f"{where} must be a text of 1 to 200 characters, got {short(found)}")
     return found
 
 
@@ -303,16 +286,16 @@ def _number(found: object, name: str, where: str) -> float:
         unit = next((suffix for suffix in ("bits_per_s", "bytes", "_s") if name.endswith(suffix)), "")
         read = _UNITS.get(unit.lstrip("_"))
         if read is None or name.endswith(("flops_per_s", "bytes_per_s")):
-            raise DataError(f"{where}.{name} must be a number, got {_short(found)}")
+            raise DataError(f"{where}.{name} must be a number, got {short(found)}")
         try:
             value = read(found)
         except ValueError as error:
             raise DataError(f"{where}.{name}: {error}") from error
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -_MOST <= value <= _MOST:
-        raise DataError(f"{where}.{name} must be a finite number, got {_short(found)}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST <= value <= MOST:
+        raise DataError(f"{where}.{name} must be a finite number, got {short(found)}")
     if value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
         least = "at least 0" if name in _MAY_BE_ZERO else "above 0"
-        raise DataError(f"{where}.{name} must be {least}, got {_short(found)}")
+        raise DataError(f"{where}.{name} must be {least}, got {short(found)}")
     return float(value)
 
 
@@ -328,15 +311,3 @@ def _first_twice(items: Sequence[_Item]) -> _Item | None:
             return item
         seen.add(item)
     return None
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number here")
-
-
-def _short(found: object) -> str:
-    try:
-        text = repr(found)
-    except (RecursionError, ValueError):  # nested too deep, or a number with too many digits
-        text = f"a {type(found).__name__} of too many parts"
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -7,11 +7,11 @@ from math import inf
 
 from thinwire import simulate
 from thinwire.planning.cluster import Cluster
-from thinwire.planning.loss_penalty import compute_worth
+from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan
-from thinwire.planning.predict import FLOPS_PER_PARAMETER, coding_s
-from thinwire.planning.virtual import traffic_of, virtual_cluster
-from thinwire.planning.workload import Workload
+from thinwire.planning.predict import FLOPS_PER_PARAMETER, coding_s, inner_step_s
+from thinwire.planning.virtual import stages_of, traffic_of, virtual_cluster
+from thinwire.planning.workload import BYTES_PER_PARAMETER, Workload
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 
@@ -29,16 +29,20 @@ def _steps(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     chosen = best.candidate
     tokens = workload.step_tokens(chosen.num_replicas)
     slowest = min((cluster.machine(name) for name in chosen.replicas), key=lambda m: m.flops_per_s or inf)
-    assert slowest.flops_per_s is not None
-    step_s = FLOPS_PER_PARAMETER * workload.num_parameters * tokens / slowest.flops_per_s
+    step_s = inner_step_s(slowest, num_parameters=workload.num_parameters, tokens=tokens)
     needed = workload.memory_bytes(chosen.num_replicas)
+    activations = needed - BYTES_PER_PARAMETER * workload.num_parameters
+    together = chosen.num_replicas * tokens
+    best_tokens = optimal_batch_tokens(num_parameters=workload.num_parameters, num_replicas=chosen.num_replicas)
     return [
         f"steps: {format_count(workload.tokens)} tokens / ({chosen.num_replicas} replicas x {chosen.batch_size} "
         f"sequences x {workload.seq_len} tokens) = {best.prediction.num_steps:,}",
+        f"batch: {format_count(together)} tokens a step of all together; the best for this size and these replicas is "
+        f"about {format_count(best_tokens)} (arXiv 2503.09799, table 10); the loss below is that of such a batch",
         f"computing: {FLOPS_PER_PARAMETER} x {format_count(workload.num_parameters)} parameters x {tokens:,} tokens / "
         f"{slowest.flops_per_s:.3g} FLOP/s of {slowest.name}, the slowest = {format_seconds(step_s)} a step",
-        f"memory: 16 bytes a parameter (itself, gradient, Adam's moments) and about "
-        f"{format_bytes(needed - 16 * workload.num_parameters)} of activations = {format_bytes(needed)} a replica",
+        f"memory: {BYTES_PER_PARAMETER} bytes a parameter (itself, gradient, Adam's moments) and about "
+        f"{format_bytes(activations)} of activations = {format_bytes(needed)} a replica",
     ]
 
 
@@ -58,9 +62,7 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     traffic = traffic_of(method, workload.model, num_replicas=chosen.num_replicas)
     sizes = [channels[traffic.last_channel] for channels in traffic.payload_bytes]
     links = virtual_cluster(cluster, names=chosen.replicas)
-    everyone = tuple(range(chosen.num_replicas))
-    group = max((group for group, _ in traffic.exchange.parts(0, alive=everyone)), key=len)
-    stages = traffic.exchange.pattern.stages(links, senders=group, members=group)
+    stages = stages_of(traffic.exchange, links, num_replicas=chosen.num_replicas)
     bounds = [_bound_of(stage, links) for stage in stages]
 
     def latency_s(size: float) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,13 +10,12 @@ from typing import Any
 
 from thinwire.errors import DataError
 from thinwire.planning.candidates import Candidate
+from thinwire.planning.json_files import MOST, read_json, short, write_json
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth
 from thinwire.planning.predict import Prediction
 
 FORMAT, VERSION = "thinwire-plan", 1
 _MOST_BYTES = 16 * 2**20
-# A whole number of any length is no float.
-_MOST = 1e300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +131,7 @@ class Plan:
             "format": FORMAT, "version": VERSION, "train": self.settings(),
             "hosts": list(self.best.candidate.replicas),
             "predicted": {
-                **_numbers(self.best.prediction),
+                **asdict(self.best.prediction),
                 "compute_utilisation": self.best.prediction.compute_utilisation,
                 "loss_penalty": None if self.best.penalty is None else self.best.penalty.share,
             },
@@ -166,14 +163,7 @@ def save_plan(plan: Plan, path: Path) -> None:
     Raises:
         OSError: The place cannot be written.
     """
-    unfinished = path.parent / f".{path.name}.unfinished"
-    try:
-        unfinished.write_text(json.dumps(plan.to_json(), indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    write_json(path, plan.to_json())
 
 
 def load_plan(path: Path) -> PlannedRun:
@@ -182,14 +172,7 @@ def load_plan(path: Path) -> PlannedRun:
     Raises:
         DataError: There is no such file, or it is no plan; names the place and the value.
     """
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{path} has {path.stat().st_size} bytes, more than {_MOST_BYTES}; is it a plan.json?")
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; `thinwire plan` writes such a file") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON: {error}; `thinwire plan` writes such a file") from error
+    content = read_json(path, most_bytes=_MOST_BYTES, command="thinwire plan")
     try:
         return read_plan(content)
     except DataError as error:
@@ -213,24 +196,24 @@ def read_plan(content: object) -> PlannedRun:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f'this is no plan: it must be an object with "format": "{FORMAT}"')
     if content.get("version") != VERSION or isinstance(content["version"], bool):
-        raise DataError(f"the plan has version {_short(content.get('version'))}; this thinwire reads {VERSION}")
+        raise DataError(f"the plan has version {short(content.get('version'))}; this thinwire reads {VERSION}")
     settings = _checked_settings(content.get("train"))
     hosts = content.get("hosts")
     if not isinstance(hosts, list) or not all(isinstance(name, str) for name in hosts):
-        raise DataError(f"hosts must be a list of names, got {_short(hosts)}")
+        raise DataError(f"hosts must be a list of names, got {short(hosts)}")
     if len(hosts) != settings["replicas"]:
-        raise DataError(f"hosts must name the {_short(settings['replicas'])} replicas, got {len(hosts)} names")
+        raise DataError(f"hosts must name the {short(settings['replicas'])} replicas, got {len(hosts)} names")
     return PlannedRun(settings=settings, hosts=tuple(hosts), prediction=_prediction(content.get("predicted")))
 
 
 def _checked_settings(found: object) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise DataError(f"train must be an object of options, got {_short(found)}")
+        raise DataError(f"train must be an object of options, got {short(found)}")
     for name, value in found.items():
         if name not in _SETTINGS:
-            raise DataError(f"train has {_short(name)}, which a plan does not decide; there are {', '.join(_SETTINGS)}")
+            raise DataError(f"train has {short(name)}, which a plan does not decide; there are {', '.join(_SETTINGS)}")
         if type(value) is not _SETTINGS[name]:
-            raise DataError(f"train.{name} must be a {_SETTINGS[name].__name__}, got {_short(value)}")
+            raise DataError(f"train.{name} must be a {_SETTINGS[name].__name__}, got {short(value)}")
     if missing := [name for name in _NEEDED if name not in found]:
         raise DataError(f"train lacks {missing[0]!r}")
     return dict(found)
@@ -238,12 +221,12 @@ def _checked_settings(found: object) -> dict[str, Any]:
 
 def _prediction(found: object) -> Prediction:
     if not isinstance(found, dict):
-        raise DataError(f"predicted must be an object of numbers, got {_short(found)}")
+        raise DataError(f"predicted must be an object of numbers, got {short(found)}")
     values: dict[str, Any] = {}
     for field in fields(Prediction):
         value = found.get(field.name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
-            raise DataError(f"predicted.{field.name} must be a number of at least 0, got {_short(value)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+            raise DataError(f"predicted.{field.name} must be a number of at least 0, got {short(value)}")
         values[field.name] = int(value) if field.name in ("num_steps", "simulated_steps") else float(value)
     if not 0 < values["compute_s"] <= values["step_s"] * (1 + 1e-9):
         raise DataError(
@@ -257,15 +240,11 @@ def _entry(outlook: Outlook) -> dict[str, Any]:
     return {
         "candidate": {"method": outlook.candidate.method, **outlook.candidate.settings()},
         "hosts": list(outlook.candidate.replicas),
-        **_numbers(outlook.prediction), "compute_utilisation": outlook.prediction.compute_utilisation,
+        **asdict(outlook.prediction), "compute_utilisation": outlook.prediction.compute_utilisation,
         "loss_penalty": None if penalty is None else penalty.share,
         "equal_loss_s": None if penalty is None else outlook.equal_loss_s,
         "notes": [] if penalty is None else list(penalty.notes),
     }  # fmt: skip
-
-
-def _numbers(prediction: Prediction) -> dict[str, Any]:
-    return asdict(prediction)
 
 
 def pareto(outlooks: Sequence[Outlook]) -> list[Outlook]:
@@ -284,15 +263,3 @@ def pareto(outlooks: Sequence[Outlook]) -> list[Outlook]:
 
 def _share(outlook: Outlook) -> float:
     return math.inf if outlook.penalty is None else outlook.penalty.share
-
-
-def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number here")
-
-
-def _short(found: object) -> str:
-    try:
-        text = repr(found)
-    except (RecursionError, ValueError):  # nested too deep, or a number with too many digits
-        text = f"a {type(found).__name__} of too many parts"
-    return text if len(text) <= 60 else text[:57] + "..."

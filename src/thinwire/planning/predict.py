@@ -141,7 +141,7 @@ def predict(
     # the first interval has fewer rounds, so what the last steps launched counts
     launched_bytes = _launched_bytes(schedule, traffic, first=steps - (last or steps) + 1, last=steps)
     share = launched_bytes / (_launched_bytes(schedule, traffic, first=1, last=steps) or 1.0)
-    busy = _BusyLinks(links, run)
+    busy = BusyLinks(links, run)
     return Prediction(
         num_steps=num_steps, simulated_steps=steps, total_s=run.total_s + (num_steps - steps) * step_s,
         step_s=step_s, compute_s=_compute_s(replicas, run, steps),
@@ -195,13 +195,20 @@ def alone(num_steps: int, *, step_s: float) -> Prediction:
     )  # fmt: skip
 
 
-class _BusyLinks:
-    """What the links with a limit have carried; those without one stand for delays."""
+class BusyLinks:
+    """What the links with a limit have carried; those without one stand for delays.
+
+    Attributes:
+        peak_bits_per_s: The highest rate on any of them.
+        most_bytes: The most that one of them carried.
+        longest_s: The longest time that one of them takes for what it carried, at its full rate.
+    """
 
     def __init__(self, cluster: simulate.Cluster, run: simulate.Run) -> None:
         limited = [(n, link.bandwidth_bits_per_s) for n, link in enumerate(cluster.links)]
         limited = [(number, rate) for number, rate in limited if 0 < rate < inf]
         self.peak_bits_per_s = max((run.peak_bits_per_s[number] for number, _ in limited), default=0.0)
+        self.most_bytes = max((run.link_bits[number] for number, _ in limited), default=0.0) / 8
         self.longest_s = max((run.link_bits[number] / rate for number, rate in limited), default=0.0)
 
 

@@ -84,8 +84,8 @@ class Wishes:
                 raise ValueError(f"{name} must name at least one, got none")
         if min(*self.intervals, *self.overlaps, *self.layers, self.min_replicas) < 1:
             raise ValueError(
-                f"intervals, overlaps and min_replicas must be at least 1, got {list(self.intervals)}, "
-                f"{list(self.overlaps)} and {self.min_replicas}"
+                f"intervals, overlaps, layers and min_replicas must be at least 1, got {list(self.intervals)}, "
+                f"{list(self.overlaps)}, {list(self.layers)} and {self.min_replicas}"
             )
 
 

@@ -152,15 +152,22 @@ def condensed(exchange: simulate.Exchange, cluster: simulate.Cluster, *, num_rep
     is_alike = isinstance(exchange.pattern, simulate.AllGather | simulate.TwoPhase)
     if not is_alike or not isinstance(exchange.topology, simulate.Everyone) or exchange.quorum is not None:
         return exchange
-    everyone = range(num_replicas)
-    stages = exchange.pattern.stages(cluster, senders=everyone, members=everyone)
     made = []
-    for stage in stages:
+    for stage in stages_of(exchange, cluster, num_replicas=num_replicas):
         limited = [(link, bits) for link, bits in stage.loads if cluster.links[link].bandwidth_bits_per_s < inf]
         full = max(limited, key=lambda load: load[1] / cluster.links[load[0]].bandwidth_bits_per_s, default=None)
         most = max(limited, key=lambda load: load[1], default=None)
         made.append(replace(stage, loads=tuple(sorted({load for load in (full, most) if load is not None}))))
     return replace(exchange, pattern=KnownStages(made=tuple(made)))
+
+
+def stages_of(
+    exchange: simulate.Exchange, cluster: simulate.Cluster, *, num_replicas: int
+) -> tuple[simulate.Stage, ...]:
+    """Return the stages of a round of the largest group of the first round."""
+    groups = [group for group, _ in exchange.parts(0, alive=tuple(range(num_replicas)))]
+    most = max(groups, key=len)
+    return exchange.pattern.stages(cluster, senders=most, members=most)
 
 
 def faster(cluster: simulate.Cluster, factor: float) -> simulate.Cluster:

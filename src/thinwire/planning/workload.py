@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.sync.blocks import find_blocks
 
 # Bytes of a parameter on the device: itself, its gradient and Adam's two moments, in float32.
-_BYTES_PER_PARAMETER = 16
+BYTES_PER_PARAMETER = 16
 # Activations of a block that wait for the backward pass: 34 bytes for a token and unit of width where they are of 16
 # bits and attention keeps no matrix (arXiv 2205.05198, equation 1, without its second term); twice that in float32.
 _BYTES_PER_UNIT = 2 * 34
@@ -94,7 +94,7 @@ class Workload:
         tokens = self.step_tokens(num_replicas)
         blocks, width = self._shape()
         logits = tokens * getattr(cast(_Language, self.model), "vocab_size", 0) * _BYTES_PER_LOGIT
-        return _BYTES_PER_PARAMETER * self.num_parameters + _BYTES_PER_UNIT * tokens * blocks * width + logits
+        return BYTES_PER_PARAMETER * self.num_parameters + _BYTES_PER_UNIT * tokens * blocks * width + logits
 
     def _shape(self) -> tuple[int, int]:
         """Return the number of blocks, and the side that most of their matrices have."""

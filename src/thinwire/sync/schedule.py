@@ -216,18 +216,16 @@ class Staggered:
 
     def _rounds_launched_at(self, step: int, *, num_fragments: int, tau: int) -> list[Round]:
         # a look at every fragment at every step would be most of a long simulation
-        since = step % self.sync_interval
+        interval, since = divmod(step, self.sync_interval)
         if self.is_staggered:  # those with floor(fragment * H / P) == since
             due = range(*(-(-at * num_fragments // self.sync_interval) for at in (since, since + 1)))
         else:
             due = range(num_fragments if since == 0 else 0)
-        rounds = []
-        for fragment in due:
-            interval = step // self.sync_interval
-            if interval >= 1:
-                number = (interval - 1) * num_fragments + fragment
-                rounds.append(Round(id=number, fragment=fragment, launch_step=step, apply_step=step + tau))
-        return rounds
+        first = (interval - 1) * num_fragments
+        return [
+            Round(id=first + fragment, fragment=fragment, launch_step=step, apply_step=step + tau)
+            for fragment in (due if interval >= 1 else ())
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

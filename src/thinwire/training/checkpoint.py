@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from thinwire.errors import CheckpointError
-from thinwire.training.files import replace_whole, write_whole
+from thinwire.files import replace_whole, write_whole
 
 _FORMAT = "thinwire-checkpoint"
 _VERSION = 1

@@ -20,6 +20,9 @@ FREE = (
     "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "expected_step_s",
 )  # fmt: skip
 
+# Sequences of a replica's step where nobody says it.
+BATCH_SIZE = 8
+
 # Methods that exchange at every step, and so have no interval.
 _EVERY_STEP = (
     "all-reduce", "power-sgd", "dgc", "demo", "robust", "ef21", "masha1", "masha2", "one-bit-adam", "zero-one-adam",
@@ -206,6 +209,11 @@ _INNER = {"dgc": "plain-sgd", "demo": "plain-sgd", "masha1": "plain-sgd", "masha
 _LR_OF_METHOD = {"dgc": 0.02, "demo": 1e-3}
 
 
+def default_seq_len(model: str) -> int:
+    """Return the tokens of a sequence where nobody says it."""
+    return 128 if model == "nano" else 1024
+
+
 def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Path) -> TrainConfig:
     """Fill in every default that depends on something else.
 
@@ -231,8 +239,8 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     lr = _LR_OF_METHOD.get(method) or _LR_OF_SGD.get(inner) or _LR.get(config.model, 3e-4)
     filled: dict[str, Any] = {
         "replicas": replicas,
-        "batch_size": 8,
-        "seq_len": 128 if is_nano else 1024,
+        "batch_size": BATCH_SIZE,
+        "seq_len": default_seq_len(config.model),
         "lr": lr,
         "inner_optimizer": inner,
         "warmup_steps": min(1000, steps // 10),

@@ -19,9 +19,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
+from thinwire.files import write_whole
 from thinwire.training.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
-from thinwire.training.files import write_whole
 
 _STOP_S = 10
 

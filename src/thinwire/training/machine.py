@@ -11,14 +11,13 @@ import torch
 
 from thinwire.codecs import e3m0
 from thinwire.planning.cluster import Machine
+from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.training.assembly import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig
 
 # Enough to drown what a call costs.
 _CODED_ELEMENTS = 2**20
 _LEAST_STEPS, _LEAST_CODINGS = 3, 3
-# Operations of a step a parameter and token: two forward, four backward.
-_FLOPS_PER_PARAMETER = 6
 
 
 def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> Machine:
@@ -58,7 +57,7 @@ def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> 
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return Machine(
         name=name, step_s=step_s, step_tokens=step_tokens,
-        flops_per_s=_FLOPS_PER_PARAMETER * num_parameters * step_tokens / step_s,
+        flops_per_s=FLOPS_PER_PARAMETER * num_parameters * step_tokens / step_s,
         memory_bytes=float(free_bytes), encode_bytes_per_s=coding_bytes_per_s(device),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import DesyncError, ThinwireError
+from thinwire.files import write_whole
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.assembly import make_inner_optimizer, make_method, make_model, wanted_vocabulary
 from thinwire.training.checkpoint import Checkpoints, Found, Identity, choose_step, look
@@ -18,7 +19,6 @@ from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import watch_for
-from thinwire.training.files import write_whole
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.training.files import write_whole
+from thinwire.files import write_whole
 from thinwire.training.reporting.chart import escape
 from thinwire.training.reporting.figures import Figure
 from thinwire.training.reporting.style import CHART, PAGE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from thinwire.files import write_whole
 from thinwire.planning.plan import Outlook, Plan, pareto
 from thinwire.training.reporting.axes import Axis
 from thinwire.training.reporting.chart import Chart, Point, Series, image_file, line_chart
@@ -16,7 +17,7 @@ def write_plan_figure(plan: Plan, path: Path) -> None:
     Raises:
         OSError: The place cannot be written.
     """
-    path.write_text(image_file(line_chart(plan_chart(plan))), encoding="utf-8")
+    write_whole(path, image_file(line_chart(plan_chart(plan))))
 
 
 def plan_chart(plan: Plan) -> Chart:

@@ -24,15 +24,17 @@ def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
         OSError: It could not be written; the old content is still there and nothing else is left.
     """
     # hosts that share the folder may write the same file at the same time
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.partial")
+    temporary = path.parent / f".{path.name}.{os.uname().nodename}.partial"
     try:
         write(temporary)
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # nobody has asked for the temporary file, so no error names it
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
     _sync_folder(path.parent)
 
