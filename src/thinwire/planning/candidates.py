@@ -219,6 +219,21 @@ def quick_step_s(
     return max(interval * step_s + waits, sum(rounds)) / interval
 
 
+def wire_step_s(schedule: Schedule, traffic: Traffic, *, links: simulate.Cluster, num_replicas: int) -> float:
+    """Return the seconds of an inner step that the busiest link needs: no step is shorter in the long run.
+
+    Args:
+        schedule: How often.
+        traffic: What.
+        links: Of the replicas.
+        num_replicas: How many take part.
+    """
+    stages = stages_of(traffic.exchange, links, num_replicas=num_replicas)
+    bits = 8 * sum(channels[traffic.last_channel] for channels in traffic.payload_bytes)
+    flows = [traffic.exchange.flow(stage, payload_bits=bits) for stage in stages]
+    return sum(_stage_s(flow, links) - flow.latency_s for flow in flows) / schedule.sync_interval
+
+
 def _stage_s(flow: simulate.Flow, links: simulate.Cluster) -> float:
     """Return what a flow takes that is alone: until its busiest link has carried it, and its latency."""
     rates = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in flow.loads]

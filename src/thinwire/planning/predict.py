@@ -17,7 +17,7 @@ FLOPS_PER_PARAMETER = 6
 # At the end of a run, so many intervals are looked at; before them it has come to rest. Where it has not, so many times
 # as many are simulated, and so many times as many at most.
 _INTERVALS, _FEWEST_STEPS = 2, 8
-_LONGER, _LONGEST = 4, 64
+_LONGER, PATIENCE = 4, 64
 # Periods that differ by less, as a part of the simulated time, are the same.
 _SAME = 1e-9
 # Of a schedule that does not repeat itself all steps are simulated; so many pairs of steps are compared to tell.
@@ -100,7 +100,7 @@ def coding_s(machine: Machine, schedule: Schedule, traffic: Traffic) -> float:
 
 def predict(
     schedule: Schedule, traffic: Traffic, *, links: simulate.Cluster, replicas: Sequence[simulate.Replica],
-    num_steps: int, seed: int = 0,
+    num_steps: int, seed: int = 0, patience: int = PATIENCE,
 ) -> Prediction:  # fmt: skip
     """Simulate the beginning of a run, and say what the whole of it will take.
 
@@ -111,6 +111,8 @@ def predict(
         replicas: How fast each of them computes, with coding.
         num_steps: Inner steps of the real run.
         seed: Of step times that vary.
+        patience: Where rounds have not come to rest, so many times as many steps are simulated at most; 1 for a look
+            that takes what there is.
 
     Raises:
         ValueError: The schedule never repeats itself, and the run is too long to be simulated as a whole.
@@ -135,7 +137,7 @@ def predict(
         )  # fmt: skip
 
     counts = {"num_fragments": traffic.num_fragments, "num_replicas": len(replicas)}
-    run, steps, last = _until_it_rests(simulated, schedule, num_steps, **counts)
+    run, steps, last = _until_it_rests(simulated, schedule, num_steps, patience=patience, **counts)
     last_s = run.total_s - (max(ends[-1 - last] for ends in run.step_ends_s) if last else 0.0)
     step_s = last_s / (last or steps)
     # the first interval has fewer rounds, so what the last steps launched counts
@@ -217,6 +219,7 @@ def _until_it_rests(
     schedule: Schedule,
     num_steps: int,
     *,
+    patience: int,
     num_fragments: int,
     num_replicas: int,
 ) -> tuple[simulate.Run, int, int]:
@@ -225,7 +228,7 @@ def _until_it_rests(
     run, more = simulated(steps), last
     while last and not _is_at_rest(run, schedule, steps, last=last, num_fragments=num_fragments):
         more *= _LONGER
-        if more > _LONGEST * last or steps + more > _MOST_STEPS:  # steps that vary, or groups that change
+        if more > patience * last or steps + more > _MOST_STEPS:  # steps that vary, or groups that change
             return run, steps, max(last, steps // 2 // schedule.sync_interval * schedule.sync_interval)
         if steps + more >= num_steps:
             return simulated(num_steps), num_steps, 0

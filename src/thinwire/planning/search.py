@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
+from statistics import fmean
 
 import torch
 
@@ -25,11 +26,12 @@ from thinwire.planning.candidates import (
     machine_sets,
     quick_step_s,
     step_times,
+    wire_step_s,
 )
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth, loss_penalty
 from thinwire.planning.plan import Needs, Outlook, Plan, Rejection
-from thinwire.planning.predict import Prediction, alone, coding_s, predict
+from thinwire.planning.predict import PATIENCE, Prediction, alone, coding_s, predict
 from thinwire.planning.virtual import Traffic, condensed, faster, traffic_of, virtual_cluster
 from thinwire.planning.workload import Workload
 from thinwire.sync.method import Method
@@ -42,6 +44,8 @@ _SIMULATED = 8
 _USUAL_UTILISATION = 0.95
 _SLOWEST_WIRES, _FASTEST_WIRES = 1e-3, 1e4
 _LONGER = (1000, 2000)
+# How exactly wires are told.
+_STEP = 1.02
 # Times to equal loss that differ by less are the same: published losses of the same settings differ by as much.
 _SAME = 0.005
 
@@ -265,7 +269,9 @@ class _Search:
         prediction = self._simulated(guess.candidate, guess.method)
         return Outlook(candidate=guess.candidate, prediction=prediction, penalty=guess.penalty)
 
-    def _simulated(self, candidate: Candidate, method: Method, *, rate_factor: float = 1.0) -> Prediction:
+    def _simulated(
+        self, candidate: Candidate, method: Method, *, rate_factor: float = 1.0, patience: int = PATIENCE
+    ) -> Prediction:
         replicas = [simulate.Replica(step_s=time_s) for time_s in self._computing(candidate, method)]
         num_steps = self.workload.num_steps(candidate.num_replicas)
         if candidate.num_replicas == 1:
@@ -274,7 +280,7 @@ class _Search:
         if rate_factor != 1.0:
             links = faster(links, rate_factor)
         traffic = self._condensed(candidate, method)
-        return predict(method.schedule, traffic, links=links, replicas=replicas, num_steps=num_steps)
+        return predict(method.schedule, traffic, links=links, replicas=replicas, num_steps=num_steps, patience=patience)
 
     def _needs(self, best: Outlook) -> Needs | None:
         """Return what it would take to let the machines of the best candidate compute nearly all the time."""
@@ -283,12 +289,22 @@ class _Search:
             return None
         method = candidate.make()
 
-        def utilisation(factor: float) -> float:
-            return self._simulated(candidate, method, rate_factor=factor).compute_utilisation
+        def utilisation(factor: float, *, patience: int = PATIENCE) -> float:
+            return self._simulated(candidate, method, rate_factor=factor, patience=patience).compute_utilisation
 
         # machines that differ in speed wait for each other on any wire
         limit = utilisation(_FASTEST_WIRES)
-        factor = _least_factor(lambda factor: utilisation(factor) >= wanted * limit)
+        traffic, links = self._condensed(candidate, method), self._links_of(candidate.replicas)
+        wire_s = wire_step_s(method.schedule, traffic, links=links, num_replicas=candidate.num_replicas)
+        compute_s = fmean(self._computing(candidate, method))
+        # a short look does not see links that fall behind by little, and the closed form sees nothing else
+        factor = _least_factor(
+            lambda factor: (
+                compute_s * factor >= wanted * limit * wire_s and utilisation(factor, patience=1) >= wanted * limit
+            )
+        )
+        while utilisation(factor) < wanted * limit and factor < _FASTEST_WIRES:
+            factor *= _STEP
         interval, penalty = self._least_interval(candidate, wanted * limit)
         return Needs(
             compute_utilisation=wanted, limit=limit, rate_factor=factor, sync_interval=interval,
@@ -368,7 +384,7 @@ def _put_first(ranked: list[Outlook], chosen: Outlook) -> None:
 def _least_factor(reaches: Callable[[float], bool]) -> float:
     """Return by how much wires must be faster at least, to within 2 %; the fastest are known to be fast enough."""
     low, high = log(_SLOWEST_WIRES), log(_FASTEST_WIRES)
-    while high - low > 0.02:
+    while high - low > log(_STEP):
         middle = (low + high) / 2
         low, high = (low, middle) if reaches(exp(middle)) else (middle, high)
     return exp(high)
