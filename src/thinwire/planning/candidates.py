@@ -196,9 +196,7 @@ def _thinnest(cluster: Cluster, names: Sequence[str]) -> list[float]:
     return [found[name] for name in names]
 
 
-def quick_step_s(
-    schedule: Schedule, traffic: Traffic, *, links: simulate.Cluster, num_replicas: int, step_s: float
-) -> float:
+def quick_step_s(schedule: Schedule, rounds_s: Sequence[float], *, step_s: float) -> float:
     """Return about how long an inner step is with all waits: a first guess, to tell what is worth a simulation.
 
     Every round takes what its busiest link needs for it alone, of which tau steps are hidden; and all rounds together
@@ -206,32 +204,39 @@ def quick_step_s(
 
     Args:
         schedule: When.
-        traffic: What.
+        rounds_s: Seconds of an interval's rounds, see `rounds_alone_s`.
+        step_s: Seconds in which the slowest computes a step.
+    """
+    interval, hidden_s = schedule.sync_interval, getattr(schedule, "overlap_steps", 0) * step_s
+    waits = sum(max(0.0, seconds - hidden_s) for seconds in rounds_s)
+    return max(interval * step_s + waits, sum(rounds_s)) / interval
+
+
+def rounds_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: int) -> list[float]:
+    """Return the seconds of each fragment's round, were it alone on the links.
+
+    Args:
+        traffic: What is sent.
         links: Of the replicas.
         num_replicas: How many take part.
-        step_s: Seconds in which the slowest computes a step.
     """
     stages = stages_of(traffic.exchange, links, num_replicas=num_replicas)
     sizes = [8 * channels[traffic.last_channel] for channels in traffic.payload_bytes]
-    rounds = [sum(_stage_s(traffic.exchange.flow(s, payload_bits=bits), links) for s in stages) for bits in sizes]
-    interval, hidden_s = schedule.sync_interval, getattr(schedule, "overlap_steps", 0) * step_s
-    waits = sum(max(0.0, seconds - hidden_s) for seconds in rounds)
-    return max(interval * step_s + waits, sum(rounds)) / interval
+    return [sum(_stage_s(traffic.exchange.flow(s, payload_bits=bits), links) for s in stages) for bits in sizes]
 
 
-def wire_step_s(schedule: Schedule, traffic: Traffic, *, links: simulate.Cluster, num_replicas: int) -> float:
-    """Return the seconds of an inner step that the busiest link needs: no step is shorter in the long run.
+def carried_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: int) -> float:
+    """Return the seconds that the busiest link is busy with an interval's rounds: no interval can be shorter for long.
 
     Args:
-        schedule: How often.
-        traffic: What.
+        traffic: What is sent.
         links: Of the replicas.
         num_replicas: How many take part.
     """
     stages = stages_of(traffic.exchange, links, num_replicas=num_replicas)
     bits = 8 * sum(channels[traffic.last_channel] for channels in traffic.payload_bytes)
     flows = [traffic.exchange.flow(stage, payload_bits=bits) for stage in stages]
-    return sum(_stage_s(flow, links) - flow.latency_s for flow in flows) / schedule.sync_interval
+    return sum(_stage_s(flow, links) - flow.latency_s for flow in flows)
 
 
 def _stage_s(flow: simulate.Flow, links: simulate.Cluster) -> float:

@@ -86,16 +86,22 @@ def inner_step_s(machine: Machine, *, num_parameters: float, tokens: float) -> f
 def coding_s(machine: Machine, schedule: Schedule, traffic: Traffic) -> float:
     """Return the seconds of an average inner step in which a replica encodes and decodes, 0 where nobody knows.
 
-    Every fragment counts once an interval, in what is sent at the end: the last channel that sends anything.
-
     Args:
         machine: Whose `encode_bytes_per_s` counts: that of E3M0, which stands for all codes.
         schedule: How often.
         traffic: What is coded.
     """
+    return interval_coding_s(machine, traffic) / schedule.sync_interval
+
+
+def interval_coding_s(machine: Machine, traffic: Traffic) -> float:
+    """Return the seconds of a whole interval in which a replica encodes and decodes, 0 where nobody knows.
+
+    Every fragment counts once, in what is sent at the end: the last channel that sends anything.
+    """
     if machine.encode_bytes_per_s is None:
         return 0.0
-    return _FLOAT_BYTES * traffic.coded_elements / machine.encode_bytes_per_s / schedule.sync_interval
+    return _FLOAT_BYTES * traffic.coded_elements / machine.encode_bytes_per_s
 
 
 def predict(

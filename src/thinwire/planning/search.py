@@ -11,11 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
-from statistics import fmean
 
-import torch
-
-from thinwire import simulate
+from thinwire.planning.candidate_times import CandidateTimes
 from thinwire.planning.candidates import (
     INTERVALS,
     LAYERS,
@@ -24,18 +21,13 @@ from thinwire.planning.candidates import (
     Candidate,
     candidates,
     machine_sets,
-    quick_step_s,
     step_times,
-    wire_step_s,
 )
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth, loss_penalty
 from thinwire.planning.plan import Needs, Outlook, Plan, Rejection
-from thinwire.planning.predict import PATIENCE, Prediction, alone, coding_s, predict
-from thinwire.planning.virtual import Traffic, condensed, faster, traffic_of, virtual_cluster
+from thinwire.planning.predict import PATIENCE
 from thinwire.planning.workload import Workload
-from thinwire.sync.method import Method
-from thinwire.sync.views import BoundView
 from thinwire.units import format_bytes
 
 # Simulated: the best by the quick look, and of each method and interval the best one.
@@ -115,7 +107,6 @@ class _Guess:
     """A candidate after the quick look."""
 
     candidate: Candidate
-    method: Method
     penalty: LossPenalty | None
     total_s: float
 
@@ -130,12 +121,9 @@ class _Search:
     def __init__(self, workload: Workload, cluster: Cluster, wishes: Wishes) -> None:
         self.workload, self.cluster, self.wishes = workload, cluster, wishes
         self._reasons: dict[str, tuple[str, int]] = {}
-        self._traffic: dict[tuple[object, ...], Traffic] = {}
         self._machines = {machine.name: machine for machine in cluster.machines}
-        self._times: dict[tuple[str, ...], list[float]] = {}
-        self._views: dict[str, BoundView] = {}
-        self._links: dict[tuple[str, ...], simulate.Cluster] = {}
-        self._exchanges: dict[tuple[tuple[str, ...], simulate.Exchange], simulate.Exchange] = {}
+        self._times = CandidateTimes(workload, cluster)
+        self._penalties: dict[tuple[object, ...], LossPenalty | None] = {}
 
     def plan(self) -> Plan:
         names = self._able_machines()
@@ -207,102 +195,29 @@ class _Search:
             self._reject(candidate.describe(), f"its loss would be more than {self.wishes.max_penalty:.1%} higher")
             return None
         try:
-            method = candidate.make()
-            step_s = self._step_s(candidate, method)
+            return _Guess(candidate=candidate, penalty=penalty, total_s=self._times.guess_s(candidate))
         except ValueError as error:
             self._reject(candidate.describe(), str(error))
             return None
-        num_steps = self.workload.num_steps(candidate.num_replicas)
-        return _Guess(candidate=candidate, method=method, penalty=penalty, total_s=num_steps * step_s)
-
-    def _step_s(self, candidate: Candidate, method: Method) -> float:
-        slowest_s = max(self._computing(candidate, method))
-        if candidate.num_replicas == 1:
-            return slowest_s
-        return quick_step_s(
-            method.schedule, self._condensed(candidate, method), links=self._links_of(candidate.replicas),
-            num_replicas=candidate.num_replicas, step_s=slowest_s,
-        )  # fmt: skip
-
-    def _computing(self, candidate: Candidate, method: Method) -> list[float]:
-        """Return the seconds in which each replica computes a step and codes its share of a round."""
-        names = candidate.replicas
-        if names not in self._times:
-            self._times[names] = step_times(self.cluster, self.workload, names, num_replicas=len(names))
-        times = self._times[names]
-        if candidate.num_replicas == 1:
-            return times
-        traffic = self._sent(candidate, method)
-        machines = [self._machines[name] for name in names]
-        return [time_s + coding_s(m, method.schedule, traffic) for time_s, m in zip(times, machines, strict=True)]
-
-    def _sent(self, candidate: Candidate, method: Method) -> Traffic:
-        key = _sending(candidate)
-        if key not in self._traffic:
-            # a view is the same whatever the code and the number of replicas, and takes most of the time to make
-            kind = repr(method.view)
-            if kind not in self._views:
-                model = self.workload.model
-                self._views[kind] = method.view.bind(model, inner=torch.optim.AdamW(model.parameters()))
-            self._traffic[key] = traffic_of(
-                method, self.workload.model, num_replicas=candidate.num_replicas, view=self._views[kind]
-            )
-        return self._traffic[key]
-
-    def _condensed(self, candidate: Candidate, method: Method) -> Traffic:
-        """Return the same traffic, on no more links than its time depends on."""
-        key = (candidate.replicas, *_sending(candidate))
-        if key not in self._traffic:
-            traffic, links = self._sent(candidate, method), self._links_of(candidate.replicas)
-            where = (candidate.replicas, traffic.exchange)
-            if where not in self._exchanges:
-                self._exchanges[where] = condensed(traffic.exchange, links, num_replicas=candidate.num_replicas)
-            self._traffic[key] = dataclasses.replace(traffic, exchange=self._exchanges[where])
-        return self._traffic[key]
-
-    def _links_of(self, names: tuple[str, ...]) -> simulate.Cluster:
-        if names not in self._links:
-            self._links[names] = virtual_cluster(self.cluster, names=names)
-        return self._links[names]
 
     def _outlook(self, guess: _Guess) -> Outlook:
-        prediction = self._simulated(guess.candidate, guess.method)
+        prediction = self._times.simulated(guess.candidate)
         return Outlook(candidate=guess.candidate, prediction=prediction, penalty=guess.penalty)
-
-    def _simulated(
-        self, candidate: Candidate, method: Method, *, rate_factor: float = 1.0, patience: int = PATIENCE
-    ) -> Prediction:
-        replicas = [simulate.Replica(step_s=time_s) for time_s in self._computing(candidate, method)]
-        num_steps = self.workload.num_steps(candidate.num_replicas)
-        if candidate.num_replicas == 1:
-            return alone(num_steps, step_s=replicas[0].step_s)
-        links = self._links_of(candidate.replicas)
-        if rate_factor != 1.0:
-            links = faster(links, rate_factor)
-        traffic = self._condensed(candidate, method)
-        return predict(method.schedule, traffic, links=links, replicas=replicas, num_steps=num_steps, patience=patience)
 
     def _needs(self, best: Outlook) -> Needs | None:
         """Return what it would take to let the machines of the best candidate compute nearly all the time."""
         candidate, wanted = best.candidate, self.wishes.min_utilisation or _USUAL_UTILISATION
         if candidate.num_replicas == 1:
             return None
-        method = candidate.make()
 
         def utilisation(factor: float, *, patience: int = PATIENCE) -> float:
-            return self._simulated(candidate, method, rate_factor=factor, patience=patience).compute_utilisation
+            return self._times.simulated(candidate, rate_factor=factor, patience=patience).compute_utilisation
 
         # machines that differ in speed wait for each other on any wire
         limit = utilisation(_FASTEST_WIRES)
-        traffic, links = self._condensed(candidate, method), self._links_of(candidate.replicas)
-        wire_s = wire_step_s(method.schedule, traffic, links=links, num_replicas=candidate.num_replicas)
-        compute_s = fmean(self._computing(candidate, method))
         # a short look does not see links that fall behind by little, and the closed form sees nothing else
-        factor = _least_factor(
-            lambda factor: (
-                compute_s * factor >= wanted * limit * wire_s and utilisation(factor, patience=1) >= wanted * limit
-            )
-        )
+        least = max(wanted * limit * self._times.wire_share(candidate), _SLOWEST_WIRES)
+        factor = _least_factor(lambda factor: utilisation(factor, patience=1) >= wanted * limit, least=least)
         while utilisation(factor) < wanted * limit and factor < _FASTEST_WIRES:
             factor *= _STEP
         interval, penalty = self._least_interval(candidate, wanted * limit)
@@ -317,18 +232,22 @@ class _Search:
             return None, None
         for interval in sorted({*self.wishes.intervals, *_LONGER}):
             other = dataclasses.replace(candidate, sync_interval=interval)
-            if (candidate.overlap_steps or 0) >= interval:
+            if (candidate.overlap_steps or 0) >= interval or self._times.wire_share(other) * wanted > 1:
                 continue
-            if self._simulated(other, other.make()).compute_utilisation >= wanted:
+            if self._times.simulated(other).compute_utilisation >= wanted:
                 return interval, self._penalty(other)
         return None, None
 
     def _penalty(self, candidate: Candidate) -> LossPenalty | None:
-        return loss_penalty(
-            candidate.method, num_parameters=self.workload.num_parameters, num_replicas=candidate.num_replicas,
-            sync_interval=candidate.sync_interval or 1, overlap_steps=candidate.overlap_steps or 0,
-            codec=candidate.codec,
-        )  # fmt: skip
+        how = (candidate.method, candidate.num_replicas, candidate.sync_interval, candidate.overlap_steps)
+        key = (*how, candidate.codec)
+        if key not in self._penalties:
+            self._penalties[key] = loss_penalty(
+                candidate.method, num_parameters=self.workload.num_parameters, num_replicas=candidate.num_replicas,
+                sync_interval=candidate.sync_interval or 1, overlap_steps=candidate.overlap_steps or 0,
+                codec=candidate.codec,
+            )  # fmt: skip
+        return self._penalties[key]
 
     def _reject(self, what: str, reason: str) -> None:
         first, count = self._reasons.get(reason, (what, 0))
@@ -340,12 +259,6 @@ class _Search:
         if self.wishes.min_replicas > self.cluster.num_replicas:
             return f"min_replicas is {self.wishes.min_replicas}, and there are {self.cluster.num_replicas} machines"
         return "no method goes with these intervals, overlaps and codecs"
-
-
-def _sending(candidate: Candidate) -> tuple[object, ...]:
-    """Return all that the size of what is sent depends on."""
-    how = (candidate.codec, candidate.exchange, candidate.layers_per_fragment)
-    return candidate.method, candidate.num_replicas, *how
 
 
 def _chosen(guesses: Sequence[_Guess]) -> list[_Guess]:
@@ -381,10 +294,13 @@ def _put_first(ranked: list[Outlook], chosen: Outlook) -> None:
     ranked.insert(0, chosen)
 
 
-def _least_factor(reaches: Callable[[float], bool]) -> float:
-    """Return by how much wires must be faster at least, to within 2 %; the fastest are known to be fast enough."""
-    low, high = log(_SLOWEST_WIRES), log(_FASTEST_WIRES)
-    while high - low > log(_STEP):
+def _least_factor(reaches: Callable[[float], bool], *, least: float) -> float:
+    """Return by how much wires must be faster, `least` or more, to within 2 %; the fastest are known to be enough."""
+    low = high = log(least)
+    stride = log(_STEP)
+    while not reaches(exp(high)) and high < log(_FASTEST_WIRES):
+        low, high, stride = high, high + stride, 2 * stride
+    while high - low > log(_STEP) + 1e-12:
         middle = (low + high) / 2
         low, high = (low, middle) if reaches(exp(middle)) else (middle, high)
     return exp(high)
