@@ -1,6 +1,6 @@
 """The plan against everything: each candidate of a small grid is run in the lab, and the plan's choice is among them.
 
-    sudo python benchmarks/planning/exhaustive.py              # ten minutes; what is stored is left out
+    sudo python benchmarks/planning/exhaustive.py           # ten minutes; what is stored is left out
     python benchmarks/planning/exhaustive.py --report         # the table of what is stored
 
 The planner is told the lab's rates (payload's share), latencies and the time of a step, nothing of any run. In the lab
