@@ -24,7 +24,7 @@ from thinwire.lab import Lab
 RESULTS = Path(__file__).parents[1] / "results" / "method_times.jsonl"
 STEPS = 40
 # Fewer of what sends whole gradients, since a step takes seconds there.
-STEPS_OF = {"all-reduce": 8, "robust": 8, "one-bit-adam": 20, "one-bit-lamb": 20, "zero-one-adam": 20}
+STEPS_OF = {"all-reduce": 8, "robust": 8, "one-bit-adam": 20, "zero-one-adam": 20, "one-bit-lamb": 50}
 KEPT = (
     "tokens_per_s", "wall_s", "compute_utilisation", "wire_bytes_sent", "peak_bits_per_s", "machine",
     "thinwire_version",

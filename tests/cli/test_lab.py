@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.planning.plan import load_plan
 from tests.lab.machine import skip_where_labs_are_impossible
 from tests.sample_texts import TEXTS
 from thinwire.cli.main import main
@@ -163,22 +164,40 @@ def test_a_folder_with_another_labs_counts_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "x" / "counters.jsonl").read_text() == counts
 
 
-@pytest.mark.usefixtures("can_lab")
-def test_thinwire_train_runs_between_two_sites_in_one_command(tmp_path: Path) -> None:
-    texts = tmp_path / "texts"
+def small_train(folder: Path) -> list[str]:
+    """Write a little text, and return a command that trains a small model on it for a few steps."""
+    texts = folder / "texts"
     texts.mkdir()
     for number, text in enumerate(TEXTS):
         (texts / f"{number:03}.txt").write_text(text)
     train = ["train", "--steps", "4", "--model", "nano", "--data", "texts", "--tokenizer", "bytes", "--seq-len", "32"]
-    more = ["--batch-size", "2", "--sync-interval", "2", "--cache-dir", "cache", "--out", "run", "--eval-every", "0"]
+    return [*THINWIRE, *train, "--batch-size", "2", "--cache-dir", "cache", "--out", "run", "--eval-every", "0"]
+
+
+@pytest.mark.usefixtures("can_lab")
+def test_thinwire_train_runs_between_two_sites_in_one_command(tmp_path: Path) -> None:
     words = ["--rate", "50mbit/10mbit", "--latency", "30ms", "--out", "lab"]
-    done = lab(*words, "--", *THINWIRE, *train, *more, cwd=tmp_path, OMP_NUM_THREADS="1")
+    done = lab(*words, "--", *small_train(tmp_path), "--sync-interval", "2", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "validation loss of the global parameters" in done.stdout
     sent = json.loads((tmp_path / "run" / "summary.json").read_text())
     hosts = json.loads((tmp_path / "lab" / "summary.json").read_text())["hosts"]
     for host in hosts:
         assert host["sent_bytes"] > 100_000, sent
+
+
+@pytest.mark.usefixtures("can_lab")
+def test_two_hosts_probe_their_wires_plan_and_train_in_one_command(tmp_path: Path) -> None:
+    chosen = ["--method", "auto", "--sync-interval", "2"]
+    words = ["--rate", "20mbit", "--latency", "10ms", "--out", "lab"]
+    done = lab(*words, "--", *small_train(tmp_path), *chosen, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    plan = load_plan(tmp_path / "run" / "plan.json")
+    ran = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert plan.hosts == ("host-0", "host-1") and plan.settings["model"] == "nano"
+    assert ran["expected_step_s"] == plan.prediction.step_s > 0
+    assert (ran["method"], ran["sync_interval"]) == (plan.settings["method"], 2)
+    assert "plan: " in done.stderr and "validation loss of the global parameters" in done.stdout
 
 
 @pytest.mark.usefixtures("can_lab")

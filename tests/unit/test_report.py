@@ -248,6 +248,21 @@ def test_the_report_leads_with_the_result(tmp_path: Path) -> None:
     )
 
 
+def test_the_report_tells_what_was_warned_of_and_of_many_the_last(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", replicas=2)
+    for replica, step in ((0, 30), (1, 20)):
+        line = {"kind": "warning", "step": step, "message": f"replica {replica}: steps take 0.9 s, {HOSTILE}"}
+        append(run / f"metrics-replica-{replica}.jsonl", line)
+    notes = ["".join(node.itertext()) for node in _page(write_report(run)).iter("p") if node.get("class") == "note"]
+    assert [note[:33] for note in notes] == ["Warning after step 20: replica 1:", "Warning after step 30: replica 0:"]
+    append(
+        run / "metrics-replica-0.jsonl", *({"kind": "warning", "step": 40 + n, "message": "late"} for n in range(1000))
+    )
+    notes = ["".join(node.itertext()) for node in _page(write_report(run)).iter("p") if node.get("class") == "note"]
+    assert notes[0] == "1,002 warnings; the last 10:" and notes[-1] == "Warning after step 1,039: late"
+    assert len(notes) == 11
+
+
 def test_hostile_words_from_the_files_stay_words(tmp_path: Path) -> None:
     run = write_run(tmp_path / HOSTILE.replace("/", "_"), config={"data": HOSTILE, HOSTILE: HOSTILE})
     summary = json.loads((run / "summary.json").read_text())
@@ -315,7 +330,7 @@ def test_a_warning_among_the_lines_is_no_error(tmp_path: Path) -> None:
         "garbage", "[1, 2]", '"text"', '{"kind": "surprise"}', '{"kind": "step"}', "\x00\x01", "[" * 100_000,
         json.dumps(step_line(1) | {"step": "1"}), json.dumps(step_line(1) | {"step": 1.5}),
         json.dumps(step_line(1) | {"sent_bytes": 10**400}), json.dumps(step_line(1) | {"loss": None}),
-        '{"kind": "step", "step": NaN}',
+        '{"kind": "step", "step": NaN}', '{"kind": "warning", "step": 1}',
     ],
 )  # fmt: skip
 def test_a_whole_line_that_no_run_writes_is_refused_with_its_place(tmp_path: Path, line: str) -> None:

@@ -17,6 +17,7 @@ from thinwire.training.reporting.run_folder import RunRecord, Summary, read_run
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 REPORT = "report.html"
+_MOST_WARNINGS = 10
 _UNIMPORTANT = {"thinwire_version", *FREE} - {"out", "device"}
 
 
@@ -45,7 +46,7 @@ def render_report(run: RunRecord) -> str:
     ending = {name: run.raw_summary.get(name) for name in ("machine", "global_parameters_sha256")}
     parts = [
         f'<p class="headline">{headline(summary)}</p>',
-        *(f'<p class="note">{escape(note)}</p>' for note in failed),
+        *(f'<p class="note">{escape(note)}</p>' for note in [*failed, *warnings(run)]),
         facts(results(summary)),
         "<h2>Figures</h2>",
         gallery(drawn),
@@ -55,6 +56,13 @@ def render_report(run: RunRecord) -> str:
         facts([*flat(run.config), *flat(ending)], style="settings"),
     ]
     return page(f"thinwire train: {run.name}", parts=parts)
+
+
+def warnings(run: RunRecord) -> list[str]:
+    """Return what was warned of while the run went on, in order of steps; of many the last ones."""
+    found = sorted({warning for record in run.replicas.values() for warning in record.warnings})
+    said = [f"Warning after step {step:,}: {message}" for step, message in found[-_MOST_WARNINGS:]]
+    return [*([f"{len(found):,} warnings; the last {_MOST_WARNINGS}:"] if len(found) > len(said) else []), *said]
 
 
 def headline(summary: Summary) -> str:

@@ -71,6 +71,12 @@ class EvaluationLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _WarningLine:
+    step: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What a finished run says of itself; byte counts and rates are those of one replica."""
 
@@ -104,10 +110,14 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRecord:
-    """One replica's metrics and transfers, in order; `error` is its last words when it failed."""
+    """One replica's metrics and transfers, in order.
+
+    `warnings` are steps and what was said after them; `error` is its last words when it failed.
+    """
 
     steps: tuple[StepLine, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    warnings: tuple[tuple[int, str], ...] = ()
     error: str = ""
 
 
@@ -235,6 +245,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[EvaluationLine]]:
     steps: list[StepLine] = []
     evaluations: list[EvaluationLine] = []
+    warnings: list[tuple[int, str]] = []
     error = ""
     for where, line in read_lines(path / f"metrics-replica-{number}.jsonl"):
         match line.get("kind"):
@@ -246,12 +257,16 @@ def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[Evaluati
             case "error":
                 error = str(line.get("message", "unknown error"))
             case "warning":
-                pass  # was told while the run went on
+                told = parse(_WarningLine, line, source=where)
+                warnings.append((told.step, told.message))
             case other:
                 raise DataError(f"{where} is a line of the unknown kind {other!r}; this file is not a run's metrics")
     transfers = path / f"transfers-replica-{number}.jsonl"
     records = [_transfer(line, where) for where, line in read_lines(transfers)] if transfers.is_file() else []
-    return ReplicaRecord(steps=tuple(_latest(steps)), transfers=tuple(records), error=error), evaluations
+    record = ReplicaRecord(
+        steps=tuple(_latest(steps)), transfers=tuple(records), warnings=tuple(warnings), error=error
+    )
+    return record, evaluations
 
 
 def _transfer(line: Mapping[str, Any], where: str) -> Transfer:
