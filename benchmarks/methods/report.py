@@ -43,6 +43,7 @@ class Row:
         bits: That one replica sends a parameter and step.
         times_fewer: How many times fewer bytes that is than an all-reduce in float32 sends.
         step_s: Seconds a step in the lab; None where it was not measured.
+        computing: The part of that time in which a replica computes.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Row:
     bits: float
     times_fewer: float
     step_s: float | None = None
+    computing: float = 0.0
 
     @property
     def copies(self) -> str:
@@ -70,7 +72,7 @@ def rows(task: str, lines: Sequence[Mapping[str, Any]], times: Sequence[Mapping[
     """
     own = [line for line in lines if line["task"] == task and line["steps"] == TASKS[task]["steps"]]
     reference = {line["seed"]: line for line in own if line["name"] == REFERENCE}
-    step_s = {line["name"]: line["wall_s"] / line["steps"] for line in times if line["rate"] == RATE}
+    timed = {line["name"]: line for line in times if line["rate"] == RATE} if task == "language" else {}
     replicas = TASKS[task]["replicas"]
     found = []
     for name, entry in entries(task).items():
@@ -90,7 +92,8 @@ def rows(task: str, lines: Sequence[Mapping[str, Any]], times: Sequence[Mapping[
             ),
             bits=bits,
             times_fewer=64 * (replicas - 1) / replicas / bits,
-            step_s=step_s.get(name) if task == "language" else None,
+            step_s=timed[name]["wall_s"] / timed[name]["steps"] if name in timed else None,
+            computing=timed[name]["compute_utilisation"] if name in timed else 0.0,
         )
         found.append(row)
     return found
@@ -101,7 +104,8 @@ def table(found: Sequence[Row]) -> str:
     has_accuracy, has_times = any(row.accuracies for row in found), any(row.step_s is not None for row in found)
     head = ["method", "seeds", *(["accuracy"] if has_accuracy else []), "loss"]
     head += ["accuracy against all-reduce" if has_accuracy else "loss against all-reduce", "bits a parameter and step"]
-    head += ["times fewer bytes", *([f"s a step at {RATE.replace('mbit', ' Mbit/s')}"] if has_times else [])]
+    head.append("times fewer bytes")
+    head += [f"s a step at {RATE.replace('mbit', ' Mbit/s')}", "computing"] if has_times else []
     head.append("extra copies")
     lines = [head, ["---"] * len(head)]
     for row in found:
@@ -110,7 +114,8 @@ def table(found: Sequence[Row]) -> str:
         cells += [spread(row.losses, "{:.4f}" if has_accuracy else "{:.3f}")]
         cells += [spread(row.differences, "{:+.1f}", " points" if has_accuracy else " %")]
         cells += [_number(row.bits), _number(row.times_fewer)]
-        cells += [("" if row.step_s is None else f"{row.step_s:.2f}")] if has_times else []
+        if has_times:
+            cells += ["", ""] if row.step_s is None else [f"{row.step_s:.2f}", f"{100 * row.computing:.0f} %"]
         lines.append([*cells, row.copies])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

@@ -51,8 +51,8 @@ def test_a_difference_is_to_the_reference_of_the_same_seed(report: Any) -> None:
 
 def test_a_table_has_the_columns_that_are_filled_and_the_times_of_the_lab(report: Any) -> None:
     times = [
-        {"name": "dgc", "rate": "20mbit", "wall_s": 10.0, "steps": 40},
-        {"name": "dgc", "rate": "5mbit", "wall_s": 99.0, "steps": 40},
+        {"name": "dgc", "rate": "20mbit", "wall_s": 10.0, "steps": 40, "compute_utilisation": 0.954},
+        {"name": "dgc", "rate": "5mbit", "wall_s": 99.0, "steps": 40, "compute_utilisation": 0.1},
     ]
     lines = [
         {"task": "language", "name": name, "seed": 0, "steps": 200, "bits": bits, "val_loss": loss}
@@ -60,7 +60,7 @@ def test_a_table_has_the_columns_that_are_filled_and_the_times_of_the_lab(report
     ]
     head, _, _, row = report.table(report.rows("language", lines, times)).splitlines()
     assert "s a step at 20 Mbit/s" in head and "accuracy" not in head
-    assert row == "| dgc | 1 | 5.500 | +10.0 % | 0.0213 | 1,502 | 0.25 | 2 |"
+    assert row == "| dgc | 1 | 5.500 | +10.0 % | 0.0213 | 1,502 | 0.25 | 95 % | 2 |"
     assert "s a step" not in report.table(report.rows("language", lines, []))
 
 
