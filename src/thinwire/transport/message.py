@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import dataclass
 
 import torch
 
@@ -71,18 +72,32 @@ def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Ten
     return message
 
 
-def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Received:
-    """Check a message against what was expected and take its payload out.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What a checked header says of its payload.
+
+    Attributes:
+        payload_bytes: The payload's size.
+        payload_crc: CRC-32 of the payload.
+        reference_hash: Hash of the sender's reference.
+    """
+
+    payload_bytes: int
+    payload_crc: int
+    reference_hash: int
+
+
+def check_header(view: memoryview, *, source: int, envelope: Envelope) -> Header:
+    """Check a message's header against what was expected; the payload need not have arrived yet.
 
     Args:
-        message: uint8, one-dimensional, CPU: what arrived.
+        view: The message's first bytes.
         source: The replica it should come from.
         envelope: What it should be; where it `takes_less`, the payload may be shorter than it says.
 
     Raises:
         PayloadError: Names the field that is wrong, what was found and what was expected.
     """
-    view = message.numpy().data
     origin = f"{envelope.describe()} from replica {source}"
     if len(view) < HEADER_BYTES:
         raise PayloadError(f"{origin}: {len(view)} bytes arrived, fewer than a header's {HEADER_BYTES}")
@@ -114,9 +129,26 @@ def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Receive
             f"{origin}: payload bytes is {stated_bytes}, expected {'at most ' if envelope.takes_less else ''}{limit}; "
             f"the replicas run different set-ups"
         )
+    return Header(payload_bytes=stated_bytes, payload_crc=payload_crc, reference_hash=reference_hash)
+
+
+def unpack(message: torch.Tensor, *, source: int, envelope: Envelope) -> Received:
+    """Check a message against what was expected and take its payload out.
+
+    Args:
+        message: uint8, one-dimensional, CPU: what arrived.
+        source: The replica it should come from.
+        envelope: What it should be; where it `takes_less`, the payload may be shorter than it says.
+
+    Raises:
+        PayloadError: Names the field that is wrong, what was found and what was expected.
+    """
+    view = message.numpy().data
+    header = check_header(view, source=source, envelope=envelope)
+    origin = f"{envelope.describe()} from replica {source}"
     body = view[HEADER_BYTES:]
-    if len(body) != stated_bytes:
-        raise PayloadError(f"{origin}: {len(body)} payload bytes arrived, expected {stated_bytes}")
-    if zlib.crc32(body) != payload_crc:
+    if len(body) != header.payload_bytes:
+        raise PayloadError(f"{origin}: {len(body)} payload bytes arrived, expected {header.payload_bytes}")
+    if zlib.crc32(body) != header.payload_crc:
         raise PayloadError(f"{origin}: the payload's checksum is wrong; the bytes were damaged on the way")
-    return Received(payload=message[HEADER_BYTES:], reference_hash=reference_hash)
+    return Received(payload=message[HEADER_BYTES:], reference_hash=header.reference_hash)

@@ -1,0 +1,113 @@
+"""The secret of a job: 32 random bytes in a file, and what is derived from them.
+
+Whoever has the file can join the job and claim any replica number in it, and can read what the replicas send each
+other. It is made once, copied to each host by a safe way (scp), and readable by its owner alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SECRET_BYTES = 32
+_WORD = "thinwire-secret-v1"
+_LINE = re.compile(rf"{_WORD} ([0-9a-f]{{{2 * SECRET_BYTES}}})\n?")
+_MAX_FILE_BYTES = 1024
+_PEOPLE = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secret:
+    """A job's secret; its bytes are in no text that is shown.
+
+    Attributes:
+        key: 32 bytes.
+
+    Example:
+        >>> Secret(key=bytes(32))
+        Secret()
+    """
+
+    key: bytes = field(repr=False)
+
+    def derive(self, label: str) -> bytes:
+        """Return 32 bytes that belong to a label and tell nothing of the secret (HMAC-SHA256).
+
+        Args:
+            label: What they are for, with a version.
+        """
+        return hmac.new(self.key, label.encode(), hashlib.sha256).digest()
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that two hosts can compare in public to see whether they hold the same secret."""
+        return self.derive("thinwire fingerprint v1").hex()[:16]
+
+
+def make_secret(path: Path) -> Secret:
+    """Write a new secret to a file that only its owner can read.
+
+    Args:
+        path: A file that does not exist yet.
+
+    Raises:
+        ValueError: There is such a file, or no such folder.
+        OSError: It cannot be written.
+    """
+    key = secrets.token_bytes(SECRET_BYTES)
+    try:
+        # created with its mode: at no time can others read it
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    except FileExistsError:
+        raise ValueError(
+            f"{path} exists already, and a secret is not overwritten; choose another name, or remove the file on all "
+            f"hosts"
+        ) from None
+    except FileNotFoundError:
+        raise ValueError(f"{path} cannot be made, because there is no folder {path.parent}; make it first") from None
+    with os.fdopen(file, "w") as opened:
+        opened.write(f"{_WORD} {key.hex()}\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+    return Secret(key=key)
+
+
+def read_secret(path: Path) -> Secret:
+    """Read the secret that `make_secret` wrote, here or on another host.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: There is none, others can read it, or it holds no secret; with the remedy.
+    """
+    try:
+        with path.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{path} is no file; make a secret with: thinwire secret {path}")
+            if status.st_mode & _PEOPLE:
+                raise ValueError(
+                    f"{path} has mode {stat.S_IMODE(status.st_mode):04o}, so others on this host can use the secret; "
+                    f"take that from them with: chmod 600 {path}"
+                )
+            text = opened.read(_MAX_FILE_BYTES).decode("ascii", errors="replace")
+    except FileNotFoundError:
+        raise ValueError(
+            f"there is no secret {path} on this host; make one with: thinwire secret {path}, and copy it to every host"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"the secret {path} cannot be read: {error.strerror}; run as its owner") from None
+    found = _LINE.fullmatch(text)
+    if found is None:
+        raise ValueError(
+            f"{path} holds no secret: expected {_WORD!r} and {2 * SECRET_BYTES} hexadecimal digits, found {len(text)} "
+            f"other characters; copy the file again, or make one with: thinwire secret"
+        )
+    return Secret(key=bytes.fromhex(found[1]))

@@ -1,0 +1,222 @@
+"""The frames of the wire: one ZeroMQ message each, versioned, of a length that its kind and fields fix.
+
+Little endian. Every frame starts with the magic `tw`, the version and its kind, a byte each; then come its fields:
+
+| kind | fields | says |
+| --- | --- | --- |
+| 1 hello | replica u32, replicas u32, incarnation 16 bytes | who speaks, first on every connection, both ways |
+| 2 opening | number u64, kind u8, phase u8, zero u16, fragment u32, round u64, bytes u64; body | a message begins |
+| 3 ask | number u64, end u64 | send this message's bytes up to here: a receive is posted for it |
+| 4 part | number u64, start u64; body | bytes of a message behind its opening |
+| 5 got | number u64, matched u8 | the whole message is here; and whether a receive was posted for it |
+| 6 matched | number u64 | a receive was posted for a message that had arrived whole |
+| 7 refused | number u64 | the message is not what was expected |
+| 8 bye | | nothing follows |
+
+Numbers count the messages that one side sent on this connection, from 0. A frame that breaks a rule is a `FrameError`,
+and its sender is disconnected.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+VERSION = 1
+OPENING_BYTES = 1 << 16
+PART_BYTES = 1 << 15
+MOST_MESSAGE_BYTES = 1 << 48
+INCARNATION_BYTES = 16
+_PREFIX = struct.Struct("<2sBB")
+_MAGIC = b"tw"
+_HELLO = struct.Struct(f"<II{INCARNATION_BYTES}s")
+_OPENING = struct.Struct("<QBBHIQQ")
+_ASK = struct.Struct("<QQ")
+_PART = struct.Struct("<QQ")
+_GOT = struct.Struct("<QB")
+_NUMBER = struct.Struct("<Q")
+MOST_FRAME_BYTES = _PREFIX.size + _OPENING.size + OPENING_BYTES
+Key = tuple[int, int, int, int]
+
+
+class FrameError(Exception):
+    """A peer broke the protocol; the text says how, and becomes part of a `PeerLost`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Who speaks.
+
+    Attributes:
+        replica: Its number.
+        num_replicas: How many it knows of.
+        incarnation: Random bytes of its process.
+    """
+
+    replica: int
+    num_replicas: int
+    incarnation: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """The beginning of a message.
+
+    Attributes:
+        number: The sender's count.
+        key: Kind, round, fragment and phase: what a receive is matched by.
+        message_bytes: Of the whole message, its header included.
+        body: Its first bytes: all, or `OPENING_BYTES`.
+    """
+
+    number: int
+    key: Key
+    message_bytes: int
+    body: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """A request for a message's bytes up to `end`."""
+
+    number: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Bytes of a message from `start` on."""
+
+    number: int
+    start: int
+    body: memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Got:
+    """A message is there as a whole."""
+
+    number: int
+    is_matched: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """A receive was posted for a message that had arrived before it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A message is not what was expected."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bye:
+    """Nothing follows."""
+
+
+Frame = Hello | Opening | Ask | Part | Got | Matched | Refused | Bye
+_KINDS: tuple[type, ...] = (Hello, Opening, Ask, Part, Got, Matched, Refused, Bye)
+
+
+def write(frame: Frame) -> bytearray:
+    """Return a frame's bytes.
+
+    Example:
+        >>> read(memoryview(write(Ask(number=3, end=70_000))))
+        Ask(number=3, end=70000)
+    """
+    body: memoryview | None = None
+    if isinstance(frame, Hello):
+        fields = _HELLO.pack(frame.replica, frame.num_replicas, frame.incarnation)
+    elif isinstance(frame, Opening):
+        kind, round_id, fragment, phase = frame.key
+        fields = _OPENING.pack(frame.number, kind, phase, 0, fragment, round_id, frame.message_bytes)
+        body = frame.body
+    elif isinstance(frame, Part):
+        fields, body = _PART.pack(frame.number, frame.start), frame.body
+    elif isinstance(frame, Ask):
+        fields = _ASK.pack(frame.number, frame.end)
+    elif isinstance(frame, Got):
+        fields = _GOT.pack(frame.number, frame.is_matched)
+    elif isinstance(frame, Bye):
+        fields = b""
+    else:
+        fields = _NUMBER.pack(frame.number)
+    written = bytearray(_PREFIX.pack(_MAGIC, VERSION, 1 + _KINDS.index(type(frame))))
+    written += fields
+    if body is not None:
+        written += body
+    return written
+
+
+def read(raw: memoryview) -> Frame:
+    """Take a frame out of a peer's bytes; its body is a view of them.
+
+    Raises:
+        FrameError: It is none of this version.
+    """
+    if len(raw) < _PREFIX.size or len(raw) > MOST_FRAME_BYTES:
+        raise FrameError(f"a frame of {len(raw)} bytes, expected {_PREFIX.size} to {MOST_FRAME_BYTES}")
+    magic, version, kind = _PREFIX.unpack_from(raw)
+    if magic != _MAGIC:
+        raise FrameError("a frame that is none of thinwire's")
+    if version != VERSION:
+        raise FrameError(f"a frame of version {version}, expected {VERSION}: run the same thinwire on all hosts")
+    if not 1 <= kind <= len(_KINDS):
+        raise FrameError(f"a frame of kind {kind}, expected 1 to {len(_KINDS)}")
+    return _read_fields(_KINDS[kind - 1], raw[_PREFIX.size :])
+
+
+def _read_fields(kind: type, rest: memoryview) -> Frame:
+    if kind is Hello:
+        replica, num_replicas, incarnation = _exactly(_HELLO, rest)
+        return Hello(replica=replica, num_replicas=num_replicas, incarnation=incarnation)
+    if kind is Opening:
+        return _read_opening(rest)
+    if kind is Part:
+        (number, start), body = _at_least(_PART, rest), rest[_PART.size :]
+        if not 1 <= len(body) <= PART_BYTES:
+            raise FrameError(f"a part of {len(body)} bytes, expected 1 to {PART_BYTES}")
+        return Part(number=number, start=start, body=body)
+    if kind is Ask:
+        number, end = _exactly(_ASK, rest)
+        return Ask(number=number, end=end)
+    if kind is Got:
+        number, is_matched = _exactly(_GOT, rest)
+        if is_matched > 1:
+            raise FrameError(f"a flag of {is_matched}, expected 0 or 1")
+        return Got(number=number, is_matched=bool(is_matched))
+    if kind is Bye:
+        if len(rest):
+            raise FrameError(f"a bye with {len(rest)} bytes, expected none")
+        return Bye()
+    (number,) = _exactly(_NUMBER, rest)
+    return Matched(number=number) if kind is Matched else Refused(number=number)
+
+
+def _read_opening(rest: memoryview) -> Opening:
+    number, kind, phase, zero, fragment, round_id, message_bytes = _at_least(_OPENING, rest)
+    body = rest[_OPENING.size :]
+    if zero or message_bytes > MOST_MESSAGE_BYTES:
+        raise FrameError(f"an opening of a message of {message_bytes} bytes, expected at most {MOST_MESSAGE_BYTES}")
+    if len(body) != min(message_bytes, OPENING_BYTES):
+        raise FrameError(f"an opening with {len(body)} of {message_bytes} bytes, expected the first {OPENING_BYTES}")
+    return Opening(number=number, key=(kind, round_id, fragment, phase), message_bytes=message_bytes, body=body)
+
+
+def _exactly(fields: struct.Struct, raw: memoryview) -> tuple[Any, ...]:
+    if len(raw) != fields.size:
+        raise FrameError(f"{len(raw)} bytes of fields, expected {fields.size}")
+    return fields.unpack(raw)
+
+
+def _at_least(fields: struct.Struct, raw: memoryview) -> tuple[int, ...]:
+    if len(raw) < fields.size:
+        raise FrameError(f"{len(raw)} bytes of fields, expected at least {fields.size}")
+    return fields.unpack_from(raw)

@@ -1,0 +1,96 @@
+"""Whether a peer that says nothing is still there: how long the kernel has seen no byte of it, against a limit.
+
+Both ends send a ZMTP heartbeat every `BEAT_S`. libzmq's own thread sends and answers them, so a replica whose Python is
+busy for long is not taken for dead; one whose process is stopped, or whose host is off the network, is. What is judged
+is the kernel's own reading of when the last byte came: a slow wire that is in the middle of a large frame is not
+silent, and neither is one whose bytes lie unread because this process was busy.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import struct
+from collections import deque
+from dataclasses import dataclass
+
+BEAT_S = 1.0
+LEAST_SILENCE_S = 10.0
+MOST_SILENCE_S = 30.0
+_SAMPLES = 64
+# struct tcp_info of Linux: 8 bytes of flags, 24 numbers of 32 bits, 4 of 64. The kernel only ever adds at its end.
+_NUMBERS = struct.Struct("<8x24I4Q")
+_LAST_DATA_RECEIVED_MS, _RTT_US, _BYTES_ACKED, _BYTES_RECEIVED = 11, 15, 26, 27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpReading:
+    """What the kernel knows of a connection.
+
+    Attributes:
+        silence_s: Since the last byte came.
+        rtt_s: Its smoothed round-trip time.
+        sent_bytes: That the other end has acknowledged.
+        received_bytes: That have come.
+    """
+
+    silence_s: float
+    rtt_s: float
+    sent_bytes: int
+    received_bytes: int
+
+
+def read_tcp(connection: socket.socket) -> TcpReading | None:
+    """Ask the kernel about a TCP connection; None where it does not tell (it is gone, or this is not Linux)."""
+    if not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        raw = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUMBERS.size)
+    except OSError:
+        return None
+    if len(raw) < _NUMBERS.size:
+        return None
+    found = _NUMBERS.unpack(raw)
+    return TcpReading(
+        silence_s=found[_LAST_DATA_RECEIVED_MS] / 1e3,
+        rtt_s=found[_RTT_US] / 1e6,
+        sent_bytes=found[_BYTES_ACKED],
+        received_bytes=found[_BYTES_RECEIVED],
+    )
+
+
+class Liveness:
+    """How long a peer may be silent, from the round-trip times of the last minute.
+
+    Three beats may be late, and four round trips (a lost packet is sent again after more than one of them), where a
+    round trip is taken as the median and eight times the median deviation from it. A glitch of `LEAST_SILENCE_S` is
+    always borne, and nobody is waited for longer than `MOST_SILENCE_S`.
+
+    Example:
+        >>> liveness = Liveness()
+        >>> liveness.observe(0.05)
+        >>> liveness.limit_s
+        10.0
+        >>> liveness = Liveness()
+        >>> for rtt_s in (2.0, 2.5, 3.0):
+        ...     liveness.observe(rtt_s)
+        >>> liveness.limit_s  # 3 + 4 * (2.5 + 8 * 0.5)
+        29.0
+    """
+
+    def __init__(self) -> None:
+        self._rtts_s: deque[float] = deque(maxlen=_SAMPLES)
+
+    def observe(self, rtt_s: float) -> None:
+        """Note a round-trip time."""
+        self._rtts_s.append(rtt_s)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of silence after which the peer counts as lost."""
+        if not self._rtts_s:
+            return MOST_SILENCE_S
+        median = statistics.median(self._rtts_s)
+        deviation = statistics.median(abs(rtt_s - median) for rtt_s in self._rtts_s)
+        trip_s = median + 8 * deviation
+        return min(max(LEAST_SILENCE_S, 3 * BEAT_S + 4 * trip_s), MOST_SILENCE_S)

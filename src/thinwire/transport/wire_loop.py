@@ -1,0 +1,289 @@
+"""The thread that owns the sockets of the wire: what comes in, what goes out, who comes and who is gone."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import zmq
+
+from thinwire.transport.secret import Secret
+from thinwire.transport.wire_dial import Dial
+from thinwire.transport.wire_door import TAKEN, UNKNOWN, WELCOME, Delivered, Door, DoorLine
+from thinwire.transport.wire_frames import INCARNATION_BYTES, FrameError, Hello, read, write
+from thinwire.transport.wire_keys import key_pair
+from thinwire.transport.wire_link import Link
+from thinwire.transport.wire_liveness import BEAT_S
+from thinwire.transport.wire_transfer import Finisher
+
+FAREWELL_S = 2.0
+_LINGER_MS = 200
+# How soon a frame is tried again that libzmq's queue had no room for; a ROUTER does not tell when it has.
+_RETRY_S = 0.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a replica can be dialled."""
+
+    host: str
+    port: int
+
+
+class WireLoop:
+    """Links to all other replicas, driven by one thread.
+
+    Args:
+        replica: This replica.
+        num_replicas: How many there are.
+        secret: The job's.
+        address: The IPv4 address to listen on.
+
+    Attributes:
+        links: By replica.
+        door: Where this one is dialled.
+        changed: Notified when a connection came or could not be made.
+    """
+
+    def __init__(self, *, replica: int, num_replicas: int, secret: Secret, address: str) -> None:
+        self._replica = replica
+        self._secret = secret
+        self._own = Hello(
+            replica=replica, num_replicas=num_replicas, incarnation=secrets.token_bytes(INCARNATION_BYTES)
+        )
+        self.links = {peer: Link(peer=peer, own=self._own) for peer in range(num_replicas) if peer != replica}
+        self.changed = threading.Condition()
+        self.problems: dict[int, tuple[str, bool]] = {}
+        self._addresses: dict[int, Address] = {}
+        self._dials: dict[int, Dial] = {}
+        self._door_lines: dict[bytes, tuple[Link, DoorLine]] = {}
+        self._until_s: float | None = None
+        self._is_busy = False
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        above = range(replica + 1, num_replicas)
+        callers = {key_pair(secret, replica=peer, role="dialler").public_bytes: peer for peer in above}
+        keys = key_pair(secret, replica=replica, role="door")
+        self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
+        try:
+            self.door = Door(self._context, address=address, keys=keys, callers=callers, decide=self._decide)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._woken.bind("inproc://wake")
+        self._wake.connect("inproc://wake")
+        self._poller = zmq.Poller()
+        for plug in (self._woken, self.door.monitor, self.door.plug, self.door.decider):
+            self._poller.register(plug, zmq.POLLIN)
+        self._next_beat_s = time.monotonic() + BEAT_S
+        self.finisher = Finisher()
+        self._thread = threading.Thread(target=self._run, name="thinwire-wire", daemon=True)
+        self._thread.start()
+
+    def do(self, command: Callable[[], None]) -> bool:
+        """Have the thread do something soon; tell whether it still runs."""
+        with self._wake_lock:
+            if self._wake.closed:
+                return False
+            self._commands.append(command)
+            if len(self._commands) == 1:
+                self._wake.send(b"")
+            return True
+
+    def dial(self, addresses: Mapping[int, Address]) -> None:
+        """Dial replicas, and again whenever their connection broke."""
+
+        def begin() -> None:
+            self._addresses.update(addresses)
+
+        self.do(begin)
+
+    def close(self, *, deadline_s: float) -> None:
+        """End all that is in flight, say goodbye, and give the sockets back."""
+        self.do(self._begin_to_close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=deadline_s)
+        self.finisher.close(deadline_s=deadline_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_finished():
+                self._turn(dict(self._poller.poll(1000 * self._pause_s())))
+        finally:
+            self._give_back()
+
+    def _turn(self, ready: Mapping[zmq.Socket[bytes], int]) -> None:
+        if self._woken in ready:
+            self._woken.recv()
+        self._obey()
+        # Departures first: a descriptor of one that left may belong to one that comes. And decisions last: who is let in
+        # now must not be heard before the departures of then.
+        for fd in self.door.departed():
+            self._depart(fd)
+        for found in self.door.delivered():
+            self._take_from_door(found)
+        self.door.decisions()
+        for peer in list(self._dials):
+            self._take_from_dial(peer)
+        for link in self.links.values():
+            self._is_busy = link.flush() or self._is_busy
+        if time.monotonic() >= self._next_beat_s:
+            self._next_beat_s = time.monotonic() + BEAT_S
+            self._beat()
+
+    def _pause_s(self) -> float:
+        """Return how long nothing has to be done unless something comes."""
+        if self._is_busy or self._commands:
+            self._is_busy = False
+            return 0.0
+        now_s = time.monotonic()
+        pause_s = self._next_beat_s - now_s
+        for link in self.links.values():
+            if link.is_held:
+                pause_s = min(pause_s, _RETRY_S)
+            elif (due_s := link.due_s()) is not None:
+                pause_s = min(pause_s, due_s - now_s)
+        # rounded up, so that the time has come when the poll ends
+        return max(0.0, pause_s + 0.001)
+
+    def _obey(self) -> None:
+        while self._commands:
+            with self._wake_lock:
+                command = self._commands.popleft()
+            command()
+
+    def _decide(self, replica: int) -> bytes:
+        link = self.links[replica]
+        if link.is_over:
+            return UNKNOWN
+        return WELCOME if link.line is None else TAKEN
+
+    def _depart(self, fd: int) -> None:
+        for caller, (link, line) in list(self._door_lines.items()):
+            if line.tap.fd == fd:
+                del self._door_lines[caller]
+                if link.line is line:
+                    link.drop("closed its connection")
+
+    def _take_from_door(self, found: Delivered) -> None:
+        known = self._door_lines.get(found.caller)
+        if known is None:
+            self._admit(found)
+            return
+        link, line = known
+        if link.line is line:
+            try:
+                link.take(found.frame)
+            except FrameError as error:
+                link.drop(f"sent {error} and was disconnected", for_good=True)
+
+    def _admit(self, found: Delivered) -> None:
+        link = self.links[found.replica]
+        try:
+            if found.frame is None or not isinstance(hello := read(found.frame), Hello):
+                raise FrameError("something else before its hello")
+            link.greet(hello)
+            if self._decide(found.replica) != WELCOME:
+                raise FrameError("a hello while it is connected")
+        except FrameError:
+            self.door.turn_away(found)
+            return
+        line = self.door.admit(found)
+        self._door_lines[found.caller] = (link, line)
+        link.open(line, hello)
+        line.send(write(self._own))
+        self._tell()
+
+    def _take_from_dial(self, peer: int) -> None:
+        dial, link = self._dials[peer], self.links[peer]
+        dial.listen()
+        for raw in dial.delivered():
+            try:
+                if link.line is dial:
+                    link.take(raw)
+                    continue
+                if raw is None or not isinstance(hello := read(raw), Hello):
+                    raise FrameError("something else before its hello")
+                link.greet(hello)
+                link.open(dial, hello)
+                self._tell()
+            except FrameError as error:
+                self._undial(peer, reason=f"sent {error} and was disconnected", for_good=True)
+                return
+        if dial.problem:
+            self._undial(peer, reason="closed its connection", for_good=False)
+
+    def _undial(self, peer: int, *, reason: str, for_good: bool) -> None:
+        dial, link = self._dials.pop(peer), self.links[peer]
+        for plug in (dial.plug, dial.monitor):
+            self._poller.unregister(plug)
+        dial.hang_up()
+        if link.line is not dial:
+            self.problems[peer] = (reason if for_good else dial.problem, for_good or dial.is_mistrusted)
+        link.drop(reason, for_good=for_good)
+        self._tell()
+
+    def _redial(self) -> None:
+        now_s = time.monotonic()
+        for peer, address in self._addresses.items():
+            link = self.links[peer]
+            if peer in self._dials or link.is_over or now_s < link.redial_s or self._until_s is not None:
+                continue
+            dial = Dial(
+                self._context,
+                address=address.host,
+                port=address.port,
+                own=key_pair(self._secret, replica=self._replica, role="dialler"),
+                other=key_pair(self._secret, replica=peer, role="door").public,
+                hello=self._own,
+            )
+            self._dials[peer] = dial
+            for plug in (dial.plug, dial.monitor):
+                self._poller.register(plug, zmq.POLLIN)
+
+    def _beat(self) -> None:
+        self._redial()
+        self.door.guard()
+        for peer, link in self.links.items():
+            problem = link.check()
+            if problem:
+                if peer in self._dials:
+                    self._undial(peer, reason=problem, for_good=False)
+                else:
+                    link.drop(problem)
+
+    def _begin_to_close(self) -> None:
+        if self._until_s is None:
+            self._until_s = time.monotonic() + FAREWELL_S
+            for link in self.links.values():
+                link.close()
+
+    def _is_finished(self) -> bool:
+        if self._until_s is None:
+            return False
+        return time.monotonic() > self._until_s or all(link.has_parted for link in self.links.values())
+
+    def _tell(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _give_back(self) -> None:
+        """Also where the thread ends by a slip of ours: nobody may wait for it."""
+        with self._wake_lock:
+            self._wake.close(linger=0)
+        self._obey()
+        for link in self.links.values():
+            link.close()
+        self._tell()
+        for dial in self._dials.values():
+            dial.plug.setsockopt(zmq.LINGER, _LINGER_MS)
+            dial.hang_up()
+        self.door.plug.setsockopt(zmq.LINGER, _LINGER_MS)
+        self.door.close()
+        self._woken.close(linger=0)
+        self._context.term()

@@ -1,0 +1,114 @@
+"""One message on its way over the wire, as its caller sees it; it ends in a thread that does nothing else."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from thinwire.errors import DeadlineExceeded, TransportError
+from thinwire.transport.base import Envelope, Received
+from thinwire.transport.message import unpack
+
+
+class Finisher:
+    """A thread that ends transfers one after another: checksums and callbacks must not hold up the sockets."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="thinwire-wire-finisher", daemon=True)
+        self._thread.start()
+
+    def later(self, task: Callable[[], None]) -> None:
+        """Run a task after those that came before."""
+        self._tasks.put(task)
+
+    def close(self, *, deadline_s: float) -> None:
+        """Run what was given so far and end."""
+        self._tasks.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=deadline_s)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+class WireTransfer:
+    """A `Pending` that also announces its end.
+
+    Args:
+        peer: The replica at the other end.
+        envelope: What the message is.
+        verb: What the peer is to do: "send" or "take".
+        later: Runs a task in the thread in which transfers end.
+    """
+
+    def __init__(
+        self, *, peer: int, envelope: Envelope, verb: str, later: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self.peer = peer
+        self.envelope = envelope
+        self._verb = verb
+        self._later = later
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._received: Received | None = None
+        self._error: TransportError | None = None
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether `wait` would return or raise at once."""
+        return self._finished.is_set()
+
+    def wait(self, *, deadline_s: float) -> Received | None:
+        """Wait until the transfer is done; a wait that ran out can be tried again."""
+        if not self._finished.wait(timeout=max(0.0, deadline_s)):
+            raise DeadlineExceeded(
+                f"replica {self.peer} did not {self._verb} {self.envelope.describe()} within {deadline_s:.3g} s, the "
+                f"deadline that follows from measured times; it hangs, or its link became slower than that: see its log"
+            )
+        if self._error is not None:
+            raise self._error
+        return self._received
+
+    def on_finish(self, callback: Callable[[], None]) -> None:
+        """Call back once when the transfer ended either way, or at once when it has."""
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def succeed(self, message: torch.Tensor | None = None) -> None:
+        """End well: a message that arrived is checked first."""
+        self._later(lambda: self._settle(message))
+
+    def fail(self, error: TransportError) -> None:
+        """End with an error."""
+        self._later(lambda: self._end(error))
+
+    def refuse(self, error: TransportError) -> None:
+        """End with an error at once: nobody ends transfers later any more."""
+        self._end(error)
+
+    def _settle(self, message: torch.Tensor | None) -> None:
+        error: TransportError | None = None
+        try:
+            if message is not None:
+                self._received = unpack(message, source=self.peer, envelope=self.envelope)
+        except TransportError as found:
+            error = found
+        self._end(error)
+
+    def _end(self, error: TransportError | None) -> None:
+        with self._lock:
+            if self._finished.is_set():
+                return
+            self._error = error
+            self._finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
