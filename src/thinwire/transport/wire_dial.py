@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 import zmq
@@ -36,6 +37,7 @@ class Dial:
         hello: What is said first.
 
     Attributes:
+        since_s: When it began.
         problem: Why there is no connection, an empty text as long as there may be one.
         is_mistrusted: Whether the handshake failed, so that trying again will hardly help.
     """
@@ -50,6 +52,7 @@ class Dial:
         other: bytes,
         hello: Frame,
     ) -> None:
+        self.since_s = time.monotonic()
         self.problem = ""
         self.is_mistrusted = False
         self._where = f"{address}:{port}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import secrets
 import threading
 import time
@@ -16,6 +18,7 @@ from thinwire.transport.wire_dial import Dial
 from thinwire.transport.wire_door import TAKEN, UNKNOWN, WELCOME, Delivered, Door, DoorLine
 from thinwire.transport.wire_frames import INCARNATION_BYTES, FrameError, Hello, read, write
 from thinwire.transport.wire_keys import key_pair
+from thinwire.transport.wire_line import HANDSHAKE_S
 from thinwire.transport.wire_link import Link
 from thinwire.transport.wire_liveness import BEAT_S
 from thinwire.transport.wire_transfer import Finisher
@@ -66,15 +69,12 @@ class WireLoop:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        above = range(replica + 1, num_replicas)
-        callers = {key_pair(secret, replica=peer, role="dialler").public_bytes: peer for peer in above}
-        keys = key_pair(secret, replica=replica, role="door")
-        self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         try:
-            self.door = Door(self._context, address=address, keys=keys, callers=callers, decide=self._decide)
+            self.door = self._open_door(address)
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")
         self._poller = zmq.Poller()
@@ -85,6 +85,12 @@ class WireLoop:
         self._thread = threading.Thread(target=self._run, name="thinwire-wire", daemon=True)
         self._thread.start()
 
+    def _open_door(self, address: str) -> Door:
+        above = range(self._replica + 1, self._own.num_replicas)
+        callers = {key_pair(self._secret, replica=peer, role="dialler").public_bytes: peer for peer in above}
+        keys = key_pair(self._secret, replica=self._replica, role="door")
+        return Door(self._context, address=address, keys=keys, callers=callers, decide=self._decide)
+
     def do(self, command: Callable[[], None]) -> bool:
         """Have the thread do something soon; tell whether it still runs."""
         with self._wake_lock:
@@ -92,7 +98,8 @@ class WireLoop:
                 return False
             self._commands.append(command)
             if len(self._commands) == 1:
-                self._wake.send(b"")
+                with contextlib.suppress(zmq.Again):  # it has been woken often enough
+                    self._wake.send(b"", zmq.DONTWAIT)
             return True
 
     def dial(self, addresses: Mapping[int, Address]) -> None:
@@ -100,6 +107,7 @@ class WireLoop:
 
         def begin() -> None:
             self._addresses.update(addresses)
+            self._redial()
 
         self.do(begin)
 
@@ -113,16 +121,18 @@ class WireLoop:
     def _run(self) -> None:
         try:
             while not self._is_finished():
-                self._turn(dict(self._poller.poll(1000 * self._pause_s())))
+                self._turn(dict(self._poller.poll(self._pause_ms())))
         finally:
             self._give_back()
 
     def _turn(self, ready: Mapping[zmq.Socket[bytes], int]) -> None:
         if self._woken in ready:
-            self._woken.recv()
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._woken.recv(zmq.DONTWAIT)
         self._obey()
-        # Departures first: a descriptor of one that left may belong to one that comes. And decisions last: who is let in
-        # now must not be heard before the departures of then.
+        # Departures first: a descriptor of one that left may belong to one that comes. And decisions last: who is let
+        # in now must not be heard before the departures of then.
         for fd in self.door.departed():
             self._depart(fd)
         for found in self.door.delivered():
@@ -136,11 +146,11 @@ class WireLoop:
             self._next_beat_s = time.monotonic() + BEAT_S
             self._beat()
 
-    def _pause_s(self) -> float:
+    def _pause_ms(self) -> int:
         """Return how long nothing has to be done unless something comes."""
         if self._is_busy or self._commands:
             self._is_busy = False
-            return 0.0
+            return 0
         now_s = time.monotonic()
         pause_s = self._next_beat_s - now_s
         for link in self.links.values():
@@ -148,8 +158,7 @@ class WireLoop:
                 pause_s = min(pause_s, _RETRY_S)
             elif (due_s := link.due_s()) is not None:
                 pause_s = min(pause_s, due_s - now_s)
-        # rounded up, so that the time has come when the poll ends
-        return max(0.0, pause_s + 0.001)
+        return max(0, math.ceil(1000 * pause_s))
 
     def _obey(self) -> None:
         while self._commands:
@@ -217,15 +226,19 @@ class WireLoop:
                 return
         if dial.problem:
             self._undial(peer, reason="closed its connection", for_good=False)
+        elif link.line is not dial and time.monotonic() - dial.since_s > 2 * HANDSHAKE_S:
+            self._undial(peer, reason="it shook hands and then said nothing", for_good=False)
 
     def _undial(self, peer: int, *, reason: str, for_good: bool) -> None:
         dial, link = self._dials.pop(peer), self.links[peer]
         for plug in (dial.plug, dial.monitor):
             self._poller.unregister(plug)
         dial.hang_up()
-        if link.line is not dial:
-            self.problems[peer] = (reason if for_good else dial.problem, for_good or dial.is_mistrusted)
-        link.drop(reason, for_good=for_good)
+        if link.line is dial or for_good:
+            link.drop(reason, for_good=for_good)
+        else:
+            link.postpone()
+            self.problems[peer] = (dial.problem or reason, dial.is_mistrusted)
         self._tell()
 
     def _redial(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -96,9 +97,8 @@ class Receiving:
 
     def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
         """End all that has not ended; nothing may be added after."""
-        for transfer in [room.transfer for room in self._rooms.values()] + [
-            t for q in self._posted.values() for t in q
-        ]:
+        rooms = (room.transfer for room in self._rooms.values())
+        for transfer in (*rooms, *chain.from_iterable(self._posted.values())):
             transfer.fail(error_of(transfer))
 
     def _open(self, frame: Opening) -> None:
