@@ -36,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         given, plan = planned(words, arguments, say=_say if is_told and not words.quiet else _say_nothing)
         config = settle(given, arguments)
         check_values(config)
+        _check_secret(config)
         if config.quiet:
             _hide_progress_bars()
         from thinwire.training.assembly import check
@@ -64,6 +65,14 @@ def _check_compiler(config: TrainConfig) -> None:
             f"--compile needs a C++ compiler, and there is no {name}; install it, name another in CXX, or leave "
             f"--compile out"
         )
+
+
+def _check_secret(config: TrainConfig) -> None:
+    if config.secret is not None:
+        from thinwire.transport.secret import need_pyzmq, read_secret
+
+        need_pyzmq()
+        read_secret(config.secret)
 
 
 def _hide_progress_bars() -> None:

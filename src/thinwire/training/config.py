@@ -16,8 +16,9 @@ from thinwire.version import __version__
 
 # Options that do not change what is computed: a resumed run may be given others, and hosts may differ in them.
 FREE = (
-    "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "join_deadline_s",
-    "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan", "expected_step_s",
+    "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
+    "join_deadline_s", "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
+    "expected_step_s",
 )  # fmt: skip
 
 # Sequences of a replica's step where nobody says it.
@@ -136,6 +137,8 @@ class TrainConfig:
     """Network interface that the other hosts reach, such as eth0."""
     address: str | None = None
     """Address of this host that the other hosts reach."""
+    secret: Path | None = None
+    """File that all hosts have (thinwire secret FILE): replicas then prove who they are, and encrypt what they send."""
     join_deadline_s: float = 300.0
     """Seconds that replicas may come one after another."""
     cache_dir: Path | None = None

@@ -54,7 +54,7 @@ def probe_hosts(config: TrainConfig, *, budget: Budget, step_s: float) -> Probed
     """
     machine = measure_machine(config, name=socket.gethostname(), seconds=step_s)
     deadline_s = config.join_deadline_s
-    transport = connect(interface=config.interface, address=config.address, deadline_s=deadline_s)
+    transport = connect(interface=config.interface, address=config.address, secret=config.secret, deadline_s=deadline_s)
     try:
         machines = _all_machines(machine, transport, deadline_s=deadline_s)
         wires = probe_wires(transport, budget=budget, deadline_s=deadline_s, number=_NAMES + 1)

@@ -117,7 +117,9 @@ def run_replica(
     """
     torch.set_num_threads(config.threads or 1)
     corpus = open_data(config)
-    transport = connect(interface=config.interface, address=config.address, deadline_s=config.join_deadline_s)
+    transport = connect(
+        interface=config.interface, address=config.address, secret=config.secret, deadline_s=config.join_deadline_s
+    )
     try:
         return _Replica(config, place=place, corpus=corpus, transport=transport).run(
             loggers, warn or (lambda text: None), on_start or (lambda step: None)

@@ -26,6 +26,19 @@ _MAX_NOTE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a replica can be dialled.
+
+    Attributes:
+        host: Its IPv4 address.
+        port: Its TCP port.
+    """
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Station:
     """Where one rank can be reached.
 
@@ -35,7 +48,8 @@ class Station:
         hostname: For people.
         host: Equal for two ranks that share a kernel and a network namespace, and so reach each other's loopback.
         address: The IPv4 address it advertises.
-        port: A port on which it listens while the addresses are checked.
+        port: A port on which it listens while the addresses are checked, or as long as it lives.
+        secret: Fingerprint of the job's secret, empty where there is none.
     """
 
     rank: int
@@ -44,6 +58,7 @@ class Station:
     host: str
     address: str
     port: int
+    secret: str = ""
 
     def to_json(self) -> str:
         """Write the station as the note that the other ranks read."""
@@ -62,8 +77,9 @@ class Station:
             fields = json.loads(text)
             station = cls(**fields)
             ipaddress.IPv4Address(station.address)
-            kinds = (station.rank, int), (station.replica, int), (station.port, int), (station.hostname, str)
-            if not all(type(value) is kind for value, kind in kinds) or type(station.host) is not str:
+            kinds = (station.rank, int), (station.replica, int), (station.port, int)
+            texts = station.hostname, station.host, station.secret
+            if not all(type(value) is kind for value, kind in (*kinds, *((text, str) for text in texts))):
                 raise TypeError("a field has the wrong type")
             if station.rank != rank or not 0 < station.port < 65_536:
                 raise ValueError(f"rank {station.rank}, port {station.port}")
@@ -206,7 +222,7 @@ def firewall_hint() -> str:
     """Say which ports a firewall between the hosts has to leave open."""
     low, high = _PORT_RANGE.read_text().split() if _PORT_RANGE.exists() else ("32768", "60999")
     return (
-        f"gloo listens on ephemeral TCP ports ({low} to {high} here), so a firewall must let those pass between hosts"
+        f"replicas listen on ephemeral TCP ports ({low} to {high} here), which a firewall must let pass between hosts"
     )
 
 

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from thinwire.errors import ConnectError
 from thinwire.events import TransferLog
 from thinwire.transport.addresses import (
+    Address,
     Station,
     address_of,
     address_towards,
@@ -34,6 +36,10 @@ from thinwire.transport.addresses import (
 from thinwire.transport.meeting import Meeting, open_store, prefixed
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.secret import Secret, need_pyzmq, read_secret
+
+if TYPE_CHECKING:
+    from thinwire.transport.wire import WireTransport
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -87,6 +93,7 @@ def connect(
     address: str | None = None,
     deadline_s: float = 300.0,
     log: TransferLog | None = None,
+    secret: Path | None = None,
 ) -> RecordingTransport:
     """Join the replicas of this run and return the transport between them.
 
@@ -94,6 +101,10 @@ def connect(
     prove that every host reaches every other, and join in a gloo group (with nccl beside it where there are GPUs) that
     is also torch's default group. A default group that exists already is used as it is. Without any of these variables
     this process is the only replica.
+
+    With a secret, the replicas talk over connections of their own that are authenticated and encrypted
+    (`thinwire.transport.wire`), and no group is made. The ranks meet in the same store, which authenticates nobody:
+    who reaches it can keep the run from starting, but neither join it nor read it.
 
     Args:
         ranks_per_replica: Ranks that hold one replica together; consecutive ranks form a replica.
@@ -103,11 +114,13 @@ def connect(
         deadline_s: Seconds that ranks may come one after another; also the time-out of torch's own collectives in the
             groups made here.
         log: Where transfers are recorded, a new log by default.
+        secret: The job's secret, the same file on all hosts; `thinwire secret FILE` makes one.
 
     Returns:
         A transport; its `close()` ends the groups made here.
 
     Raises:
+        MissingExtra: A secret is given, and pyzmq is not installed.
         ValueError: A bad argument, an incomplete environment, or an interface or address that this host does not have.
         ConnectError: A rank did not come, a host cannot be reached, or the port is taken.
 
@@ -122,7 +135,8 @@ def connect(
         raise ValueError(f"deadline_s must be positive, got {deadline_s}")
     if ranks_per_replica < 1:
         raise ValueError(f"ranks_per_replica must be at least 1, got {ranks_per_replica}")
-    if dist.is_available() and dist.is_initialized():
+    job = None if secret is None else _check_secret(secret, ranks_per_replica=ranks_per_replica)
+    if job is None and dist.is_available() and dist.is_initialized():
         chosen = _chosen_interface(interface=interface, address=address)
         return RecordingTransport(_own_group(ranks_per_replica, chosen, deadline_s=deadline_s), log=log)
     place = _read_environment(os.environ)
@@ -133,8 +147,25 @@ def connect(
         return RecordingTransport(LoopbackWorld(1).transports[0], log=log)
     _check_divides(ranks_per_replica, world_size=place.world_size)
     own_address = _own_address(place, interface=interface, address=address)
+    if job is not None:
+        return RecordingTransport(_join_by_wire(place, own_address, job, deadline_s=deadline_s), log=log)
     transport = _join(place, own_address, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
     return RecordingTransport(transport, log=log)
+
+
+def _check_secret(path: Path, *, ranks_per_replica: int) -> Secret:
+    if ranks_per_replica != 1:
+        raise ValueError(
+            f"with a secret a replica is one rank, got ranks_per_replica={ranks_per_replica}; leave secret out, and "
+            f"put the hosts into one private network instead"
+        )
+    if dist.is_available() and dist.is_initialized():
+        raise ValueError(
+            "with a secret the replicas join without torch.distributed; call connect(secret=...) before "
+            "init_process_group, or leave secret out"
+        )
+    need_pyzmq()
+    return read_secret(path)
 
 
 def _read_environment(environment: Mapping[str, str]) -> _Place | None:
@@ -200,19 +231,12 @@ def _own_address(place: _Place, *, interface: str | None, address: str | None) -
 
 def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: float) -> ProcessGroupTransport:
     interface = interface_of(address)
-    end = time.monotonic() + deadline_s
-    serve = place.rank == 0 and not place.agent_serves_store
-    store, prefix = _stores.open(place, serve=serve, deadline_s=deadline_s)
-    meeting = Meeting(
-        prefixed(store, f"{prefix}/meeting"),
-        rank=place.rank,
-        world_size=place.world_size,
-        ranks_per_replica=ranks_per_replica,
-        deadline_s=max(0.0, end - time.monotonic()),
-        place=place.name,
-    )
+    meeting, store, prefix = _meet(place, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
     try:
-        _introduce(place, address, meeting, ranks_per_replica=ranks_per_replica)
+        # No accept is needed: the kernel completes connections up to the backlog.
+        with listen(address, backlog=place.world_size + 1) as listener:
+            own = _station(place, address, port=listener.getsockname()[1], ranks_per_replica=ranks_per_replica)
+            _introduce(own, meeting, ranks_per_replica=ranks_per_replica)
     finally:
         meeting.part()
     with _gloo_on(interface), _naming_failures(address):
@@ -232,28 +256,70 @@ def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: fl
             raise
 
 
-def _introduce(place: _Place, address: str, meeting: Meeting, *, ranks_per_replica: int) -> None:
-    """Exchange addresses and prove that every host reaches every other, before gloo tries."""
-    # No accept is needed: the kernel completes connections up to the backlog.
-    with listen(address, backlog=place.world_size + 1) as listener:
-        own = Station(
-            rank=place.rank,
-            replica=place.rank // ranks_per_replica,
-            hostname=socket.gethostname(),
-            host=host_identity(),
-            address=address,
-            port=listener.getsockname()[1],
-        )
-        meeting.leave("station", own.to_json())
-        notes = meeting.collect("station")
-        stations = [Station.from_json(note, rank=rank) for rank, note in enumerate(notes)]
-        problem = _odd_one_out(stations, ranks_per_replica=ranks_per_replica) or first_unreachable(
-            own, stations, deadline_s=REACH_S
-        )
-        meeting.leave("verdict", problem)
-        for verdict in meeting.collect("verdict"):
-            if verdict:
-                raise ConnectError(verdict)
+def _join_by_wire(place: _Place, address: str, secret: Secret, *, deadline_s: float) -> WireTransport:
+    """Meet as for gloo; from there on, nothing that was read in the store is believed but where to try."""
+    from thinwire.transport.wire import WireTransport
+
+    end = time.monotonic() + deadline_s
+    meeting, _, _ = _meet(place, ranks_per_replica=1, deadline_s=deadline_s)
+    transport = WireTransport(replica=place.rank, num_replicas=place.world_size, secret=secret, address=address)
+    try:
+        own = _station(place, address, port=transport.port, ranks_per_replica=1, secret=secret.fingerprint)
+        stations = _introduce(own, meeting, ranks_per_replica=1)
+        below = {s.rank: Address(host=s.address, port=s.port) for s in stations if s.rank < place.rank}
+        try:
+            transport.dial(below, deadline_s=max(0.0, end - time.monotonic()))
+        except ConnectError as error:
+            meeting.fail(str(error))
+        meeting.leave("joined", "")
+        meeting.collect("joined")
+    except BaseException:
+        transport.close()
+        raise
+    finally:
+        meeting.part()
+    return transport
+
+
+def _meet(place: _Place, *, ranks_per_replica: int, deadline_s: float) -> tuple[Meeting, Any, str]:
+    end = time.monotonic() + deadline_s
+    serve = place.rank == 0 and not place.agent_serves_store
+    store, prefix = _stores.open(place, serve=serve, deadline_s=deadline_s)
+    meeting = Meeting(
+        prefixed(store, f"{prefix}/meeting"),
+        rank=place.rank,
+        world_size=place.world_size,
+        ranks_per_replica=ranks_per_replica,
+        deadline_s=max(0.0, end - time.monotonic()),
+        place=place.name,
+    )
+    return meeting, store, prefix
+
+
+def _station(place: _Place, address: str, *, port: int, ranks_per_replica: int, secret: str = "") -> Station:
+    return Station(
+        rank=place.rank,
+        replica=place.rank // ranks_per_replica,
+        hostname=socket.gethostname(),
+        host=host_identity(),
+        address=address,
+        port=port,
+        secret=secret,
+    )
+
+
+def _introduce(own: Station, meeting: Meeting, *, ranks_per_replica: int) -> list[Station]:
+    """Exchange addresses and prove that every host reaches every other, before anything else is tried."""
+    meeting.leave("station", own.to_json())
+    stations = [Station.from_json(note, rank=rank) for rank, note in enumerate(meeting.collect("station"))]
+    problem = _odd_one_out(stations, ranks_per_replica=ranks_per_replica) or first_unreachable(
+        own, stations, deadline_s=REACH_S
+    )
+    meeting.leave("verdict", problem)
+    for verdict in meeting.collect("verdict"):
+        if verdict:
+            raise ConnectError(verdict)
+    return stations
 
 
 def _odd_one_out(stations: list[Station], *, ranks_per_replica: int) -> str:
@@ -262,6 +328,11 @@ def _odd_one_out(stations: list[Station], *, ranks_per_replica: int) -> str:
             return (
                 f"rank {station.rank} takes itself for part of replica {station.replica}, expected "
                 f"{station.rank // ranks_per_replica}: give every rank the same ranks_per_replica"
+            )
+        if station.secret != stations[0].secret:
+            return (
+                f"rank {station.rank} on host {station.hostname} and rank 0 on host {stations[0].hostname} do not have "
+                f"the same secret; give every rank the same secret file (--secret), or none"
             )
     return ""
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib
 import os
 import re
 import secrets
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from thinwire.errors import MissingExtra
 
 SECRET_BYTES = 32
 _WORD = "thinwire-secret-v1"
@@ -111,3 +114,15 @@ def read_secret(path: Path) -> Secret:
             f"other characters; copy the file again, or make one with: thinwire secret"
         )
     return Secret(key=bytes.fromhex(found[1]))
+
+
+def need_pyzmq() -> None:
+    """Check that what a secret is used with is installed.
+
+    Raises:
+        MissingExtra: It is not; with the command that installs it.
+    """
+    try:
+        importlib.import_module("zmq")
+    except ModuleNotFoundError:
+        raise MissingExtra.of("pyzmq", extra="wire") from None

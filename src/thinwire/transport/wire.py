@@ -34,11 +34,12 @@ from collections.abc import Callable, Mapping
 import torch
 
 from thinwire.errors import ConnectError, TransportError
+from thinwire.transport.addresses import Address
 from thinwire.transport.base import Envelope, Pending
 from thinwire.transport.message import pack
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire_liveness import TcpReading
-from thinwire.transport.wire_loop import Address, WireLoop
+from thinwire.transport.wire_loop import WireLoop
 from thinwire.transport.wire_sending import key_of
 from thinwire.transport.wire_transfer import WireTransfer
 

@@ -9,10 +9,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import zmq
 
+from thinwire.transport.addresses import Address
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire_dial import Dial
 from thinwire.transport.wire_door import TAKEN, UNKNOWN, WELCOME, Delivered, Door, DoorLine
@@ -27,14 +27,6 @@ FAREWELL_S = 2.0
 _LINGER_MS = 200
 # How soon a frame is tried again that libzmq's queue had no room for; a ROUTER does not tell when it has.
 _RETRY_S = 0.005
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """Where a replica can be dialled."""
-
-    host: str
-    port: int
 
 
 class WireLoop:
