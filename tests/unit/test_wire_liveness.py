@@ -1,0 +1,54 @@
+"""How long a peer may be silent, and how much may come that makes no message."""
+
+from __future__ import annotations
+
+import socket
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.transport.wire_line import borrowed, endpoint_of, unseen_limit_bytes
+from thinwire.transport.wire_liveness import LEAST_SILENCE_S, MOST_SILENCE_S, Liveness, read_tcp
+
+
+@given(st.lists(st.floats(0, 1e4), max_size=100))
+def test_the_limit_is_always_within_its_bounds(rtts_s: list[float]) -> None:
+    liveness = Liveness()
+    for rtt_s in rtts_s:
+        liveness.observe(rtt_s)
+    assert LEAST_SILENCE_S <= liveness.limit_s <= MOST_SILENCE_S
+
+
+def test_one_odd_round_trip_does_not_change_it_and_a_change_for_good_does() -> None:
+    liveness = Liveness()
+    for rtt_s in (0.05,) * 20 + (9.0,):
+        liveness.observe(rtt_s)
+    assert liveness.limit_s == LEAST_SILENCE_S
+    for _ in range(64):
+        liveness.observe(3.0)
+    assert LEAST_SILENCE_S < liveness.limit_s == 15.0
+
+
+def test_a_connection_is_looked_at_only_where_the_descriptor_is_still_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        two, _ = server.accept()
+        with two:
+            one.sendall(b"12345")
+            peer = endpoint_of(two)
+            with borrowed(two.fileno(), peer=peer) as found:
+                assert found is not None
+                reading = read_tcp(found)
+                assert reading is not None and reading.received_bytes == 5 and reading.silence_s < 60
+            with borrowed(two.fileno(), peer=("127.0.0.1", 1)) as found:
+                assert found is None
+            with borrowed(server.fileno(), peer=peer) as found:
+                assert found is None
+        with borrowed(10_000, peer=peer) as found:
+            assert found is None
+
+
+def test_what_makes_no_message_is_bounded_however_much_does() -> None:
+    usual = unseen_limit_bytes(seen_bytes=0, seen_frames=0, age_s=0)
+    assert 16e6 < usual < 100e6
+    assert unseen_limit_bytes(seen_bytes=10**12, seen_frames=10**7, age_s=0) < 1.01 * 10**12 + 2 * usual + 1.3e9
+    assert unseen_limit_bytes(seen_bytes=0, seen_frames=0, age_s=86_400) < 2 * usual
