@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -25,6 +27,7 @@ from thinwire.transport.wire_frames import (
     write,
 )
 from thinwire.transport.wire_link import Link
+from thinwire.transport.wire_liveness import MOST_SILENCE_S, TcpReading
 from thinwire.transport.wire_receiving import Receiving
 from thinwire.transport.wire_sending import EARLY_BYTES, EARLY_MESSAGES, Sending
 from thinwire.transport.wire_transfer import WireTransfer
@@ -243,6 +246,8 @@ class FakeLine:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
         self.is_open = True
+        self.has_gone = False
+        self.told: TcpReading | None = None
 
     def send(self, raw: bytearray) -> bool:
         self.sent.append(bytes(raw))
@@ -251,8 +256,11 @@ class FakeLine:
     def hang_up(self) -> None:
         self.is_open = False
 
-    def reading(self) -> None:
-        return None
+    def reading(self) -> TcpReading | None:
+        return self.told
+
+    def is_gone(self) -> bool:
+        return self.has_gone
 
 
 def test_a_lost_connection_fails_what_is_on_its_way_by_name_and_what_comes_after():
@@ -292,6 +300,22 @@ def test_a_peer_that_sends_and_never_reads_is_refused_in_the_end():
             transfer = transfer_of(1)
             link.post_receive(transfer)
             link.take(memoryview(write(opening(number, message_of(1)))))
+
+
+def test_a_connection_is_looked_at_with_the_kernel_s_eyes():
+    link, line = Link(peer=1, own=OWN), FakeLine()
+    assert link.check() == ""
+    link.open(line, Hello(replica=1, num_replicas=2, incarnation=bytes(16)))
+    assert link.check() == ""
+    usual = TcpReading(silence_s=0.5, rtt_s=0.05, sent_bytes=0, received_bytes=10_000_000)
+    line.told = usual
+    assert link.check() == ""
+    line.told = replace(usual, silence_s=MOST_SILENCE_S)
+    assert link.check() == "was silent for 30.0 s (its link allows 10 s)"
+    line.told = replace(usual, received_bytes=200_000_000)  # a message of frames that has no end
+    assert link.check() == "sent 200000000 bytes that make no messages and was disconnected"
+    line.told, line.has_gone = usual, True
+    assert link.check() == "closed its connection"
 
 
 RAW = st.one_of(

@@ -124,21 +124,20 @@ class WireTransport:
                 raise ValueError(f"replica {self._replica} dials those with lower numbers, got {peer}")
         self._loop.dial(addresses)
         end = time.monotonic() + deadline_s
-        links, problems = self._loop.links, self._loop.problems
-        failed: dict[int, int] = {}
+        links = self._loop.links
+        problems: dict[int, str] = {}
+        failed_handshakes = dict.fromkeys(addresses, 0)
         with self._loop.changed:
             while missing := [peer for peer in addresses if not links[peer].is_up]:
                 left_s = end - time.monotonic()
                 for peer in missing:
-                    problem, is_final = problems.pop(peer, ("", False))
-                    failed[peer] = failed.get(peer, 0) + (1 if is_final else 0)
-                    if failed[peer] >= _HANDSHAKES or links[peer].is_over or (left_s <= 0 and problem):
-                        raise ConnectError(self._no_way(peer, addresses[peer], problem or links[peer].reason))
-                if left_s <= 0:
-                    peer = missing[0]
-                    raise ConnectError(
-                        self._no_way(peer, addresses[peer], f"it did not answer within {deadline_s:g} s; see its log")
-                    )
+                    problem, is_mistrusted = self._loop.problems.pop(peer, ("", False))
+                    problems[peer] = problem or problems.get(peer, f"it did not answer within {deadline_s:g} s")
+                    failed_handshakes[peer] += is_mistrusted
+                    if links[peer].is_over:
+                        raise ConnectError(self._no_way(peer, addresses[peer], f"it {links[peer].reason}"))
+                    if left_s <= 0 or failed_handshakes[peer] >= _HANDSHAKES:
+                        raise ConnectError(self._no_way(peer, addresses[peer], problems[peer]))
                 self._loop.changed.wait(min(left_s, 0.2))
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
@@ -207,5 +206,5 @@ class WireTransport:
     def _no_way(self, peer: int, address: Address, problem: str) -> str:
         return (
             f"replica {self._replica} could not connect to replica {peer} at {address.host}, port {address.port}: "
-            f"{problem}"
+            f"{problem}; see its log"
         )

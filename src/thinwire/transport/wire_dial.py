@@ -101,6 +101,10 @@ class Dial:
         """Return what the kernel knows of it."""
         return None if self._tap is None else self._tap.reading()
 
+    def is_gone(self) -> bool:
+        """Tell whether the kernel has no such connection any more."""
+        return self._tap is not None and self._tap.is_gone()
+
     def _hear(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             self._tap = Tapped(value)

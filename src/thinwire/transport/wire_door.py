@@ -1,8 +1,8 @@
 """The port on which a replica is dialled: who may come in, and what those send who did.
 
-Connections that have not proved a key of the job cost little and end after `HANDSHAKE_S`; while there are too many of
-them the port is closed. libzmq asks the decider (ZAP, RFC 27) about each client key, over an inproc socket of the same
-context, so no other program decides.
+Connections that have not proved a key of the job cost little and end after `HANDSHAKE_S`; where there are too many of
+them, the oldest end at once. libzmq asks the decider (ZAP, RFC 27) about each client key, over an inproc socket of the
+same context, so no other program decides.
 """
 
 from __future__ import annotations
@@ -64,6 +64,10 @@ class DoorLine:
         """Return what the kernel knows of it."""
         return self.tap.reading()
 
+    def is_gone(self) -> bool:
+        """Tell whether the kernel has no such connection any more."""
+        return self.tap.is_gone()
+
 
 class Door:
     """A bound ROUTER with its monitor and its decider; all of it is used from one thread.
@@ -91,7 +95,6 @@ class Door:
         self._callers = callers
         self._decide = decide
         self._strangers: dict[int, tuple[float, Tapped]] = {}
-        self._is_open = True
         self.decider = context.socket(zmq.ROUTER)
         self.decider.setsockopt(zmq.LINGER, 0)
         self.decider.bind("inproc://zeromq.zap.01")
@@ -108,8 +111,7 @@ class Door:
         except zmq.ZMQError as error:
             self.close()
             raise ConnectError(f"this host cannot listen on its address {address}: {error.strerror}") from None
-        self._endpoint: str = self.plug.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.port = int(self._endpoint.rsplit(":", 1)[1])
+        self.port = int(self.plug.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def decisions(self) -> None:
         """Answer libzmq's questions about those that have just proved a key."""
@@ -132,10 +134,17 @@ class Door:
             while True:
                 told = recv_monitor_message(self.monitor, zmq.DONTWAIT)
                 if told["event"] == zmq.EVENT_ACCEPTED:
-                    self._strangers[told["value"]] = (time.monotonic(), Tapped(told["value"]))
+                    self._note(told["value"])
                 elif told["event"] == zmq.EVENT_DISCONNECTED:
                     self._strangers.pop(told["value"], None)
                     yield told["value"]
+
+    def _note(self, fd: int) -> None:
+        self._strangers[fd] = (time.monotonic(), Tapped(fd))
+        # not by closing the port: libzmq ends all connections that came through it with it
+        while len(self._strangers) > MOST_STRANGERS:
+            _, oldest = self._strangers.pop(next(iter(self._strangers)))
+            oldest.shut()
 
     def delivered(self) -> Iterator[Delivered]:
         """Yield what came in, a burst at most."""
@@ -173,20 +182,12 @@ class Door:
         return True
 
     def guard(self) -> None:
-        """End connections that never said who they are; close the port while there are too many of them."""
+        """End connections that never said who they are."""
         now_s = time.monotonic()
         for since_s, tap in list(self._strangers.values()):
             # libzmq ends those that do not shake hands; this is for those that did and then say nothing
             if now_s - since_s > 2 * HANDSHAKE_S:
                 tap.shut()
-        is_crowded = len(self._strangers) > (MOST_STRANGERS if self._is_open else MOST_STRANGERS // 2)
-        with contextlib.suppress(zmq.ZMQError):  # the port may be taken for a moment; the next beat tries again
-            if is_crowded and self._is_open:
-                self.plug.unbind(self._endpoint)
-                self._is_open = False
-            elif not is_crowded and not self._is_open:
-                self.plug.bind(self._endpoint)
-                self._is_open = True
 
     def close(self) -> None:
         """Give the sockets back."""

@@ -45,7 +45,11 @@ class Line(Protocol):
         ...
 
     def reading(self) -> TcpReading | None:
-        """Return what the kernel knows of it."""
+        """Return what the kernel knows of it, None where it does not tell."""
+        ...
+
+    def is_gone(self) -> bool:
+        """Tell whether the kernel has no such connection any more."""
         ...
 
 
@@ -103,6 +107,13 @@ class Tapped:
             return None
         with borrowed(self.fd, peer=self.peer) as connection:
             return None if connection is None else read_tcp(connection)
+
+    def is_gone(self) -> bool:
+        """Tell whether the kernel has no such connection any more."""
+        if self.peer is None:
+            return True
+        with borrowed(self.fd, peer=self.peer) as connection:
+            return connection is None
 
     def shut(self) -> None:
         """End the connection under libzmq, which then drops it: there is no other way to end one of a ROUTER's."""

@@ -212,7 +212,11 @@ class Link:
 
     def check(self) -> str:
         """Look at the connection with the kernel's eyes; return what is wrong with it."""
-        reading = None if self.line is None else self.line.reading()
+        if self.line is None:
+            return ""
+        if self.line.is_gone():  # libzmq should have told; whatever the reason that it did not, nothing comes any more
+            return "closed its connection"
+        reading = self.line.reading()
         if reading is None:
             return ""
         self._liveness.observe(reading.rtt_s)
