@@ -20,8 +20,9 @@ forward secrecy against a secret that leaks while connections last, and sizes an
 - A connection that breaks, or over which nothing comes for longer than `Liveness` allows, fails what is on its way over
   it with `PeerLost`. The dialling side dials again; when the same process answers, new messages go over the new
   connection. Messages that had failed are not sent again.
-- Bytes are those of `message.py`, as over a process group. CURVE, ZMTP and the wire's frames add about 130 bytes a
-  message and 60 for each 32 KiB; a heartbeat takes about 200 bytes a second and peer, both ways together.
+- Bytes are those of `message.py`, as over a process group. CURVE, ZMTP and the wire's own frames add 125 bytes to a
+  small message and 0.2 % to a large one, heartbeats 80 bytes a second each way
+  (`benchmarks/transport/wire_overhead.py`).
 """
 
 from __future__ import annotations
