@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from namespaces import ADDRESSES, CABLE, missing, two_hosts
 from processes import Processes, announce, run, values
 
 from thinwire.codecs import float32
@@ -188,6 +189,36 @@ def test_a_stopped_peer_is_named_for_its_silence_and_the_others_go_on(secret: st
         for found in values(processes.join(ranks=[0, 2])):
             check_the_loss(found, reason="was silent for ")
             assert found["rounds"] > 1
+
+
+def wait_in_the_dark(secret: str) -> dict[str, Any]:
+    wire_liveness.LEAST_SILENCE_S = 3.0
+    transport = join(secret)
+    assert exchange(transport, 1 - transport.replica, 1000, 0)
+    receive = transport.receive(source=1 - transport.replica, envelope=envelope_of(1000, 1))
+    announce("ready")
+    found = {"receive": failure_of(receive, deadline_s=60)}
+    start = time.monotonic()
+    transport.close()
+    return found | {"closing took": time.monotonic() - start}
+
+
+def test_a_link_that_went_dark_is_named_by_both_ends(secret: str) -> None:
+    if missing():
+        pytest.skip(missing())
+    with two_hosts() as hosts:
+        options = {"prefix": hosts.prefix, "master_address": ADDRESSES[0], "master_port": 29_512}
+        with Processes(wait_in_the_dark, num_ranks=2, arguments={"secret": secret}, **options) as processes:
+            for rank in range(2):
+                processes.wait_for("ready", rank=rank)
+            for host in range(2):  # what is sent vanishes, and nobody is told
+                hosts.on(
+                    host, "ip", "neighbour", "replace", ADDRESSES[1 - host], "lladdr", "02:00:00:00:00:09", "dev", CABLE
+                )
+            for found in values(processes.join()):
+                kind, text, seconds = found["receive"]
+                assert kind == "PeerLost" and "was silent for" in text and seconds < 30
+                assert found["closing took"] < 8
 
 
 def go_on_after_a_break(secret: str) -> dict[str, Any]:

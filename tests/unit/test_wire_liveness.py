@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from hypothesis import given
@@ -43,6 +44,8 @@ def test_a_connection_is_looked_at_only_where_the_descriptor_is_still_its_own() 
                 assert found is None
             with borrowed(server.fileno(), peer=peer) as found:
                 assert found is None
+        with open(os.devnull) as file, borrowed(file.fileno(), peer=None) as found:  # noqa: PTH123
+            assert found is None
         with borrowed(10_000, peer=peer) as found:
             assert found is None
 

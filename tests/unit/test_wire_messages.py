@@ -16,6 +16,7 @@ from thinwire.transport.wire_frames import (
     OPENING_BYTES,
     PART_BYTES,
     Ask,
+    Bye,
     FrameError,
     Got,
     Hello,
@@ -276,6 +277,23 @@ def test_a_lost_connection_fails_what_is_on_its_way_by_name_and_what_comes_after
             transfer.wait(deadline_s=0)
         assert f"replica 1 closed its connection during {what}" in str(caught.value)
     assert not line.is_open
+
+
+def test_what_came_whole_before_the_other_closed_can_still_be_received():
+    link = Link(peer=1, own=OWN)
+    link.open(FakeLine(), Hello(replica=1, num_replicas=2, incarnation=bytes(16)))
+    posted, whole, half = transfer_of(5, 2), transfer_of(5, 0), transfer_of(100_000, 1)
+    link.post_receive(posted)
+    link.take(memoryview(write(opening(0, message_of(5), round_id=0))))
+    link.take(memoryview(write(opening(1, message_of(100_000, 1), round_id=1))))
+    link.take(memoryview(write(Bye())))
+    link.post_receive(half)
+    link.drop("closed its connection")
+    link.post_receive(whole)
+    assert whole.wait(deadline_s=0) is not None
+    for transfer in (posted, half):
+        with pytest.raises(PeerLost, match="replica 1 closed its connection"):
+            transfer.wait(deadline_s=0)
 
 
 def test_another_process_does_not_take_the_place_of_the_one_that_was_lost():

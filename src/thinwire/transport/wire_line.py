@@ -75,13 +75,24 @@ def borrowed(fd: int, *, peer: Endpoint | None) -> Iterator[socket.socket | None
     Yields:
         A socket for the connection, None where there is none such.
     """
-    try:
-        copy = socket.socket(fileno=os.dup(fd))
-    except OSError:
+    copy = _copied(fd)
+    if copy is None:
         yield None
         return
     with copy:
         yield copy if peer is None or endpoint_of(copy) == peer else None
+
+
+def _copied(fd: int) -> socket.socket | None:
+    try:
+        number = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=number)
+    except OSError:  # something else than a socket has the number by now
+        os.close(number)
+        return None
 
 
 def endpoint_of(connection: socket.socket) -> Endpoint | None:

@@ -119,10 +119,10 @@ class Link:
             transfer.fail(self._lost(transfer))
 
     def post_receive(self, transfer: WireTransfer) -> None:
-        """Wait for a message, or fail it where there is no connection."""
+        """Wait for a message; where there is no connection, take what came before it ended, or fail."""
         if self.is_up:
             self._receiving.post(transfer)
-        else:
+        elif not self._receiving.hand_over(transfer):
             transfer.fail(self._lost(transfer))
 
     def take(self, raw: memoryview | None) -> None:
@@ -204,9 +204,9 @@ class Link:
                 f"the transport was closed with {transfer.envelope.describe()} of replica {self.peer} in flight"
             )
 
-        replies = self._receiving.replies
+        receipts = tuple(self._receiving.replies)  # for what did arrive
         self._end(self.reason, error_of=closed)
-        self._receiving.replies.extendleft(reversed(replies))  # receipts for what did arrive
+        self._receiving.replies.extend(receipts)
         self.is_over = True
         self.say_bye()
 
@@ -247,10 +247,9 @@ class Link:
 
     def _end(self, reason: str, *, error_of: Callable[[WireTransfer], TransportError]) -> None:
         self.reason = reason
-        sending, receiving = self._sending, self._receiving
-        self._sending, self._receiving = Sending(), Receiving()
+        sending, self._sending = self._sending, Sending()
         sending.fail(error_of)
-        receiving.fail(error_of)
+        self._receiving.fail(error_of)
 
     def _lost(self, transfer: WireTransfer) -> PeerLost:
         return PeerLost(

@@ -68,21 +68,22 @@ class Receiving:
 
     def post(self, transfer: WireTransfer) -> None:
         """Add a receive; a message that came before it is taken at once."""
-        key = key_of(transfer.envelope)
-        early = self._early.get(key)
-        if not early:
-            self._posted.setdefault(key, deque()).append(transfer)
-            return
-        found = early.popleft()
-        if not early:
-            del self._early[key]
-        self._early_messages -= 1
-        self._early_bytes -= found.body.numel()
-        if found.body.numel() == found.message_bytes:
+        found = self._kept(transfer)
+        if found is None:
+            self._posted.setdefault(key_of(transfer.envelope), deque()).append(transfer)
+        elif found.body.numel() == found.message_bytes:
             self.replies.append(Matched(number=found.number))
             transfer.succeed(found.body)
         else:
             self._begin(transfer, number=found.number, message_bytes=found.message_bytes, opening=found.body)
+
+    def hand_over(self, transfer: WireTransfer) -> bool:
+        """Give a receive what came before the connection ended; tell whether there was a whole message."""
+        while (found := self._kept(transfer)) is not None:
+            if found.body.numel() == found.message_bytes:
+                transfer.succeed(found.body)
+                return True
+        return False
 
     def take(self, frame: Opening | Part, *, now_s: float) -> None:
         """Take in what came.
@@ -96,10 +97,24 @@ class Receiving:
             self._add(frame, now_s=now_s)
 
     def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
-        """End all that has not ended; nothing may be added after."""
+        """End all that has not ended; what came whole before is kept for `hand_over`."""
         rooms = (room.transfer for room in self._rooms.values())
         for transfer in (*rooms, *chain.from_iterable(self._posted.values())):
             transfer.fail(error_of(transfer))
+        self._rooms, self._posted = {}, {}
+        self.replies.clear()
+
+    def _kept(self, transfer: WireTransfer) -> _Early | None:
+        key = key_of(transfer.envelope)
+        early = self._early.get(key)
+        if not early:
+            return None
+        found = early.popleft()
+        if not early:
+            del self._early[key]
+        self._early_messages -= 1
+        self._early_bytes -= found.body.numel()
+        return found
 
     def _open(self, frame: Opening) -> None:
         if frame.number != self._next_number:
