@@ -27,6 +27,8 @@ FAREWELL_S = 2.0
 _LINGER_MS = 200
 # How soon a frame is tried again that libzmq's queue had no room for; a ROUTER does not tell when it has.
 _RETRY_S = 0.005
+# Of a connection that ended, all that libzmq still holds is heard, which is no more than this.
+_LAST_BURSTS = 16
 
 
 class WireLoop:
@@ -123,12 +125,14 @@ class WireLoop:
                 while True:
                     self._woken.recv(zmq.DONTWAIT)
         self._obey()
-        # Departures first: a descriptor of one that left may belong to one that comes. And decisions last: who is let
-        # in now must not be heard before the departures of then.
-        for fd in self.door.departed():
-            self._depart(fd)
-        for found in self.door.delivered():
-            self._take_from_door(found)
+        # Who leaves is looked up first: the descriptor may be that of one who comes. What they said last still counts.
+        # And decisions come last: who is let in now must not be heard before the departures of then.
+        leaving = [caller for fd in self.door.departed() for caller in self._callers_on(fd)]
+        for _ in range(_LAST_BURSTS if leaving else 1):
+            if not self._hear_door():
+                break
+        for caller in leaving:
+            self._depart(caller)
         self.door.decisions()
         for peer in list(self._dials):
             self._take_from_dial(peer)
@@ -164,12 +168,20 @@ class WireLoop:
             return UNKNOWN
         return WELCOME if link.line is None else TAKEN
 
-    def _depart(self, fd: int) -> None:
-        for caller, (link, line) in list(self._door_lines.items()):
-            if line.tap.fd == fd:
-                del self._door_lines[caller]
-                if link.line is line:
-                    link.drop("closed its connection")
+    def _callers_on(self, fd: int) -> list[bytes]:
+        return [caller for caller, (_, line) in self._door_lines.items() if line.tap.fd == fd]
+
+    def _hear_door(self) -> bool:
+        has_heard = False
+        for found in self.door.delivered():
+            self._take_from_door(found)
+            has_heard = True
+        return has_heard
+
+    def _depart(self, caller: bytes) -> None:
+        link, line = self._door_lines.pop(caller)
+        if link.line is line:
+            link.drop("closed its connection")
 
     def _take_from_door(self, found: Delivered) -> None:
         known = self._door_lines.get(found.caller)
@@ -203,23 +215,31 @@ class WireLoop:
     def _take_from_dial(self, peer: int) -> None:
         dial, link = self._dials[peer], self.links[peer]
         dial.listen()
-        for raw in dial.delivered():
-            try:
-                if link.line is dial:
-                    link.take(raw)
-                    continue
-                if raw is None or not isinstance(hello := read(raw), Hello):
-                    raise FrameError("something else before its hello")
-                link.greet(hello)
-                link.open(dial, hello)
-                self._tell()
-            except FrameError as error:
-                self._undial(peer, reason=f"sent {error} and was disconnected", for_good=True)
-                return
+        try:
+            for _ in range(_LAST_BURSTS if dial.problem else 1):
+                if not self._hear_dial(dial, link):
+                    break
+        except FrameError as error:
+            self._undial(peer, reason=f"sent {error} and was disconnected", for_good=True)
+            return
         if dial.problem:
             self._undial(peer, reason="closed its connection", for_good=False)
         elif link.line is not dial and time.monotonic() - dial.since_s > 2 * HANDSHAKE_S:
             self._undial(peer, reason="it shook hands and then said nothing", for_good=False)
+
+    def _hear_dial(self, dial: Dial, link: Link) -> bool:
+        has_heard = False
+        for raw in dial.delivered():
+            has_heard = True
+            if link.line is dial:
+                link.take(raw)
+                continue
+            if raw is None or not isinstance(hello := read(raw), Hello):
+                raise FrameError("something else before its hello")
+            link.greet(hello)
+            link.open(dial, hello)
+            self._tell()
+        return has_heard
 
     def _undial(self, peer: int, *, reason: str, for_good: bool) -> None:
         dial, link = self._dials.pop(peer), self.links[peer]
