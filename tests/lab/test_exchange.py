@@ -9,9 +9,11 @@ import pytest
 
 from thinwire.lab import Lab
 from thinwire.lab.counters import peak_rate, sent_by
+from thinwire.transport.secret import make_secret
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "exchange_script.py"
+WIRE_SCRIPT = Path(__file__).parent / "wire_script.py"
 NUM_BYTES = 500_000
 
 
@@ -37,3 +39,16 @@ def test_a_message_that_is_spread_keeps_its_bytes_and_loses_its_peak() -> None:
     # at once, 3 MB fall into one window of 100 ms; over 1.5 s, a fifteenth
     assert peaks[0] > 200e6
     assert peaks[1] < peaks[0] / 4
+
+
+def test_with_a_secret_both_directions_are_busy_at_once_and_little_is_added(tmp_path: Path) -> None:
+    make_secret(tmp_path / "job.secret")
+    rounds = 3
+    with Lab(hosts=2, rate="4mbit") as lab:
+        words = [str(WIRE_SCRIPT), str(NUM_BYTES), str(rounds), str(tmp_path / "job.secret")]
+        results = lab.run([sys.executable, *words], deadline_s=90)
+        assert [result.exit_code for result in results] == [0, 0], results
+        for result, count in zip(results, lab.counters(), strict=True):
+            # one after the other, the two directions take 2 s
+            assert 1.0 < float(result.stdout) < 1.7
+            assert rounds * NUM_BYTES < count.sent_bytes < 1.15 * rounds * NUM_BYTES

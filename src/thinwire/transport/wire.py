@@ -19,8 +19,10 @@ forward secrecy against a secret that leaks while connections last, and sizes an
   this peer's messages and no other's.
 - A connection that breaks, or over which nothing comes for longer than `Liveness` allows, fails what is on its way over
   it with `PeerLost`. The dialling side dials again; when the same process answers, new messages go over the new
-  connection. Messages that had failed are not sent again; a whole message that
-  came before the break can still be received until then.
+  connection. Messages that had failed are not sent again; a whole message that came before the break can still be
+  received until then.
+- The replicas are a fixed set here, though little else assumes so: one port takes all callers, keys are derived by
+  number, and each peer has a link of its own that may be up, down or over.
 - Bytes are those of `message.py`, as over a process group. CURVE, ZMTP and the wire's own frames add 125 bytes to a
   small message and 0.2 % to a large one, heartbeats 80 bytes a second each way
   (`benchmarks/transport/wire_overhead.py`).

@@ -22,8 +22,9 @@ _CURVE_BYTES = 64
 # would stop libzmq from reading, and heartbeats with it.
 _RECEIVE_FRAMES = EARLY_MESSAGES + 1024
 _SEND_FRAMES = 128
-# What libzmq's own heartbeats end; ours is sooner, and this one is for systems whose kernel tells nothing.
-_BACKSTOP_MS = 60_000
+# What libzmq's own heartbeats end, for systems whose kernel tells nothing: it sees whole frames only, and on the
+# thinnest wires one of them takes a minute.
+_BACKSTOP_MS = 300_000
 # What may have come over a connection beyond what it brought us: a peer can send a message of frames without an end,
 # and libzmq keeps them all until the last has come.
 _UNSEEN_BYTES = MOST_BYTES + EARLY_BYTES + (1 << 25)
