@@ -19,6 +19,7 @@ from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metri
 
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.notes import NOTE_BYTES
+from thinwire.transport.secret import make_secret
 
 
 @pytest.fixture(scope="module")
@@ -230,3 +231,10 @@ def test_a_disk_without_room_stops_the_run_with_the_folders_name_and_keeps_what_
     left = {path.name for path in (tmp_path / "run").rglob("*") if path.is_file()}
     assert not [name for name in left if name.endswith((".partial", ".safetensors"))]
     assert "summary.json" not in left
+
+
+def test_a_run_with_a_secret_comes_to_the_same_result(texts: Path, tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    make_secret(tmp_path / "job.secret")
+    found = result(finish(start(texts, tmp_path, steps=20, more=("--secret", str(tmp_path / "job.secret")))))
+    for name in ("global_parameters_sha256", "val_loss", "payload_bytes", "wire_bytes_sent"):
+        assert found[name] == unbroken[name], name
