@@ -4,7 +4,7 @@ from __future__ import annotations
 
 LEAST_BYTES = 1 << 17
 MOST_BYTES = 1 << 24
-_GAIN = 1.1
+_GAIN = 1.2
 _EPOCHS_UNTIL_RETRY = 64
 
 
