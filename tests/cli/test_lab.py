@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.planning.plan import load_plan
 from tests.lab.machine import skip_where_labs_are_impossible
 from tests.sample_texts import TEXTS
 from thinwire.cli.main import main
+from thinwire.planning.plan import load_plan
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 OPTIONS_FILE = Path(__file__).with_name("options_of_lab.txt")

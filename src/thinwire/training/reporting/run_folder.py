@@ -22,7 +22,7 @@ _METRICS = re.compile(r"metrics-replica-([0-9]{1,6})\.jsonl")
 _LONGEST_S = 1e9  # 32 years: no run takes that long, and no damaged time makes a reader count windows for ever
 _LARGEST_NUMBER = 1e300  # a hostile file must not turn sums into infinities
 
-Value = TypeVar("Value", bound="StepLine | EvaluationLine | Summary | Transfer")
+Value = TypeVar("Value", bound="StepLine | EvaluationLine | Summary | Transfer | _WarningLine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,9 +263,7 @@ def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[Evaluati
                 raise DataError(f"{where} is a line of the unknown kind {other!r}; this file is not a run's metrics")
     transfers = path / f"transfers-replica-{number}.jsonl"
     records = [_transfer(line, where) for where, line in read_lines(transfers)] if transfers.is_file() else []
-    record = ReplicaRecord(
-        steps=tuple(_latest(steps)), transfers=tuple(records), warnings=tuple(warnings), error=error
-    )
+    record = ReplicaRecord(steps=tuple(_latest(steps)), transfers=tuple(records), warnings=tuple(warnings), error=error)
     return record, evaluations
 
 
