@@ -32,8 +32,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import DeadlineExceeded, PeerLost, TransportError
-from thinwire.transport.base import Envelope, Pending, Received
+from thinwire.errors import PeerLost, TransportError
+from thinwire.transport.awaited import Awaited
+from thinwire.transport.base import Envelope, Pending
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
 
 OPENING_BYTES = 1 << 16
@@ -213,51 +214,21 @@ class ProcessGroupTransport:
                 del self._asked[key]
 
 
-class _Transfer:
+class _Transfer(Awaited):
     """One message on its way, and the thread that waits for it."""
 
     def __init__(self, transport: ProcessGroupTransport, *, peer: int, rank: int, envelope: Envelope, verb: str):
+        super().__init__(peer_name=f"replica {peer} (rank {rank})", envelope=envelope, verb=verb)
         self._transport = transport
         self._peer = peer
-        self._peer_name = f"replica {peer} (rank {rank})"
         self._rank = rank
-        self._envelope = envelope
-        self._verb = verb
         self.works: list[dist.Work] = []
         self._thread: threading.Thread | None = None
-        self._finished = threading.Event()
         self._aborted = threading.Event()
         self.asked = threading.Event()
         self._counterpart: threading.Event | None = None
         self._has_posted = False
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._received: Received | None = None
-        self._error: TransportError | None = None
         self._tags = tag_of(envelope), tag_of(envelope, rest=True)
-
-    def done(self) -> bool:
-        """Tell, without waiting, whether `wait` would return or raise at once."""
-        return self._finished.is_set()
-
-    def wait(self, *, deadline_s: float) -> Received | None:
-        """Wait until the transfer is done; a wait that ran out can be tried again."""
-        if not self._finished.wait(timeout=max(0.0, deadline_s)):
-            raise DeadlineExceeded(
-                f"{self._peer_name} did not {self._verb} {self._envelope.describe()} within {deadline_s:.3g} s, the "
-                f"deadline that follows from measured times; it hangs, or its link became slower than that: see its log"
-            )
-        if self._error is not None:
-            raise self._error
-        return self._received
-
-    def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when the transfer ended either way, from its thread, or at once when it has."""
-        with self._lock:
-            if not self._finished.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
 
     def start_send(self, message: torch.Tensor | None) -> None:
         """Post the message's parts and watch them; None is a message lost on purpose."""
@@ -367,12 +338,7 @@ class _Transfer:
     def _finish(self, *, error: TransportError | None) -> None:
         self.asked.set()
         self._transport._forget(self, key=(self._peer, self._tags[0]))
-        with self._lock:
-            self._error = error
-            self._finished.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        self._end(error)
 
     def _name(self, error: RuntimeError) -> TransportError:
         named: TransportError

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.errors import DeadlineExceeded, TransportError
-from thinwire.transport.base import Envelope, Received
+from thinwire.errors import TransportError
+from thinwire.transport.awaited import Awaited
+from thinwire.transport.base import Envelope
 from thinwire.transport.message import unpack
 
 
@@ -36,8 +37,8 @@ class Finisher:
             task()
 
 
-class WireTransfer:
-    """A `Pending` that also announces its end.
+class WireTransfer(Awaited):
+    """A message over the wire.
 
     Args:
         peer: The replica at the other end.
@@ -49,38 +50,10 @@ class WireTransfer:
     def __init__(
         self, *, peer: int, envelope: Envelope, verb: str, later: Callable[[Callable[[], None]], None]
     ) -> None:
+        super().__init__(peer_name=f"replica {peer}", envelope=envelope, verb=verb)
         self.peer = peer
         self.envelope = envelope
-        self._verb = verb
         self._later = later
-        self._finished = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-        self._received: Received | None = None
-        self._error: TransportError | None = None
-
-    def done(self) -> bool:
-        """Tell, without waiting, whether `wait` would return or raise at once."""
-        return self._finished.is_set()
-
-    def wait(self, *, deadline_s: float) -> Received | None:
-        """Wait until the transfer is done; a wait that ran out can be tried again."""
-        if not self._finished.wait(timeout=max(0.0, deadline_s)):
-            raise DeadlineExceeded(
-                f"replica {self.peer} did not {self._verb} {self.envelope.describe()} within {deadline_s:.3g} s, the "
-                f"deadline that follows from measured times; it hangs, or its link became slower than that: see its log"
-            )
-        if self._error is not None:
-            raise self._error
-        return self._received
-
-    def on_finish(self, callback: Callable[[], None]) -> None:
-        """Call back once when the transfer ended either way, or at once when it has."""
-        with self._lock:
-            if not self._finished.is_set():
-                self._callbacks.append(callback)
-                return
-        callback()
 
     def succeed(self, message: torch.Tensor | None = None) -> None:
         """End well: a message that arrived is checked first."""
@@ -102,13 +75,3 @@ class WireTransfer:
         except TransportError as found:
             error = found
         self._end(error)
-
-    def _end(self, error: TransportError | None) -> None:
-        with self._lock:
-            if self._finished.is_set():
-                return
-            self._error = error
-            self._finished.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
