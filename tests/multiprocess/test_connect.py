@@ -6,14 +6,13 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from namespaces import ADDRESSES, CABLE, Hosts, missing, two_hosts
+from namespaces import ADDRESSES, CABLE, Hosts
 from processes import Outcome, Processes, free_port, run, values
 
 from thinwire.transport.base import Envelope, Kind
@@ -21,15 +20,6 @@ from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def hosts() -> Iterator[Hosts]:
-    reason = missing()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts() as made:
-        yield made
 
 
 def swap(transport: RecordingTransport, size: int = 1000, *, rounds: int = 1) -> bool:

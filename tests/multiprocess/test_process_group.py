@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from messages import SOON_S, content, envelope_of, failure_of
 from processes import Processes, announce, run, values
 
-from thinwire.errors import TransportError
-from thinwire.transport.base import Envelope, Kind, Pending
+from thinwire.transport.base import Pending
 from thinwire.transport.connect import connect
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.process_group import MOST_PARTS, OPENING_BYTES, ProcessGroupTransport
@@ -35,32 +35,12 @@ SIZES = (
     3 * OPENING_BYTES,
     (MOST_PARTS + 1) * OPENING_BYTES + 7,
 )
-SOON_S = 20.0
-
-
-def content(size: int, *, sender: int, round_id: int) -> torch.Tensor:
-    """Bytes that tell sender and round apart everywhere, not only at the start."""
-    return ((torch.arange(size) * 31 + 97 * sender + 13 * round_id) % 251).to(torch.uint8)
-
-
-def envelope_of(size: int, round_id: int, **more: Any) -> Envelope:
-    return Envelope(kind=Kind.ROUND, round_id=round_id, payload_bytes=size, numel=size, **more)
 
 
 def bare(transport: Any) -> ProcessGroupTransport:
     found = transport.inner
     assert isinstance(found, ProcessGroupTransport)
     return found
-
-
-def failure_of(pending: Pending, *, deadline_s: float = SOON_S) -> list[Any]:
-    """Return the error's class and text and the seconds until it came."""
-    start = time.monotonic()
-    try:
-        pending.wait(deadline_s=deadline_s)
-    except TransportError as error:
-        return [type(error).__name__, str(error), time.monotonic() - start]
-    return ["", "", time.monotonic() - start]
 
 
 def exchange_everything(ranks_per_replica: int) -> dict[str, Any]:

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from namespaces import ADDRESSES, CABLE, missing, two_hosts
+from messages import SOON_S, content, envelope_of, failure_of
+from namespaces import ADDRESSES, CABLE, Hosts
 from processes import Processes, announce, run, values
 
 from thinwire.codecs import float32
-from thinwire.errors import TransportError
 from thinwire.methods import streaming_diloco
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.transport import wire_liveness
-from thinwire.transport.base import Envelope, Kind, Pending
 from thinwire.transport.connect import connect
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.recording import RecordingTransport
@@ -28,7 +27,6 @@ from thinwire.transport.secret import make_secret
 from thinwire.transport.wire import WireTransport
 
 pytestmark = pytest.mark.multiprocess
-SOON_S = 30.0
 
 
 @pytest.fixture
@@ -45,24 +43,6 @@ def bare(transport: Any) -> WireTransport:
     found = transport.inner
     assert isinstance(found, WireTransport)
     return found
-
-
-def envelope_of(size: int, round_id: int, **more: Any) -> Envelope:
-    return Envelope(kind=Kind.ROUND, round_id=round_id, payload_bytes=size, numel=size, **more)
-
-
-def content(size: int, *, sender: int, round_id: int) -> torch.Tensor:
-    return ((torch.arange(size) * 31 + 97 * sender + 13 * round_id) % 251).to(torch.uint8)
-
-
-def failure_of(pending: Pending, *, deadline_s: float = SOON_S) -> list[Any]:
-    """Return the error's class and text and the seconds until it came."""
-    start = time.monotonic()
-    try:
-        pending.wait(deadline_s=deadline_s)
-    except TransportError as error:
-        return [type(error).__name__, str(error), time.monotonic() - start]
-    return ["", "", time.monotonic() - start]
 
 
 def exchange(transport: RecordingTransport, peer: int, size: int, round_id: int) -> bool:
@@ -134,7 +114,7 @@ def lose_a_peer(secret: str, silence_s: float) -> dict[str, Any]:
     assert all(exchange(transport, peer, 1000, 0) for peer in range(3) if peer != transport.replica)
     if transport.replica == 1:
         announce("ready")
-        time.sleep(120)
+        time.sleep(120)  # killed or stopped long before; the limit is for a test that has died itself
     receive = transport.receive(source=1, envelope=envelope_of(1000, 12, fragment=3))
     send = transport.send(torch.zeros(40_000_000, dtype=torch.uint8), to=1, envelope=envelope_of(40_000_000, 13))
     announce("ready")
@@ -203,22 +183,19 @@ def wait_in_the_dark(secret: str) -> dict[str, Any]:
     return found | {"closing took": time.monotonic() - start}
 
 
-def test_a_link_that_went_dark_is_named_by_both_ends(secret: str) -> None:
-    if missing():
-        pytest.skip(missing())
-    with two_hosts() as hosts:
-        options = {"prefix": hosts.prefix, "master_address": ADDRESSES[0], "master_port": 29_512}
-        with Processes(wait_in_the_dark, num_ranks=2, arguments={"secret": secret}, **options) as processes:
-            for rank in range(2):
-                processes.wait_for("ready", rank=rank)
-            for host in range(2):  # what is sent vanishes, and nobody is told
-                hosts.on(
-                    host, "ip", "neighbour", "replace", ADDRESSES[1 - host], "lladdr", "02:00:00:00:00:09", "dev", CABLE
-                )
-            for found in values(processes.join()):
-                kind, text, seconds = found["receive"]
-                assert kind == "PeerLost" and "was silent for" in text and seconds < 30
-                assert found["closing took"] < 8
+def test_a_link_that_went_dark_is_named_by_both_ends(secret: str, hosts: Hosts) -> None:
+    options = {"prefix": hosts.prefix, "master_address": ADDRESSES[0], "master_port": 29_512}
+    with Processes(wait_in_the_dark, num_ranks=2, arguments={"secret": secret}, **options) as processes:
+        for rank in range(2):
+            processes.wait_for("ready", rank=rank)
+        for host in range(2):  # what is sent vanishes, and nobody is told
+            hosts.on(
+                host, "ip", "neighbour", "replace", ADDRESSES[1 - host], "lladdr", "02:00:00:00:00:09", "dev", CABLE
+            )
+        for found in values(processes.join()):
+            kind, text, seconds = found["receive"]
+            assert kind == "PeerLost" and "was silent for" in text and seconds < 30
+            assert found["closing took"] < 8
 
 
 def go_on_after_a_break(secret: str) -> dict[str, Any]:

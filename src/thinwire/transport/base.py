@@ -131,6 +131,22 @@ class Transport(Protocol):
         ...
 
 
+def check_peer(peer: int, *, replica: int, num_replicas: int) -> None:
+    """Check that a replica can exchange with another one.
+
+    Raises:
+        ValueError: There is no other replica of that number.
+
+    Example:
+        >>> check_peer(1, replica=1, num_replicas=2)
+        Traceback (most recent call last):
+            ...
+        ValueError: replica 1 can exchange with another of 0..1, got 1
+    """
+    if not 0 <= peer < num_replicas or peer == replica:
+        raise ValueError(f"replica {replica} can exchange with another of 0..{num_replicas - 1}, got {peer}")
+
+
 def step_aside(transport: Transport) -> bool:
     """Let other replicas go on, where all of them run in this process in one order and one at a time.
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from thinwire.errors import PeerLost, TransportError
 from thinwire.transport.awaited import Awaited
-from thinwire.transport.base import Envelope, Pending
+from thinwire.transport.base import Envelope, Pending, check_peer
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
 
 OPENING_BYTES = 1 << 16
@@ -191,10 +191,7 @@ class ProcessGroupTransport:
             release.join(max(0.0, end - time.monotonic()))
 
     def _rank_of(self, replica: int) -> int:
-        if not 0 <= replica < self._num_replicas or replica == self._replica:
-            raise ValueError(
-                f"replica {self._replica} can exchange with another of 0..{self._num_replicas - 1}, got {replica}"
-            )
+        check_peer(replica, replica=self._replica, num_replicas=self._num_replicas)
         return replica * self._ranks_per_replica + self._shard
 
     def _post(self, operation: Callable[..., dist.Work | None], transfer: _Transfer) -> None:

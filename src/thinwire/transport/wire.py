@@ -39,7 +39,7 @@ import torch
 
 from thinwire.errors import ConnectError, TransportError
 from thinwire.transport.addresses import Address
-from thinwire.transport.base import Envelope, Pending
+from thinwire.transport.base import Envelope, Pending, check_peer
 from thinwire.transport.message import pack
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire_liveness import TcpReading
@@ -192,10 +192,7 @@ class WireTransport:
         return None if line is None else line.reading()
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
-        if not 0 <= peer < self._num_replicas or peer == self._replica:
-            raise ValueError(
-                f"replica {self._replica} can exchange with another of 0..{self._num_replicas - 1}, got {peer}"
-            )
+        check_peer(peer, replica=self._replica, num_replicas=self._num_replicas)
         key_of(envelope)
         return WireTransfer(peer=peer, envelope=envelope, verb=verb, later=self._loop.finisher.later)
 
