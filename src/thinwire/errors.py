@@ -9,6 +9,7 @@ Exception
     │   ├── PeerLost            a replica's connection broke
     │   ├── DeadlineExceeded    a replica did not answer in time
     │   └── PayloadError        a message is corrupt, foreign or of the wrong size
+    ├── Expelled            an elastic run goes on without this replica, which may join again
     ├── DesyncError         replicas that must agree do not
     ├── NonFiniteError      a replica sent NaN or infinity
     ├── DataError           a corpus cannot be read or is too small
@@ -47,6 +48,10 @@ class DeadlineExceeded(TransportError):
 
 class PayloadError(TransportError):
     """A message is corrupt, of another version, or not of the expected size."""
+
+
+class Expelled(ThinwireError):
+    """An elastic run goes on without this replica; it may join again, with a new number."""
 
 
 class DesyncError(ThinwireError):

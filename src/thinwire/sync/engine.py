@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,11 +14,11 @@ from torch import nn
 from thinwire.averaging.delivery import Average, Delivery
 from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
 from thinwire.averaging.topology import Peers
-from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, ThinwireError
+from thinwire.errors import DeadlineExceeded, DesyncError, ThinwireError
 from thinwire.shared_random import derive_seed
 from thinwire.sync.agreement import check_agreement
 from thinwire.sync.deadlines import Deadlines
-from thinwire.sync.flight_state import flight_from_state, flight_to_state
+from thinwire.sync.engine_state import EngineState
 from thinwire.sync.in_flight import InFlight, launch
 from thinwire.sync.method import Method
 from thinwire.sync.oracle import BoundProgram
@@ -35,7 +35,7 @@ _MOST_LEAPS = 3
 _LOOK_S = 0.005
 
 
-class Engine:
+class Engine(EngineState):
     """Drives one method on one replica.
 
     Args:
@@ -47,9 +47,14 @@ class Engine:
         seed: Base of the streams of stochastic codecs.
         pace: Whether to spread what is sent over the inner steps until it is applied.
 
+    Attributes:
+        on_exchanged: Told of each step whose rounds are all launched and applied, also of those passed over.
+
     Raises:
         ValueError: The method does not fit the model or the number of replicas.
     """
+
+    on_exchanged: Callable[[int], None]
 
     def __init__(
         self, model: nn.Module, *, method: Method, transport: Transport, deadlines: Deadlines, seed: int = 0,
@@ -73,6 +78,7 @@ class Engine:
         self._seed = seed
         self._pace = pace
         self._failed: Round | None = None
+        self.on_exchanged = lambda step: None
         self.work = Work(num_fragments=self.num_fragments)
         self._settling: list[InFlight] = []
         self._reached_step = 0
@@ -134,6 +140,7 @@ class Engine:
         self._reached_step = step
         for round in self._due(step):
             self._apply(round.id)
+        self.on_exchanged(step)
         if self._taken_early:
             self._taken_early -= {round.id for round in self.method.schedule.applies(step, **self._where)}
 
@@ -225,7 +232,8 @@ class Engine:
             peers = self.method.topology.peers(round_id=round.id, me=me, alive=self._alive)
             tensor = self.view.read(round) if tensor is None else tensor
         num_bytes = exchange.sent_bytes(tensor.numel(), num_replicas=len(peers.members))
-        num_tokens, num_steps = self.work.since(round.fragment)
+        # the last word is the mean of what all hold, however long ago their last round was
+        num_tokens, num_steps = (1, 1) if is_last else self.work.since(round.fragment)
         self.work.launch(round)
         delivery = Delivery(
             peers=peers,
@@ -315,84 +323,11 @@ class Engine:
         check_agreement(average.reference_hashes, round=flight.round)
         return average
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return global values, momenta and rounds in flight; waits for those to arrive, but does not apply them."""
-        flights = []
-        for flight in self._in_flight.values():
-            average = self._arrival(flight)
-            flights.append(flight_to_state(flight.round, average))
-        return {
-            "method": self.method.describe(num_replicas=self.transport.num_replicas),
-            "replica": self.transport.replica,
-            "num_replicas": self.transport.num_replicas,
-            "global": self.view.parameters.state_dict(),
-            "update": self.update.state_dict(),
-            "exchanges": {str(channel): exchange.state_dict() for channel, exchange in enumerate(self._exchanges)},
-            "in_flight": flights,
-            "taken_early": sorted(self._taken_early),
-            "work": self.work.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
-
-        Raises:
-            CheckpointError: It is of another method, replica, number of replicas or model.
-        """
-        own = {
-            "method": self.method.describe(num_replicas=self.transport.num_replicas),
-            "replica": self.transport.replica,
-            "num_replicas": self.transport.num_replicas,
-        }
-        for field, expected in own.items():
-            if state.get(field) != expected:
-                raise CheckpointError(f"the checkpoint's {field} is {state.get(field)!r}, this run's is {expected!r}")
-        self._load_common(state)
-        for channel, exchange in enumerate(self._exchanges):
-            exchange.load_state_dict(state["exchanges"][str(channel)])
-
-    def adopt(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take over the state of a run with another number of replicas, or of another replica of it.
-
-        Global values and momenta stay; rounds in flight, which have arrived, are applied when they are due, as those
-        that took part made them; what exchanges remember stays where it still holds.
-
-        Returns:
-            What begins anew, a line each.
-
-        Raises:
-            CheckpointError: It is of another method or model, or its replicas hold different global values.
-        """
-        if not self.method.has_common_value:
-            raise CheckpointError(
-                f"{self.method.name} keeps a model of its own on each replica, so a state of one of "
-                f"{state.get('num_replicas')} replicas says nothing for {self.transport.num_replicas}; end that run "
-                f"with its final exchange, and start from the model"
-            )
-        before = state.get("num_replicas")
-        if not isinstance(before, int) or before < 1:
-            raise CheckpointError(f"the checkpoint's num_replicas must be at least 1, got {before!r}; it is damaged")
-        expected = self.method.describe(num_replicas=before)
-        if state.get("method") != expected:
-            raise CheckpointError(f"the checkpoint's method is {state.get('method')!r}, this run's is {expected!r}")
-        is_own = state.get("replica") == self.transport.replica
-        self._load_common(state)
-        anew = []
-        if not is_own and self.view.parameters.forget_locals():
-            anew.append(f"local parameters: what replica {state.get('replica')} has trained since its last exchange")
-        anew += [
-            f"channel {channel}, {line}"
-            for channel, exchange in enumerate(self._exchanges)
-            for line in exchange.adopt(state["exchanges"][str(channel)], is_own=is_own)
-        ]
-        return tuple(anew)
-
-    def _load_common(self, state: Mapping[str, Any]) -> None:
-        self.view.parameters.load_state_dict(state["global"])
-        self.update.load_state_dict(state["update"])
-        self._failed, self._settling = None, []
-        self._pace_maker = PaceMaker(self.work, drift_steps=self._drift_steps)
-        flights = [flight_from_state(flight) for flight in state["in_flight"]]
-        self._in_flight = {flight.round.id: flight for flight in flights}
-        self._taken_early = set(state["taken_early"])
-        self.work.load_state_dict(state["work"])
+    def begin_at(self, step: int) -> None:
+        """Go on from the global values that hold after a step: take part in the rounds that are in flight there."""
+        self._reached_step = step
+        overlapped = range(max(1, step - self.method.schedule.sync_interval), step + 1)
+        for launched in overlapped:
+            for round in self.method.schedule.launches(launched, **self._where):
+                if round.apply_step > step:
+                    self._launch(round)

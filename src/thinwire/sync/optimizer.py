@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.averaging.agreed import Seat
 from thinwire.sync.buffers import average_tensors, saved_buffers
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine import Engine
@@ -40,6 +41,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         seed: Base of the streams of stochastic codecs.
         pace: Whether to spread what is sent over most of the inner steps until it is applied, as long as steps take
             now, rather than to send it as fast as the wire takes it: the same bytes at a lower peak rate.
+        seat: This replica's seat in an elastic run, where replicas come and go; `method` is `sync.elastic.elastic`'s.
 
     Attributes:
         next_stop: A step that must not be passed over, because the loop does something there that all replicas do
@@ -68,7 +70,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method, transport: Transport | None = None,
-        minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False,
+        minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False, seat: Seat | None = None,
     ) -> None:  # fmt: skip
         if isinstance(inner, DistributedOptimizer):
             raise ValueError("inner is a DistributedOptimizer already; wrap the plain optimizer once")
@@ -84,7 +86,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         description = method.describe(num_replicas=self.transport.num_replicas)
         num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
-        agree(model, description=description, transport=self.transport, deadline_s=deadline_s)
+        self._seat = seat
+        if seat is None:  # else all were given the same by the coordinator
+            agree(model, description=description, transport=self.transport, deadline_s=deadline_s)
         self._engine = Engine(
             model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed, pace=pace,
             inner=inner,
@@ -112,10 +116,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return self._steps_done
 
+    def begin_at(self, step: int) -> None:
+        """Count from a step on whose global values the engine holds already, as a replica does that joins others."""
+        self._steps_done = step
+        self._engine.begin_at(step)
+
     @property
     def statistics(self) -> SyncStatistics:
         """What synchronisation has cost so far."""
         return self._engine.statistics
+
+    @property
+    def engine(self) -> Engine:
+        """What drives the rounds."""
+        return self._engine
 
     @property
     def num_fragments(self) -> int:
@@ -239,13 +253,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Buffers that are not part of the model's state (`persistent=False`) are caches and left alone. All replicas
         must call it after the same step. Thinwire never does this by itself: statistics belong to the parameters they
-        were gathered with.
+        were gathered with. In an elastic run nothing happens: replicas that come have gathered none.
 
         Raises:
             TransportError: A replica did not take part.
         """
         buffers = saved_buffers(self._model)
-        if not buffers or self.transport.num_replicas == 1:
+        if not buffers or self.transport.num_replicas == 1 or self._seat is not None:
             return
         deadline_s = self._deadlines.deadline_s(steps=self.method.schedule.sync_interval)
         average_tensors(buffers, transport=self.transport, number=self._buffer_rounds, deadline_s=deadline_s)

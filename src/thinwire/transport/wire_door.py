@@ -74,10 +74,12 @@ class Door:
 
     Args:
         context: Whose decider this becomes.
-        address: The IPv4 address to listen on; a free port is taken.
+        address: The IPv4 address to listen on.
         keys: This replica's.
         callers: Replicas by the public keys with which they may dial.
         decide: Says `WELCOME`, `TAKEN` or `UNKNOWN` of a replica whose key was proved.
+        port: The port, 0 for a free one.
+        prepare: Sets the socket's bounds and times.
 
     Raises:
         ConnectError: The address cannot be listened on.
@@ -91,6 +93,8 @@ class Door:
         keys: KeyPair,
         callers: Mapping[bytes, int],
         decide: Callable[[int], bytes],
+        port: int = 0,
+        prepare: Callable[[zmq.Socket[bytes]], None] = set_up,
     ) -> None:
         self._callers = callers
         self._decide = decide
@@ -99,7 +103,7 @@ class Door:
         self.decider.setsockopt(zmq.LINGER, 0)
         self.decider.bind("inproc://zeromq.zap.01")
         self.plug = context.socket(zmq.ROUTER)
-        set_up(self.plug)
+        prepare(self.plug)
         self.plug.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.plug.setsockopt(zmq.CURVE_SERVER, 1)
         self.plug.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -107,10 +111,11 @@ class Door:
         self.plug.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         self.monitor = self.plug.get_monitor_socket(_EVENTS)
         try:
-            self.plug.bind(f"tcp://{address}:*")
+            self.plug.bind(f"tcp://{address}:{port or '*'}")
         except zmq.ZMQError as error:
             self.close()
-            raise ConnectError(f"this host cannot listen on its address {address}: {error.strerror}") from None
+            where = f"{address}, port {port}" if port else address
+            raise ConnectError(f"this host cannot listen on its address {where}: {error.strerror}") from None
         self.port = int(self.plug.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
     def decisions(self) -> None:
@@ -163,6 +168,10 @@ class Door:
         """Return the line to one that said who it is."""
         _, tap = self._strangers.pop(found.fd, (0.0, None))
         return DoorLine(self, caller=found.caller, tap=tap or Tapped(found.fd))
+
+    def know(self, fd: int) -> None:
+        """Count a connection no longer among those that never said who they are."""
+        self._strangers.pop(fd, None)
 
     def turn_away(self, found: Delivered) -> None:
         """End the connection of one that proved a key but does not behave."""

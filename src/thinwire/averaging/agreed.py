@@ -1,0 +1,241 @@
+"""Averaging where replicas come and go: all that go on apply the mean of the same parts, whoever was lost meanwhile.
+
+What is agreed on, and how, is a council's business (`membership` has one); here is what a part is and what the mean of
+the agreed parts is. Every replica decodes the same payloads in the same order, so all compute the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from thinwire.averaging.bound_hops import BoundHops
+from thinwire.averaging.decoding import decode
+from thinwire.averaging.delivery import Average, Delivery, Progress, Steps, Wait
+from thinwire.averaging.exchange import AllGather, BoundExchange, Exchange, Shapes, TwoPhase, laid_out
+from thinwire.averaging.gram import norms
+from thinwire.averaging.hop import Hop, Ramp
+from thinwire.averaging.quorum_words import OFFER_BYTES, Offer, read_offer, with_offer
+from thinwire.averaging.weighted import WeightedMean
+from thinwire.codecs.base import Codec
+from thinwire.errors import NonFiniteError
+from thinwire.transport.base import Pending
+
+# A part this many times as long as the median one is shortened to that.
+MOST_LENGTH = 3.0
+
+
+class AgreedParts(Protocol):
+    """What a round came to, the same at every replica that applies it."""
+
+    @property
+    def parts(self) -> Mapping[int, torch.Tensor]:
+        """By replica in ascending order: uint8, one-dimensional, CPU."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The furthest step that anybody was known to be at."""
+        ...
+
+    @property
+    def closed_step(self) -> int:
+        """A step up to which all rounds are decided."""
+        ...
+
+
+class Proposed(Pending, Protocol):
+    """A part that was offered; once its `wait` has returned, there is what was agreed on."""
+
+    @property
+    def agreed(self) -> AgreedParts | None:
+        """What was agreed on."""
+        ...
+
+
+class Seat(Protocol):
+    """A replica's seat in the council of an elastic run."""
+
+    def active(self) -> tuple[int, ...]:
+        """Return the replicas that take part, this one among them."""
+        ...
+
+    def is_decided(self, round_id: int) -> bool:
+        """Tell whether a round was decided without this replica."""
+        ...
+
+    def propose(
+        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int
+    ) -> Proposed:
+        """Offer a part, None for none, and take part in what is agreed on.
+
+        Args:
+            part: uint8, one-dimensional, CPU.
+            round_id: The round.
+            launch_step: The step that it is launched at.
+            reference_hash: Of the global value that the part refers to.
+            most_bytes: Size of a part, at most.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedMean:
+    """Everyone offers its part; the mean is that of the parts which a council chose, the same for all.
+
+    Parts of replicas that trained equally count the same, bit for bit as in `AllGather`; else each counts by the tokens
+    behind it, times its tokens a step. Parts that are not finite count nothing, and one much longer than the median
+    part is shortened to `most_length` times that.
+
+    Args:
+        codec: The code of a part.
+        seat: This replica's, None for a description.
+        preserve_norm: Whether the mean keeps the length of a single part, tensor by tensor (see `WeightedMean`).
+        most_length: Longest part, in median lengths.
+        find: Told, in words, of parts that were refused or shortened.
+        directions: For each fragment and tensor, whether it has a direction; the engine says it.
+
+    Raises:
+        ValueError: `most_length` is below 1.
+    """
+
+    codec: Codec
+    seat: Seat | None = field(default=None, compare=False, repr=False)
+    preserve_norm: bool = False
+    most_length: float = MOST_LENGTH
+    find: Callable[[str], None] = field(default=lambda text: None, compare=False, repr=False)
+    directions: tuple[tuple[bool, ...], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        if not self.most_length >= 1:
+            raise ValueError(f"most_length must be at least 1, got {self.most_length}; infinity shortens nothing")
+
+    def with_directions(self, directions: Sequence[Sequence[bool]]) -> AgreedMean:
+        """Return the exchange for fragments of tensors with and without a direction of their own."""
+        return replace(self, directions=tuple(map(tuple, directions)))
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
+        """See `Exchange.bind`."""
+        return _BoundAgreedMean(self, shapes)
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """See `BoundExchange.sent_bytes`."""
+        return (num_replicas - 1) * (OFFER_BYTES + self.codec.payload_bytes(numel))
+
+
+def agreed(exchange: Exchange, *, seat: Seat, preserve_norm: bool, find: Callable[[str], None]) -> AgreedMean:
+    """Return the exchange that a council takes the place of all peers in.
+
+    Args:
+        exchange: The method's own.
+        seat: This replica's.
+        preserve_norm: See `AgreedMean`.
+        find: See `AgreedMean`.
+
+    Raises:
+        ValueError: It remembers what it sent, combines parts otherwise than by their mean, or is no all-gather.
+    """
+    is_plain = isinstance(exchange, AllGather | TwoPhase) and exchange.memory is None
+    is_mean = getattr(exchange, "aggregate", None) is None and getattr(exchange, "owner_memory", None) is None
+    codec = getattr(exchange, "codec", None)
+    if not (is_plain and is_mean) or codec is None or isinstance(codec, Ramp) or getattr(exchange, "keeps_parts", False):
+        raise ValueError(
+            f"{exchange!r} depends on who sent what before, or on each replica's own part, so replicas cannot come and "
+            f"go; for elastic runs take diloco, streaming-diloco, local-sgd or slowmo, with a codec without memory"
+        )
+    return AgreedMean(codec=codec, seat=seat, preserve_norm=preserve_norm, find=find)
+
+
+class _BoundAgreedMean(BoundHops):
+    """See `AgreedMean`; nothing is remembered."""
+
+    _spec: AgreedMean
+
+    def __init__(self, spec: AgreedMean, shapes: Sequence[Shapes]) -> None:
+        super().__init__(spec, [{"out": Hop(laid_out(spec.codec, tensors))} for tensors in shapes])
+        self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
+
+    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+        """See `BoundExchange.steps`."""
+        seat, codec = self._spec.seat, self._hops[delivery.fragment]["out"].codec(delivery.step)
+        assert seat is not None, "bound without a seat"
+        numel, device, part = tensor.numel(), tensor.device, None
+        if not seat.is_decided(delivery.round_id):
+            offer = Offer(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
+            part = with_offer(offer, codec.encode(tensor, seed=delivery.seed).cpu())
+        del tensor  # while the round is in flight, only its payload takes memory
+        proposed = seat.propose(
+            part, round_id=delivery.round_id, launch_step=delivery.step, reference_hash=delivery.reference_hash,
+            most_bytes=OFFER_BYTES + codec.payload_bytes(numel),
+        )  # fmt: skip
+        del part
+        yield Wait(receives=(proposed,))
+        found = proposed.agreed
+        assert found is not None
+        mean, weights = self._mean(found.parts, codec, numel=numel, device=device, delivery=delivery)
+        me = delivery.peers.me
+        delivery.hear(Progress(step=found.step, closed_step=min(found.closed_step, found.step)), me in found.parts)
+        return Average(
+            mean=mean, reference_hashes={me: delivery.reference_hash}, members=tuple(found.parts), weights=weights,
+            is_counted=me in found.parts,
+        )  # fmt: skip
+
+    def _mean(
+        self, parts: Mapping[int, torch.Tensor], codec: Codec, *, numel: int, device: torch.device, delivery: Delivery
+    ) -> tuple[torch.Tensor, dict[int, float]]:
+        what = delivery.describe()
+        decoded, weights = {}, {}
+        for member, raw in parts.items():
+            offer, coded = read_offer(raw, step=delivery.step, what=f"{what} from replica {member}")
+            vector = self._decoded(codec, coded.to(device), numel=numel, peer=member, what=what)
+            if vector is not None and offer.weight > 0:
+                decoded[member], weights[member] = vector, offer.weight
+        if not decoded:  # nobody's part is of use: nothing moves
+            return torch.zeros(numel, dtype=torch.float32, device=device), {}
+        self._shorten(decoded, what=what)
+        if len(set(weights.values())) == 1 and not self._spec.preserve_norm:
+            total = torch.zeros(numel, dtype=torch.float32, device=device)
+            for vector in decoded.values():  # in the order in which AllGather sums
+                total += vector
+            return total.div_(len(decoded)), weights
+        return self._weighted(torch.stack(list(decoded.values())), weights, fragment=delivery.fragment), weights
+
+    def _decoded(self, codec: Codec, coded: torch.Tensor, *, numel: int, peer: int, what: str) -> torch.Tensor | None:
+        try:
+            vector = decode(codec, coded, numel=numel, peer=peer, what=what)
+        except NonFiniteError:
+            vector = None
+        if vector is None or not bool(torch.isfinite(vector.sum()) or torch.isfinite(vector).all()):
+            self._spec.find(f"{what}: the part of replica {peer} holds NaN or infinity and was left out")
+            return None
+        return vector
+
+    def _shorten(self, decoded: dict[int, torch.Tensor], *, what: str) -> None:
+        """Shorten parts that are much longer than the median one."""
+        if len(decoded) < 3:  # of two, nobody can say which one is odd
+            return
+        lengths = dict(zip(decoded, norms(torch.stack(list(decoded.values()))), strict=True))
+        limit = self._spec.most_length * statistics.median_low(lengths.values())
+        for member, length in lengths.items():
+            if 0 < limit < length < math.inf:
+                decoded[member] = decoded[member] * (limit / length)
+                self._spec.find(
+                    f"{what}: the part of replica {member} was {length / limit * self._spec.most_length:.1f} times as "
+                    f"long as the median one and was shortened to {self._spec.most_length:g} times"
+                )
+
+    def _weighted(self, stack: torch.Tensor, weights: Mapping[int, float], *, fragment: int) -> torch.Tensor:
+        plain = WeightedMean(weights=tuple(weights.values()))
+        directions = self._spec.directions[fragment] if self._spec.directions else ()
+        if not self._spec.preserve_norm or not any(directions):
+            return plain(stack)
+        keeping = replace(plain, preserve_norm=True)
+        pieces = torch.split(stack, self._sizes[fragment], dim=1)
+        rules = [keeping if has_direction else plain for has_direction in directions]
+        return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])

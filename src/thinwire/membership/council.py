@@ -1,0 +1,257 @@
+"""A replica's seat among the others: it learns what the coordinator says, and says its own until it is answered."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.errors import ConnectError, Expelled
+from thinwire.membership.patience import Patience
+from thinwire.membership.protocol import Message, numbers
+from thinwire.membership.rounds import Decision
+from thinwire.membership.view import Neighbour, Offer, View
+
+_AGAIN_S = 2.0
+_LEAST_TRANSFER_S, _MOST_TRANSFER_S = 2.0, 60.0
+
+
+@dataclass(slots=True)
+class _Said:
+    """What must be said again until it is answered."""
+
+    kind: str
+    fields: dict[str, Any]
+    at_s: float
+
+
+class Council:
+    """A replica's seat among the others; safe between threads.
+
+    Args:
+        replica: This one's number.
+        interval_steps: H, inner steps; decisions are kept for two of them.
+        say: Sends a message to the coordinator.
+        meet: Told of the neighbours whenever they change.
+        now: Gives seconds that only grow.
+
+    Attributes:
+        changed: Notified whenever something is new; held while `view` is read.
+        view: What is known.
+        transfers: How long parts take to come once a round was called.
+    """
+
+    def __init__(
+        self, *, replica: int, interval_steps: int, say: Callable[..., None],
+        meet: Callable[[Mapping[int, Neighbour]], None] = lambda neighbours: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.replica = replica
+        self.interval_steps = interval_steps
+        self.changed = threading.Condition(threading.RLock())
+        self.view = View(heard_s=now())
+        self.transfers = Patience(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
+        self.step = 0
+        self.step_s = 0.0
+        self.used: dict[int, int] = {}
+        self._now = now
+        self._say = say
+        self._meet = meet
+        self._unanswered: dict[tuple[str, int], _Said] = {}
+        self._next_beat_s = 0.0
+
+    # -- what the engine asks
+
+    def active(self) -> tuple[int, ...]:
+        """Return the replicas that take part in rounds, this one among them."""
+        with self.changed:
+            found = {one.replica for one in self.view.neighbours.values() if one.is_active}
+            return tuple(sorted(found | {self.replica}))
+
+    def check(self) -> None:
+        """See whether this replica still takes part.
+
+        Raises:
+            Expelled: It does not.
+        """
+        if self.view.expelled_why:
+            raise Expelled(f"replica {self.replica} {self.view.expelled_why}; it joins again")
+
+    def launch(self, round_id: int, *, launch_step: int) -> None:
+        """Say that this replica's part of a round is there for others to fetch."""
+        used = {str(shard): windows for shard, windows in self.used.items()}
+        self._insist("launch", round_id, step=launch_step, used=used)
+
+    def vote(self, round_id: int, *, has: tuple[int, ...], reference_hash: int) -> None:
+        """Say which parts of a round this replica holds."""
+        self._insist("vote", round_id, step=self.step, has=list(has), hash=reference_hash)
+
+    def settle(self, round_id: int) -> None:
+        """Say no more about a round."""
+        with self.changed:
+            self._unanswered.pop(("launch", round_id), None)
+            self._unanswered.pop(("vote", round_id), None)
+            self.view.calls.pop(round_id, None)
+
+    def lease(self, number: int) -> tuple[int, int]:
+        """Return the shard that is this replica's n-th, and its first window there; waits for the coordinator.
+
+        Raises:
+            Expelled: This replica does not take part any more.
+        """
+        self.ask_lease(number)
+        with self.changed:
+            while number not in self.view.leases:
+                self.check()
+                self.changed.wait(1.0)
+            return self.view.leases[number]
+
+    def ask_lease(self, number: int) -> None:
+        """Ask for the n-th shard ahead of time."""
+        with self.changed:
+            if number in self.view.leases or ("lease", number) in self._unanswered:
+                return
+        self._insist("lease", number, number=number)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        """Say something that needs no answer."""
+        self._say(kind, **fields)
+
+    def insist(self, kind: str, **fields: Any) -> None:
+        """Say something again and again until `done_with`."""
+        self._insist(kind, -1, **fields)
+
+    def done_with(self, kind: str) -> None:
+        """Say it no more."""
+        with self.changed:
+            self._unanswered.pop((kind, -1), None)
+
+    def wait_for(self, what: Callable[[View], Any], *, deadline_s: float | None, why: str) -> Any:
+        """Wait until something is known.
+
+        Args:
+            what: Looks at the view; what it returns ends the wait where it is true.
+            deadline_s: Seconds, None for as long as the coordinator lives.
+            why: Ends the error's text.
+
+        Raises:
+            Expelled: This replica does not take part any more.
+            ConnectError: It did not come in time.
+        """
+        until_s = None if deadline_s is None else self._now() + deadline_s
+        with self.changed:
+            while not (found := what(self.view)):
+                self.check()
+                if until_s is not None and self._now() > until_s:
+                    raise ConnectError(f"the coordinator did not answer within {deadline_s:g} s; {why}")
+                self.changed.wait(0.5)
+            return found
+
+    # -- what the line does
+
+    def turn(self) -> None:
+        """Beat, and say again what was not answered."""
+        now_s = self._now()
+        if now_s >= self._next_beat_s:
+            self._next_beat_s = now_s + 1.0
+            self._say("beat", step=self.step, step_s=round(self.step_s, 6))
+        with self.changed:
+            due = [said for said in self._unanswered.values() if now_s - said.at_s > _AGAIN_S]
+            for said in due:
+                said.at_s = now_s
+        for said in due:
+            self._say(said.kind, **said.fields)
+
+    def hear(self, message: Message) -> None:
+        """Take in a message of the coordinator."""
+        with self.changed:
+            self.view.heard_s = self._now()
+            getattr(self, f"_on_{message['kind']}", self._ignore)(message)
+            self.changed.notify_all()
+
+    def _insist(self, kind: str, key: int, **fields: Any) -> None:
+        full = {"round": key, **fields} if kind in ("launch", "vote") else fields
+        with self.changed:
+            self._unanswered[kind, key] = _Said(kind, full, self._now())
+        self._say(kind, **full)
+
+    def _ignore(self, message: Message) -> None:
+        """What is for others, such as the answer to a person's command."""
+
+    def _on_roster(self, message: Message) -> None:
+        found = {}
+        for one in message["members"]:
+            neighbour = Neighbour(
+                replica=int(one["replica"]), host=str(one["host"]), address=str(one["address"]), port=int(one["port"]),
+                is_active=one["standing"] == "active",
+            )  # fmt: skip
+            found[neighbour.replica] = neighbour
+        self.view.neighbours = found
+        self.view.has_started = message["started"]
+        self._meet(found)
+
+    def _on_call(self, message: Message) -> None:
+        self.view.calls[message["round"]] = numbers(message["members"], what="those that are called")
+
+    def _on_decision(self, message: Message) -> None:
+        self.view.decisions[message["round"]] = Decision(
+            round_id=message["round"],
+            launch_step=message["launch_step"],
+            members=numbers(message["members"], what="the members of a mean"),
+            holders=numbers(message["holders"], what="the holders of a mean's parts"),
+            step=message["step"],
+        )
+        self._advance(message)
+
+    def _on_progress(self, message: Message) -> None:
+        self._advance(message)
+        self.view.floor_step = max(self.view.floor_step, message["floor"])
+        old = [number for number, found in self.view.decisions.items() if self._is_old(found)]
+        for number in old:
+            del self.view.decisions[number]
+
+    def _is_old(self, decision: Decision) -> bool:
+        return decision.launch_step + 2 * self.interval_steps < self.view.floor_step
+
+    def _advance(self, message: Message) -> None:
+        self.view.step = max(self.view.step, message["step"])
+        self.view.closed_step = max(self.view.closed_step, message["closed"])
+
+    def _on_capture(self, message: Message) -> None:
+        self.view.captures.add(message["step"])
+
+    def _on_state(self, message: Message) -> None:
+        offer = Offer(
+            step=message["step"], root=message["root"], num_bytes=message["bytes"],
+            holders=numbers(message["holders"], what="the holders of a state"), note=message["note"],
+        )  # fmt: skip
+        self.view.offers[offer.step] = offer
+        for step in sorted(self.view.offers)[:-8]:
+            del self.view.offers[step]
+        # one that is being fetched is not left for a newer one: it would never come to an end
+        if self.view.offer is None or self.view.offer.step == offer.step:
+            self.view.offer = offer
+
+    def _on_leased(self, message: Message) -> None:
+        self._unanswered.pop(("lease", message["number"]), None)
+        self.view.leases[message["number"]] = message["shard"], message["start"]
+
+    def _on_pause(self, message: Message) -> None:
+        self.view.is_paused = message["paused"]
+
+    def _on_leave(self, message: Message) -> None:
+        self.view.leave_why = message["why"] or "was told to leave"
+
+    def _on_expelled(self, message: Message) -> None:
+        self.view.expelled_why = message["why"] or "was let go"
+
+    def _on_unknown(self, message: Message) -> None:
+        self.view.expelled_why = self.view.expelled_why or "is not known to the coordinator any more"
+
+    def _on_refused(self, message: Message) -> None:
+        self.view.refused_why = message["why"] or "no reason was given"
+
+    def _on_finish(self, message: Message) -> None:
+        self.view.finish = message

@@ -1,0 +1,74 @@
+"""The words with which one joins a job: where its coordinator is, and the secret of the job."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from dataclasses import dataclass, field
+
+from thinwire.transport.secret import SECRET_BYTES, Secret
+
+_SCHEME = "thinwire://"
+_TEXT = re.compile(r"(?:thinwire://)?(?P<host>[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})(?:/(?P<key>[A-Za-z2-7]+))?/?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """Where to join, and with which secret.
+
+    Attributes:
+        host: Name or address of the coordinator's host.
+        port: Its port.
+        secret: The job's secret, None where the words did not hold it.
+
+    Example:
+        >>> text = Invitation(host="10.0.0.1", port=29400, secret=Secret(key=bytes(32))).text()
+        >>> text == "thinwire://10.0.0.1:29400/" + 52 * "a", read_invitation(text).secret.key == bytes(32)
+        (True, True)
+    """
+
+    host: str
+    port: int
+    secret: Secret | None = field(default=None, repr=False)
+
+    def text(self) -> str:
+        """Return the words; whoever has them can join, where they hold the secret."""
+        place = f"{_SCHEME}{self.host}:{self.port}"
+        if self.secret is None:
+            return place
+        return f"{place}/{base64.b32encode(self.secret.key).decode().rstrip('=').lower()}"
+
+
+def read_invitation(text: str) -> Invitation:
+    """Read the words that `Invitation.text` made, or `HOST:PORT`.
+
+    Raises:
+        ValueError: They are no such words; says what is wrong and where they come from.
+    """
+    found = _TEXT.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"the address must be HOST:PORT or thinwire://HOST:PORT/SECRET, got {text[:60]!r}; copy it whole from the "
+            f"host that runs thinwire train --elastic"
+        )
+    port = int(found["port"])
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"the port must be from 1 to 65535, got {port} in {text[:60]!r}")
+    secret = None
+    if found["key"] is not None:
+        secret = Secret(key=_key(found["key"]))
+    return Invitation(host=found["host"], port=port, secret=secret)
+
+
+def _key(word: str) -> bytes:
+    try:
+        key = base64.b32decode(word.upper() + "=" * (-len(word) % 8))
+    except binascii.Error:
+        key = b""
+    if len(key) != SECRET_BYTES:
+        raise ValueError(
+            f"the secret behind the address must have 52 letters and digits, got {len(word)}; copy the whole address "
+            f"from the host that runs thinwire train --elastic"
+        )
+    return key

@@ -1,0 +1,140 @@
+"""What coordinator and replicas tell each other: JSON of a fixed form, checked before anything acts on it.
+
+A message is one object with a `kind`; the fields of each kind and their types stand in a table here. Whatever does not
+fit is refused with the field's name. Bytes are bounded, and nothing in a message is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from thinwire.errors import PayloadError
+
+VERSION = 1
+MOST_BYTES = 1 << 20
+_MOST_TEXT = 1 << 16
+
+Message = dict[str, Any]
+
+_NUMBERS = (int, float)
+_TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "join": {"version": int, "thinwire": str, "host": str},
+    "here": {"address": str, "port": int, "corpus": str, "windows": int},
+    "active": {"step": int},
+    "beat": {"step": int, "step_s": _NUMBERS},
+    "launch": {"round": int, "step": int, "used": dict},
+    "vote": {"round": int, "step": int, "has": list, "hash": int},
+    "lease": {"number": int},
+    "captured": {"step": int, "root": str, "bytes": int},
+    "missed": {"step": int},
+    "lost": {"replica": int},
+    "stuck": {"round": int, "why": str},
+    "note": {"level": str, "text": str},
+    "done": {"note": dict},
+    "leave": {"why": str},
+    "command": {"verb": str, "target": str},
+}
+_TO_MEMBER: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "welcome": {"replica": int, "generation": str, "job": dict},
+    "refused": {"why": str},
+    "roster": {"members": list, "started": bool},
+    "call": {"round": int, "members": list},
+    "decision": {"round": int, "launch_step": int, "members": list, "holders": list, "step": int, "closed": int},
+    "progress": {"step": int, "closed": int, "floor": int, "generation": str},
+    "capture": {"step": int},
+    "state": {"step": int, "root": str, "bytes": int, "holders": list, "note": dict},
+    "leased": {"number": int, "shard": int, "start": int},
+    "pause": {"paused": bool},
+    "leave": {"why": str},
+    "expelled": {"why": str},
+    "finish": {"writer": int, "notes": list, "note": dict},
+    "unknown": {"generation": str},
+    "answer": {"ok": bool, "text": str, "status": dict},
+}
+
+
+def encode(kind: str, **fields: Any) -> bytes:
+    """Return a message's bytes.
+
+    Raises:
+        PayloadError: It is larger than a message may be.
+
+    Example:
+        >>> decode(encode("capture", step=7), to_member=True)
+        {'kind': 'capture', 'step': 7}
+    """
+    raw = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode()
+    if len(raw) > MOST_BYTES:
+        raise PayloadError(f"a message {kind!r} of {len(raw)} bytes is larger than the {MOST_BYTES} that are allowed")
+    return raw
+
+
+def decode(raw: bytes, *, to_member: bool) -> Message:
+    """Read and check a message.
+
+    Args:
+        raw: What came.
+        to_member: Whether it is one that replicas get, not the coordinator.
+
+    Raises:
+        PayloadError: It is no message of this form; names what is wrong.
+    """
+    if len(raw) > MOST_BYTES:
+        raise PayloadError(f"a message of {len(raw)} bytes, at most {MOST_BYTES} are allowed")
+    try:
+        message = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise PayloadError("a message that is no JSON") from None
+    if not isinstance(message, dict):
+        raise PayloadError("a message that is no object")
+    table = _TO_MEMBER if to_member else _TO_COORDINATOR
+    kind = str(message.get("kind"))
+    fields = table.get(kind)
+    if fields is None:
+        raise PayloadError(f"a message of the unknown kind {kind[:40]!r}; run the same thinwire on all hosts")
+    if set(message) - {"kind"} != set(fields):
+        raise PayloadError(f"a message {kind!r} with the fields {sorted(map(str, message))[:20]}")
+    for name, expected in fields.items():
+        _check(kind, name, message[name], expected)
+    return message
+
+
+def _check(kind: str, name: str, value: Any, expected: type | tuple[type, ...]) -> None:
+    is_flag = isinstance(value, bool)
+    if not isinstance(value, expected) or (is_flag and expected is not bool):
+        raise PayloadError(f"{name} of a message {kind!r} is {str(value)[:40]!r}, which is no value of it")
+    if isinstance(value, int | float) and not is_flag and not 0 <= value < 1 << 63:
+        raise PayloadError(f"{name} of a message {kind!r} must be from 0 to 2**63 - 1, got {value}")
+    if isinstance(value, str) and len(value) > _MOST_TEXT:
+        raise PayloadError(f"{name} of a message {kind!r} has {len(value)} characters, at most {_MOST_TEXT}")
+
+
+def numbers(values: Any, *, what: str) -> tuple[int, ...]:
+    """Check a list of replicas' numbers.
+
+    Raises:
+        PayloadError: It is none.
+    """
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 32 for value in values):
+        raise PayloadError(f"{what} must be a list of replicas' numbers")
+    return tuple(values)
+
+
+def windows_of(values: Any) -> dict[int, int]:
+    """Check how far shards were used: texts of shards' numbers to windows.
+
+    Raises:
+        PayloadError: It is no such thing.
+    """
+    if not isinstance(values, Mapping) or len(values) > 64:
+        raise PayloadError("shards in use must be at most 64")
+    found = {}
+    for shard, used in values.items():
+        if not (isinstance(shard, str) and shard.isascii() and shard.isdecimal() and len(shard) < 19):
+            raise PayloadError(f"a shard's number must be a whole number, got {str(shard)[:40]!r}")
+        if type(used) is not int or used < 0:
+            raise PayloadError(f"the windows used of shard {shard} must be a whole number, got {str(used)[:40]!r}")
+        found[int(shard)] = used
+    return found

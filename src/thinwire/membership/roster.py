@@ -1,0 +1,154 @@
+"""Who is in an elastic run: numbers that are never used twice, and what is known of each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from thinwire.membership.patience import Patience
+
+# Signs of life come once a second; this many seconds without one are always borne, and no more than the second number.
+LEAST_SILENCE_S, MOST_SILENCE_S = 5.0, 30.0
+# A replica that another one has lost its connection to gets so much less.
+SUSPECT_SILENCE_S = 3.0
+
+
+class Standing(StrEnum):
+    """How far a replica has come."""
+
+    ARRIVING = "arriving"
+    """It has a number, and nobody can reach it yet."""
+    LOADING = "loading"
+    """It fetches the state from others."""
+    ACTIVE = "active"
+    """It takes part in rounds."""
+    DONE = "done"
+    """It has come to the end."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One replica.
+
+    Attributes:
+        replica: Its number.
+        token: Names its connection.
+        host: As it calls itself.
+        address: Where others reach it, with `port`.
+        port: Its port.
+        standing: How far it has come.
+        heard_s: When it was last heard of.
+        step: The step that it last told.
+        step_s: Seconds that its steps take, 0 where it has not said so.
+        is_suspect: Whether another replica has lost its connection to it.
+        is_paused: Whether it was told to pause.
+    """
+
+    replica: int
+    token: bytes
+    host: str
+    heard_s: float
+    address: str = ""
+    port: int = 0
+    standing: Standing = Standing.ARRIVING
+    step: int = 0
+    step_s: float = 0.0
+    is_suspect: bool = False
+    is_paused: bool = False
+
+    def describe(self) -> dict[str, object]:
+        """Return what other replicas and people are told of it."""
+        return {
+            "replica": self.replica, "host": self.host, "address": self.address, "port": self.port,
+            "standing": str(self.standing), "step": self.step, "step_s": round(self.step_s, 4),
+            "paused": self.is_paused,
+        }  # fmt: skip
+
+
+class Roster:
+    """The replicas of a run; pure, time comes in as a number.
+
+    Args:
+        next_replica: The first number that is free.
+
+    Example:
+        >>> roster = Roster()
+        >>> roster.add(b"a", host="alpha", now_s=0.0).replica, roster.add(b"b", host="beta", now_s=0.0).replica
+        (0, 1)
+        >>> [member.host for member in roster.silent(now_s=1000.0)]
+        ['alpha', 'beta']
+    """
+
+    def __init__(self, *, next_replica: int = 0) -> None:
+        self.next_replica = next_replica
+        self._members: dict[int, Member] = {}
+        self._by_token: dict[bytes, int] = {}
+        self._gaps = Patience(least_s=LEAST_SILENCE_S, most_s=MOST_SILENCE_S)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, token: bytes, *, host: str, now_s: float) -> Member:
+        """Give a replica a number."""
+        member = Member(replica=self.next_replica, token=token, host=host, heard_s=now_s)
+        self.next_replica += 1
+        self.put(member)
+        return member
+
+    def put(self, member: Member) -> None:
+        """Take in a replica that has a number already."""
+        self.next_replica = max(self.next_replica, member.replica + 1)
+        self._members[member.replica] = member
+        self._by_token[member.token] = member.replica
+
+    def remove(self, replica: int) -> None:
+        """Let one go; its number is not used again."""
+        member = self._members.pop(replica, None)
+        if member is not None:
+            self._by_token.pop(member.token, None)
+
+    def get(self, replica: int) -> Member | None:
+        """Return one by its number."""
+        return self._members.get(replica)
+
+    def by_token(self, token: bytes) -> Member | None:
+        """Return one by its connection."""
+        replica = self._by_token.get(token)
+        return None if replica is None else self._members[replica]
+
+    def hear(self, member: Member, *, now_s: float, is_beat: bool) -> None:
+        """Note a sign of life."""
+        if is_beat:
+            self._gaps.observe(now_s - member.heard_s)
+        member.heard_s = now_s
+        member.is_suspect = False
+
+    @property
+    def silence_s(self) -> float:
+        """How long a replica may be silent."""
+        return self._gaps.limit_s
+
+    def silent(self, *, now_s: float) -> list[Member]:
+        """Return those that have been silent for too long."""
+        return [
+            member
+            for member in self._members.values()
+            if now_s - member.heard_s > (SUSPECT_SILENCE_S if member.is_suspect else self.silence_s)
+        ]
+
+    def with_standing(self, *standings: Standing) -> list[Member]:
+        """Return those that have come so far, in the order of their numbers."""
+        return sorted((m for m in self._members.values() if m.standing in standings), key=lambda m: m.replica)
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The numbers of those that take part in rounds."""
+        return tuple(member.replica for member in self.with_standing(Standing.ACTIVE))
+
+    def step_s(self) -> float:
+        """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""
+        return min((m.step_s for m in self._members.values() if m.standing is Standing.ACTIVE and m.step_s), default=0.0)

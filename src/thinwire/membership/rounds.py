@@ -1,0 +1,201 @@
+"""The rounds of an elastic run, as the coordinator sees them: who launched, who holds what, what was decided.
+
+Each round passes three gates. *Launched*: replicas say that they have published their parts. *Called*: once all
+that keep pace have, or the grace for late ones is over, those that have are called to gather each other's parts.
+*Decided*: once all that were called have said what they hold, or the time for it is over, the parts that make the mean
+are chosen (`decide`). A decision is never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from thinwire.membership.decide import Vote, decide
+from thinwire.membership.patience import Patience
+
+# Waiting for late replicas may cost the others so much of an interval.
+_SHARE_OF_INTERVAL = 0.1
+_LEAST_GRACE_S, _MOST_GRACE_S = 0.3, 30.0
+_LEAST_VOTE_S, _MOST_VOTE_S = 2.0, 60.0
+# Decisions kept for replicas that catch up.
+_KEPT = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What all replicas apply, or have applied, as one round.
+
+    Attributes:
+        round_id: The round.
+        launch_step: The step that it was launched at.
+        members: Whose parts make the mean.
+        holders: Who holds all of them.
+        step: The furthest step that anybody was known to be at when it was decided.
+    """
+
+    round_id: int
+    launch_step: int
+    members: tuple[int, ...]
+    holders: tuple[int, ...]
+    step: int
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenRound:
+    """A round before its decision.
+
+    Attributes:
+        launch_step: The step that it is launched at.
+        first_s: When the first replica launched it.
+        launched: Who has.
+        called: Who gathers, None before the call.
+        votes: What those said.
+        first_vote_s: When the first did.
+    """
+
+    launch_step: int
+    first_s: float
+    launched: set[int] = field(default_factory=set)
+    called: tuple[int, ...] | None = None
+    votes: dict[int, Vote] = field(default_factory=dict)
+    first_vote_s: float = 0.0
+
+
+class RoundBook:
+    """All rounds of a run; time comes in as a number, so that nothing here waits.
+
+    Args:
+        sync_interval: H, inner steps.
+        overlap_steps: tau, inner steps.
+
+    Attributes:
+        decisions: The latest, by round.
+        step: The furthest step that was heard of.
+        late: Who was not there when the last round was called; nobody waits for these until they are in time again.
+    """
+
+    def __init__(self, *, sync_interval: int, overlap_steps: int) -> None:
+        self.decisions: dict[int, Decision] = {}
+        self.step = 0
+        self.late: set[int] = set()
+        self._open: dict[int, OpenRound] = {}
+        self._free_steps = 0.5 * overlap_steps + _SHARE_OF_INTERVAL * sync_interval
+        self._lags = Patience(least_s=_LEAST_GRACE_S, most_s=_MOST_GRACE_S)
+        self._spreads = Patience(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
+
+    @property
+    def open_rounds(self) -> Mapping[int, OpenRound]:
+        """Rounds before their decision."""
+        return self._open
+
+    @property
+    def closed_step(self) -> int:
+        """A step up to which all rounds that anybody launched are decided."""
+        if self._open:
+            return min(found.launch_step for found in self._open.values()) - 1
+        return max((found.launch_step for found in self.decisions.values()), default=0)
+
+    def grace_s(self, *, step_s: float) -> float:
+        """Return for how long late replicas are waited for: by how much they scatter, and not past a part of an interval.
+
+        Args:
+            step_s: Seconds that an inner step takes; 0 where nobody has said so yet.
+        """
+        if step_s <= 0:
+            return self._lags.limit_s
+        most_s = max(_LEAST_GRACE_S, self._free_steps * step_s)
+        return min(self._lags.limit_s, most_s)
+
+    @property
+    def vote_s(self) -> float:
+        """For how long the rest is waited for once one has gathered all."""
+        return self._spreads.limit_s
+
+    def launch(self, member: int, *, round_id: int, launch_step: int, now_s: float) -> Decision | None:
+        """Note that a replica has published its part; return the decision where there is one already."""
+        self.step = max(self.step, launch_step)
+        if round_id in self.decisions:
+            return self.decisions[round_id]
+        found = self._open.get(round_id)
+        if found is None:
+            found = self._open[round_id] = OpenRound(launch_step=launch_step, first_s=now_s)
+        if member not in found.launched:
+            found.launched.add(member)
+            self._lags.observe(now_s - found.first_s)
+        return None
+
+    def vote(self, member: int, vote: Vote, *, round_id: int, step: int, now_s: float) -> None:
+        """Note what a replica holds; a vote that comes after the decision only tells how long they take."""
+        self.step = max(self.step, step)
+        found = self._open.get(round_id)
+        if found is None or member not in vote.has:
+            return
+        if not found.votes:
+            found.first_vote_s = now_s
+        elif member not in found.votes:
+            self._spreads.observe(now_s - found.first_vote_s)
+        found.votes[member] = vote
+
+    def forget(self, member: int) -> None:
+        """Let a replica go; its part may count still where others hold it."""
+        self.late.discard(member)
+        for found in self._open.values():
+            found.votes.pop(member, None)
+            found.launched.discard(member)
+            if found.called is not None:
+                found.called = tuple(one for one in found.called if one != member) or None
+
+    def drop_empty(self) -> None:
+        """Forget rounds whose launchers are all gone: who comes to them launches them anew."""
+        for round_id in [number for number, found in self._open.items() if not found.launched]:
+            del self._open[round_id]
+
+    def calls(self, active: Collection[int], *, step_s: float, now_s: float) -> dict[int, tuple[int, ...]]:
+        """Return, by round, who is to gather its parts now."""
+        found = {}
+        for round_id, one in self._open.items():
+            if one.called is not None or not one.launched:
+                continue
+            waited_for = set(active) - self.late - one.launched
+            if waited_for and now_s < one.first_s + self.grace_s(step_s=step_s):
+                continue
+            one.called = tuple(sorted(one.launched))
+            self.late = (self.late - one.launched) | (set(active) - one.launched)
+            found[round_id] = one.called
+        return found
+
+    def decided(self, active: Collection[int], *, now_s: float) -> list[Decision]:
+        """Decide what can be, in the order of the rounds."""
+        found = []
+        for round_id in sorted(self._open):
+            one = self._open[round_id]
+            if one.called is None or not one.votes:
+                continue
+            is_complete = not set(one.called) & set(active) - set(one.votes)
+            if not is_complete and now_s < one.first_vote_s + self.vote_s:
+                continue
+            choice = decide(one.votes)
+            decision = Decision(
+                round_id=round_id, launch_step=one.launch_step, members=choice.members, holders=choice.holders,
+                step=self.step,
+            )  # fmt: skip
+            self.adopt(decision)
+            found.append(decision)
+        return found
+
+    def adopt(self, decision: Decision) -> None:
+        """Take a decision in: one of its own, or one read from the journal."""
+        self._open.pop(decision.round_id, None)
+        self.decisions[decision.round_id] = decision
+        self.step = max(self.step, decision.step)
+        while len(self.decisions) > _KEPT:
+            del self.decisions[next(iter(self.decisions))]
+
+    def odd(self, decision_votes: Mapping[int, Vote]) -> tuple[int, ...]:
+        """Return who refers to another global value than most."""
+        counts: dict[int, int] = {}
+        for vote in decision_votes.values():
+            counts[vote.reference_hash] = counts.get(vote.reference_hash, 0) + 1
+        usual = max(counts, key=lambda value: counts[value], default=0)
+        return tuple(sorted(one for one, vote in decision_votes.items() if vote.reference_hash != usual))

@@ -1,0 +1,39 @@
+"""A replica's seat as the engine uses it: the council's words and the library's blobs together."""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.membership.council import Council
+from thinwire.membership.proposal import Proposal, Shelf
+
+
+class ElasticSeat:
+    """Implements `thinwire.averaging.agreed.Seat`.
+
+    Args:
+        council: What the coordinator says.
+        shelf: Where parts are offered and fetched.
+    """
+
+    def __init__(self, council: Council, shelf: Shelf) -> None:
+        self._council = council
+        self._shelf = shelf
+
+    def active(self) -> tuple[int, ...]:
+        """Return the replicas that take part, this one among them."""
+        return self._council.active()
+
+    def is_decided(self, round_id: int) -> bool:
+        """Tell whether a round was decided without this replica."""
+        with self._council.changed:
+            return round_id in self._council.view.decisions
+
+    def propose(
+        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int
+    ) -> Proposal:
+        """Offer a part and take part in what is agreed on; see `Proposal`."""
+        return Proposal(
+            council=self._council, shelf=self._shelf, round_id=round_id, launch_step=launch_step, part=part,
+            reference_hash=reference_hash, most_bytes=most_bytes,
+        )  # fmt: skip

@@ -1,0 +1,131 @@
+"""Which samples a replica trains on: shards of the shuffled data, lent one at a time and counted.
+
+A shard is so many windows of the order in which an epoch's windows are shuffled; shards are numbered through all epochs.
+A replica trains on a shard that it was lent from where it begins to its end. What of it was in a round that counted is
+*counted*. When the replica goes, the rest is lent to another one; what it had trained on beyond what was counted is
+trained on again, and that is counted too, as *repeated*. So no sample is lost, and none is used twice unsaid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Lease:
+    """A shard that a replica was lent.
+
+    Attributes:
+        shard: Its number.
+        start: The first window of it that is the replica's.
+        used: Up to which window the replica has trained, as last told.
+        counted: Up to which window what it trained was in a round.
+    """
+
+    shard: int
+    start: int = 0
+    used: int = 0
+    counted: int = 0
+
+
+class Ledger:
+    """What of the data is lent, counted, or was trained on in vain.
+
+    Args:
+        shard_windows: Windows of a shard.
+
+    Raises:
+        ValueError: `shard_windows` is less than 1.
+
+    Attributes:
+        repeated: Windows that were trained on by replicas that went before a round counted them.
+
+    Example:
+        >>> ledger = Ledger(shard_windows=10)
+        >>> ledger.lend(0).shard, ledger.lend(1).shard
+        (0, 1)
+        >>> ledger.use(0, {0: 8})
+        >>> ledger.count(0, {0: 6})
+        >>> ledger.release(0)
+        >>> again = ledger.lend(2)
+        >>> again.shard, again.start, ledger.repeated, ledger.counted
+        (0, 6, 2, 6)
+    """
+
+    def __init__(self, *, shard_windows: int) -> None:
+        if shard_windows < 1:
+            raise ValueError(f"shard_windows must be at least 1, got {shard_windows}")
+        self.shard_windows = shard_windows
+        self.repeated = 0
+        self._next = 0
+        self._returned: dict[int, int] = {}
+        self._leases: dict[int, dict[int, Lease]] = {}
+
+    @property
+    def counted(self) -> int:
+        """Windows of all epochs whose training was in a round."""
+        whole = self._next * self.shard_windows
+        lent = sum(self.shard_windows - lease.counted for held in self._leases.values() for lease in held.values())
+        return whole - lent - sum(self.shard_windows - start for start in self._returned.values())
+
+    def lend(self, replica: int) -> Lease:
+        """Lend a replica a shard: one that came back, or the next."""
+        if self._returned:
+            shard = min(self._returned)
+            start = self._returned.pop(shard)
+        else:
+            shard, start = self._next, 0
+            self._next += 1
+        lease = Lease(shard=shard, start=start, used=start, counted=start)
+        self._leases.setdefault(replica, {})[shard] = lease
+        return lease
+
+    def use(self, replica: int, used: Mapping[int, int]) -> None:
+        """Note up to which window of its shards a replica has trained; what cannot be is left out."""
+        for shard, lease in self._held(replica, used):
+            lease.used = max(lease.used, min(used[shard], self.shard_windows))
+
+    def count(self, replica: int, used: Mapping[int, int]) -> None:
+        """Note that what a replica had trained on, up to these windows, was in a round."""
+        self.use(replica, used)
+        for shard, lease in self._held(replica, used):
+            lease.counted = max(lease.counted, min(used[shard], lease.used))
+            if lease.counted == self.shard_windows:
+                del self._leases[replica][shard]
+
+    def release(self, replica: int) -> None:
+        """Take back what a replica was lent: it is gone."""
+        for lease in self._leases.pop(replica, {}).values():
+            self.repeated += lease.used - lease.counted
+            self._returned[lease.shard] = lease.counted
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything, as JSON values; shards are named as texts."""
+        return {
+            "shard_windows": self.shard_windows,
+            "next": self._next,
+            "repeated": self.repeated,
+            "counted": self.counted,
+            "returned": {str(shard): start for shard, start in self._returned.items()},
+            "leases": {str(one): [asdict(lease) for lease in held.values()] for one, held in self._leases.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it back; shards stay lent to whom they were."""
+        self.shard_windows = int(state["shard_windows"])
+        self._next, self.repeated = int(state["next"]), int(state["repeated"])
+        self._returned = {int(shard): int(start) for shard, start in state["returned"].items()}
+        self._leases = {
+            int(one): {int(lease["shard"]): Lease(**lease) for lease in held} for one, held in state["leases"].items()
+        }
+
+    def release_all(self) -> None:
+        """Take everything back, as where a run goes on with other replicas."""
+        for replica in list(self._leases):
+            self.release(replica)
+
+    def _held(self, replica: int, used: Mapping[int, int]) -> list[tuple[int, Lease]]:
+        held = self._leases.get(replica, {})
+        return [(shard, held[shard]) for shard in used if shard in held]

@@ -1,0 +1,71 @@
+"""What a replica knows of the others and of the rounds, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.membership.protocol import Message
+from thinwire.membership.rounds import Decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """Another replica, or this one, as the coordinator describes it.
+
+    Attributes:
+        replica: Its number.
+        host: As it calls itself.
+        address: Where it is reached.
+        port: Its port.
+        is_active: Whether it takes part in rounds.
+    """
+
+    replica: int
+    host: str
+    address: str
+    port: int
+    is_active: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A state that a replica may begin from.
+
+    Attributes:
+        step: Of the state.
+        root: Its hash; `seed` for the first weights, `disk` for the replica's own last checkpoint.
+        num_bytes: Its size.
+        holders: Who shows it.
+        note: What the coordinator adds: which data was used.
+    """
+
+    step: int
+    root: str
+    num_bytes: int
+    holders: tuple[int, ...]
+    note: Mapping[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class View:
+    """All that is known; read it with `Council.changed` held."""
+
+    neighbours: dict[int, Neighbour] = field(default_factory=dict)
+    has_started: bool = False
+    calls: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    decisions: dict[int, Decision] = field(default_factory=dict)
+    step: int = 0
+    closed_step: int = 0
+    floor_step: int = 0
+    captures: set[int] = field(default_factory=set)
+    offers: dict[int, Offer] = field(default_factory=dict)
+    offer: Offer | None = None
+    leases: dict[int, tuple[int, int]] = field(default_factory=dict)
+    is_paused: bool = False
+    leave_why: str = ""
+    expelled_why: str = ""
+    refused_why: str = ""
+    finish: Message | None = None
+    heard_s: float = 0.0

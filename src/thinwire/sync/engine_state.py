@@ -1,0 +1,119 @@
+"""What an engine remembers, as a state: taken out, put back, or taken over by another set of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from thinwire.averaging.delivery import Average
+from thinwire.averaging.exchange import BoundExchange
+from thinwire.errors import CheckpointError
+from thinwire.sync.flight_state import flight_from_state, flight_to_state
+from thinwire.sync.in_flight import InFlight
+from thinwire.sync.method import Method
+from thinwire.sync.pace_maker import PaceMaker
+from thinwire.sync.schedule import Round
+from thinwire.sync.updates import BoundUpdate
+from thinwire.sync.views import BoundView
+from thinwire.sync.work import Work
+from thinwire.transport.base import Transport
+
+
+class EngineState:
+    """The part of an engine that knows its state; see `Engine`."""
+
+    method: Method
+    transport: Transport
+    view: BoundView
+    update: BoundUpdate
+    work: Work
+    _exchanges: Sequence[BoundExchange]
+    _in_flight: dict[int, InFlight]
+    _taken_early: set[int]
+    _settling: list[InFlight]
+    _failed: Round | None
+    _drift_steps: int
+    _pace_maker: PaceMaker
+
+    def _arrival(self, flight: InFlight) -> Average:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return global values, momenta and rounds in flight; waits for those to arrive, but does not apply them."""
+        flights = []
+        for flight in self._in_flight.values():
+            average = self._arrival(flight)
+            flights.append(flight_to_state(flight.round, average))
+        return {
+            **self._identity(),
+            "global": self.view.parameters.state_dict(),
+            "update": self.update.state_dict(),
+            "exchanges": {str(channel): exchange.state_dict() for channel, exchange in enumerate(self._exchanges)},
+            "in_flight": flights,
+            "taken_early": sorted(self._taken_early),
+            "work": self.work.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned.
+
+        Raises:
+            CheckpointError: It is of another method, replica, number of replicas or model.
+        """
+        for field, expected in self._identity().items():
+            if state.get(field) != expected:
+                raise CheckpointError(f"the checkpoint's {field} is {state.get(field)!r}, this run's is {expected!r}")
+        self._load_common(state)
+        for channel, exchange in enumerate(self._exchanges):
+            exchange.load_state_dict(state["exchanges"][str(channel)])
+
+    def adopt(self, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Take over the state of a run with another number of replicas, or of another replica of it.
+
+        Global values and momenta stay; rounds in flight, which have arrived, are applied when they are due, as those
+        that took part made them; what exchanges remember stays where it still holds.
+
+        Returns:
+            What begins anew, a line each.
+
+        Raises:
+            CheckpointError: It is of another method or model, or its replicas hold different global values.
+        """
+        if not self.method.has_common_value:
+            raise CheckpointError(
+                f"{self.method.name} keeps a model of its own on each replica, so a state of one of "
+                f"{state.get('num_replicas')} replicas says nothing for {self.transport.num_replicas}; end that run "
+                f"with its final exchange, and start from the model"
+            )
+        before = state.get("num_replicas")
+        if not isinstance(before, int) or before < 1:
+            raise CheckpointError(f"the checkpoint's num_replicas must be at least 1, got {before!r}; it is damaged")
+        expected = self.method.describe(num_replicas=before)
+        if state.get("method") != expected:
+            raise CheckpointError(f"the checkpoint's method is {state.get('method')!r}, this run's is {expected!r}")
+        is_own = state.get("replica") == self.transport.replica
+        self._load_common(state)
+        anew = []
+        if not is_own and self.view.parameters.forget_locals():
+            anew.append(f"local parameters: what replica {state.get('replica')} has trained since its last exchange")
+        anew += [
+            f"channel {channel}, {line}"
+            for channel, exchange in enumerate(self._exchanges)
+            for line in exchange.adopt(state["exchanges"][str(channel)], is_own=is_own)
+        ]
+        return tuple(anew)
+
+    def _identity(self) -> dict[str, Any]:
+        count = self.transport.num_replicas
+        method = self.method.describe(num_replicas=count)
+        return {"method": method, "replica": self.transport.replica, "num_replicas": count}
+
+    def _load_common(self, state: Mapping[str, Any]) -> None:
+        self.view.parameters.load_state_dict(state["global"])
+        self.update.load_state_dict(state["update"])
+        self._failed, self._settling = None, []
+        self._pace_maker = PaceMaker(self.work, drift_steps=self._drift_steps)
+        flights = [flight_from_state(flight) for flight in state["in_flight"]]
+        self._in_flight = {flight.round.id: flight for flight in flights}
+        self._taken_early = set(state["taken_early"])
+        self.work.load_state_dict(state["work"])
