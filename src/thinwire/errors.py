@@ -8,6 +8,7 @@ Exception
     │   ├── ConnectError        the replicas could not be joined at the start
     │   ├── PeerLost            a replica's connection broke
     │   ├── DeadlineExceeded    a replica did not answer in time
+    │   ├── NotThere            a replica does not have what it was asked for, and never will
     │   └── PayloadError        a message is corrupt, foreign or of the wrong size
     ├── Expelled            an elastic run goes on without this replica, which may join again
     ├── DesyncError         replicas that must agree do not
@@ -44,6 +45,10 @@ class PeerLost(TransportError):
 
 class DeadlineExceeded(TransportError):
     """A replica did not answer before its deadline."""
+
+
+class NotThere(TransportError):
+    """A replica does not have what it was asked for, and will not have it."""
 
 
 class PayloadError(TransportError):

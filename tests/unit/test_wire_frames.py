@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from thinwire.transport.wire_frames import (
     INCARNATION_BYTES,
     MOST_FRAME_BYTES,
+    MOST_NAME_BYTES,
     OPENING_BYTES,
     PART_BYTES,
     Ask,
     Bye,
+    Cancel,
     FrameError,
     Got,
     Hello,
@@ -20,6 +22,7 @@ from thinwire.transport.wire_frames import (
     Opening,
     Part,
     Refused,
+    Want,
     read,
     write,
 )
@@ -34,6 +37,7 @@ FRAMES = st.one_of(
     st.builds(Matched, number=NUMBERS),
     st.builds(Refused, number=NUMBERS),
     st.builds(Bye),
+    st.builds(Cancel, number=NUMBERS),
 )
 
 
@@ -53,6 +57,12 @@ def test_an_opening_brings_its_body(size, key, number):
     assert bytes(found.body) == body
 
 
+@given(number=NUMBERS, name=st.binary(min_size=1, max_size=MOST_NAME_BYTES))
+def test_a_want_brings_its_name(number, name):
+    want = Want(number=number, name=name)
+    assert read(memoryview(write(want))) == want
+
+
 @pytest.mark.parametrize("size", [1, PART_BYTES - 1, PART_BYTES])
 def test_a_part_brings_its_body(size):
     found = read(memoryview(write(Part(number=3, start=5, body=memoryview(bytes([7]) * size)))))
@@ -68,7 +78,10 @@ def test_a_part_brings_its_body(size):
         b"TW\x01\x08",
         b"tw\x02\x08",
         b"tw\x01\x00",
+        b"tw\x01\x0b",
         b"tw\x01\x09",
+        write(Want(number=0, name=b"")),
+        write(Want(number=0, name=bytes(MOST_NAME_BYTES + 1))),
         b"tw\x01\x08 ",
         bytes(MOST_FRAME_BYTES + 1),
         write(Part(number=0, start=0, body=memoryview(b""))),

@@ -28,6 +28,10 @@ class Awaited:
         self._received: Received | None = None
         self._error: TransportError | None = None
 
+    def describe(self) -> str:
+        """Name what is under way in an error's text."""
+        return self._envelope.describe()
+
     def done(self) -> bool:
         """Tell, without waiting, whether `wait` would return or raise at once."""
         return self._finished.is_set()
@@ -36,7 +40,7 @@ class Awaited:
         """Wait until the transfer is done; a wait that ran out can be tried again."""
         if not self._finished.wait(timeout=max(0.0, deadline_s)):
             raise DeadlineExceeded(
-                f"{self._peer_name} did not {self._verb} {self._envelope.describe()} within {deadline_s:.3g} s, the "
+                f"{self._peer_name} did not {self._verb} {self.describe()} within {deadline_s:.3g} s, the "
                 f"deadline that follows from measured times; it hangs, or its link became slower than that: see its log"
             )
         if self._error is not None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+# Where replicas come and go, their numbers only grow and are never used twice.
+MOST_REPLICAS = 1 << 20
 
 
 class Kind(IntEnum):
@@ -16,6 +20,7 @@ class Kind(IntEnum):
     SETUP = 2
     BUFFERS = 3
     CONTROL = 4
+    LIBRARY = 5
 
     @property
     def label(self) -> str:
@@ -37,7 +42,8 @@ class Envelope:
         payload_bytes: Size of the payload; for a receiver that `takes_less`, the most it can be.
         takes_less: For a receiver: whether the payload may be shorter. It does not travel.
         reference_hash: Hash of the global value that the payload refers to, 0 for none. It is not compared on
-            arrival: the engine compares it over all replicas, so that it can name the odd one.
+            arrival: the engine compares it over all replicas, so that it can name the odd one. In the answer to an
+            ask it is 1 where the payload is what was asked for, and 0 where that is not there and will not come.
         spread_s: A word to the sender's own transport, which does not travel: hand the message to the wire over so many
             seconds, not at once. A transport may ignore it.
     """
@@ -128,6 +134,55 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Give back sockets and threads; closing twice is fine."""
+        ...
+
+
+class Ask(Pending, Protocol):
+    """What one replica asked another for, on its way."""
+
+    envelope: Envelope
+
+    def cancel(self) -> None:
+        """Wait for it no longer; where the answer comes all the same it is thrown away."""
+        ...
+
+    def on_finish(self, callback: Callable[[], None]) -> None:
+        """Call back once when it ended either way, at once when it has."""
+        ...
+
+
+class Answer(Pending, Protocol):
+    """What one replica answers another, on its way."""
+
+    envelope: Envelope
+
+    def on_finish(self, callback: Callable[[], None]) -> None:
+        """Call back once when it ended either way, at once when it has."""
+        ...
+
+
+@runtime_checkable
+class AskingTransport(Transport, Protocol):
+    """A transport on which replicas also ask each other for things by name, as `WireTransport` does.
+
+    Attributes:
+        on_want: Called with a replica, the number of its ask and the name that it asks for.
+        on_cancel: Called with a replica and the number of an ask for whose answer nobody waits any more.
+        on_lost: Called with a replica whose connection ended, and its asks with it.
+    """
+
+    on_want: Callable[[int, int, bytes], None] | None
+    on_cancel: Callable[[int, int], None] | None
+    on_lost: Callable[[int], None] | None
+
+    def ask(self, source: int, name: bytes, *, most_bytes: int) -> Ask:
+        """Ask another replica for what it has, or will have, under a name."""
+        ...
+
+    def answer(
+        self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
+    ) -> Answer:
+        """Answer an ask; the payload is not copied, and must stay as it is until the transfer ends."""
         ...
 
 

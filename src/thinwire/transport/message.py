@@ -53,6 +53,21 @@ def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Ten
     message = torch.empty(HEADER_BYTES + payload.numel(), dtype=torch.uint8)
     message[HEADER_BYTES:] = payload
     view = message.numpy().data
+    view[:HEADER_BYTES] = header_of(zlib.crc32(view[HEADER_BYTES:]), sender=sender, envelope=envelope)
+    return message
+
+
+def header_of(payload_crc: int, *, sender: int, envelope: Envelope) -> bytes:
+    """Return the header alone, for a payload that goes to several replicas and is not copied for each.
+
+    Args:
+        payload_crc: CRC-32 of the payload.
+        sender: The replica that sends.
+        envelope: What the message is.
+
+    Returns:
+        `HEADER_BYTES` bytes.
+    """
     fields = _FIELDS.pack(
         MAGIC,
         VERSION,
@@ -65,11 +80,10 @@ def pack(payload: torch.Tensor, *, sender: int, envelope: Envelope) -> torch.Ten
         envelope.numel,
         envelope.payload_bytes,
         envelope.reference_hash,
-        zlib.crc32(view[HEADER_BYTES:]),
+        payload_crc,
         0,
     )
-    view[:HEADER_BYTES] = fields + struct.pack("<I", zlib.crc32(fields))
-    return message
+    return fields + struct.pack("<I", zlib.crc32(fields))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, TransportError
 from thinwire.events import Direction, Transfer, TransferLog
-from thinwire.transport.base import Envelope, Pending, Received, Transport
+from thinwire.transport.base import Answer, Ask, AskingTransport, Envelope, Pending, Received, Transport
 from thinwire.transport.message import HEADER_BYTES
 
 
@@ -86,6 +86,74 @@ class RecordingTransport:
     def close(self) -> None:
         """Close the wrapped transport; the log stays."""
         self.inner.close()
+
+
+class RecordingAskingTransport(RecordingTransport):
+    """Wrap a transport on which replicas also ask each other, and record asks and answers too, with kind `library`.
+
+    An ask is recorded with the bytes that came, an answer with those that went, and one that nobody waited for any more
+    with its error. Whoever comes and goes is told to the wrapped transport itself.
+
+    Args:
+        inner: The transport that moves the bytes.
+        log: Where the records go, a new log by default.
+        clock: Seconds that only grow.
+
+    Attributes:
+        inner: The transport that moves the bytes.
+        log: The records.
+        on_want: The wrapped transport's.
+        on_cancel: The wrapped transport's.
+        on_lost: The wrapped transport's.
+    """
+
+    def __init__(
+        self, inner: AskingTransport, *, log: TransferLog | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(inner, log=log, clock=clock)
+        self._asking = inner
+
+    @property
+    def on_want(self) -> Callable[[int, int, bytes], None] | None:
+        """Called with a replica, the number of its ask and the name that it asks for."""
+        return self._asking.on_want
+
+    @on_want.setter
+    def on_want(self, handler: Callable[[int, int, bytes], None] | None) -> None:
+        self._asking.on_want = handler
+
+    @property
+    def on_cancel(self) -> Callable[[int, int], None] | None:
+        """Called with a replica and the number of an ask for whose answer nobody waits any more."""
+        return self._asking.on_cancel
+
+    @on_cancel.setter
+    def on_cancel(self, handler: Callable[[int, int], None] | None) -> None:
+        self._asking.on_cancel = handler
+
+    @property
+    def on_lost(self) -> Callable[[int], None] | None:
+        """Called with a replica whose connection ended, and its asks with it."""
+        return self._asking.on_lost
+
+    @on_lost.setter
+    def on_lost(self, handler: Callable[[int], None] | None) -> None:
+        self._asking.on_lost = handler
+
+    def ask(self, source: int, name: bytes, *, most_bytes: int) -> Ask:
+        """Ask another replica, see `AskingTransport.ask`."""
+        pending = self._asking.ask(source, name, most_bytes=most_bytes)
+        return _RecordedAsk(pending, self._entry("received", source, pending.envelope))
+
+    def answer(
+        self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
+    ) -> Answer:
+        """Answer an ask, see `AskingTransport.answer`."""
+        pending = self._asking.answer(peer, number, payload, is_there=is_there, crc=crc)
+        return _RecordedAnswer(pending, self._entry("sent", peer, pending.envelope))
+
+    def _entry(self, direction: Direction, peer: int, envelope: Envelope) -> _Entry:
+        return _Entry(self.log, self._clock, direction=direction, peer=peer, envelope=envelope)
 
 
 class _Entry:
@@ -178,6 +246,22 @@ class _RecordedWhenItEnds(_Recorded):
 
     def on_finish(self, callback: Callable[[], None]) -> None:
         self._announcing.on_finish(callback)
+
+
+class _RecordedAsk(_RecordedWhenItEnds):
+    def __init__(self, inner: Ask, entry: _Entry) -> None:
+        super().__init__(inner, entry, inner)
+        self.envelope = inner.envelope
+        self._ask = inner
+
+    def cancel(self) -> None:
+        self._ask.cancel()
+
+
+class _RecordedAnswer(_RecordedWhenItEnds):
+    def __init__(self, inner: Answer, entry: _Entry) -> None:
+        super().__init__(inner, entry, inner)
+        self.envelope = inner.envelope
 
 
 def _begin(entry: _Entry, begin: Callable[[], Pending]) -> _Recorded:

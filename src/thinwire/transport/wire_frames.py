@@ -12,8 +12,11 @@ Little endian. Every frame starts with the magic `tw`, the version and its kind,
 | 6 matched | number u64 | a receive was posted for a message that had arrived whole |
 | 7 refused | number u64 | the message is not what was expected |
 | 8 bye | | nothing follows |
+| 9 want | number u64; name, 1 to 64 bytes | what is under this name? Answered by a message of kind 5, round `number` |
+| 10 cancel | number u64 | nobody wants the answer to this ask any more; say that it is gone |
 
-Numbers count the messages that one side sent on this connection, from 0. A frame that breaks a rule is a `FrameError`,
+Numbers count the messages that one side sent on this connection, from 0; those of wants and cancels are the asking
+side's own, and never used twice. A frame that breaks a rule is a `FrameError`,
 and its sender is disconnected.
 """
 
@@ -27,6 +30,7 @@ VERSION = 1
 OPENING_BYTES = 1 << 16
 PART_BYTES = 1 << 15
 MOST_MESSAGE_BYTES = 1 << 48
+MOST_NAME_BYTES = 64
 INCARNATION_BYTES = 16
 _PREFIX = struct.Struct("<2sBB")
 _MAGIC = b"tw"
@@ -120,8 +124,24 @@ class Bye:
     """Nothing follows."""
 
 
-Frame = Hello | Opening | Ask | Part | Got | Matched | Refused | Bye
-_KINDS: tuple[type, ...] = (Hello, Opening, Ask, Part, Got, Matched, Refused, Bye)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """A request for what the other side has, or will have, under a name."""
+
+    number: int
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """Nobody wants the answer to a `Want` any more."""
+
+    number: int
+
+
+Frame = Hello | Opening | Ask | Part | Got | Matched | Refused | Bye | Want | Cancel
+_KINDS: tuple[type, ...] = (Hello, Opening, Ask, Part, Got, Matched, Refused, Bye, Want, Cancel)
+_NUMBERED: tuple[type[Matched | Refused | Cancel], ...] = (Matched, Refused, Cancel)
 
 
 def write(frame: Frame) -> bytearray:
@@ -144,6 +164,8 @@ def write(frame: Frame) -> bytearray:
         fields = _ASK.pack(frame.number, frame.end)
     elif isinstance(frame, Got):
         fields = _GOT.pack(frame.number, frame.is_matched)
+    elif isinstance(frame, Want):
+        fields = _NUMBER.pack(frame.number) + frame.name
     elif isinstance(frame, Bye):
         fields = b""
     else:
@@ -196,8 +218,17 @@ def _read_fields(kind: type, rest: memoryview) -> Frame:
         if len(rest):
             raise FrameError(f"a bye with {len(rest)} bytes, expected none")
         return Bye()
+    return _read_number(kind, rest)
+
+
+def _read_number(kind: type, rest: memoryview) -> Frame:
+    if kind is Want:
+        (number,), name = _at_least(_NUMBER, rest), bytes(rest[_NUMBER.size :])
+        if not 1 <= len(name) <= MOST_NAME_BYTES:
+            raise FrameError(f"a name of {len(name)} bytes, expected 1 to {MOST_NAME_BYTES}")
+        return Want(number=number, name=name)
     (number,) = _exactly(_NUMBER, rest)
-    return Matched(number=number) if kind is Matched else Refused(number=number)
+    return next(numbered for numbered in _NUMBERED if numbered is kind)(number=number)
 
 
 def _read_opening(rest: memoryview) -> Opening:

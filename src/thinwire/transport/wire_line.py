@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from thinwire.transport.wire_asking import MOST_WANTS
 from thinwire.transport.wire_frames import MOST_FRAME_BYTES
 from thinwire.transport.wire_liveness import BEAT_S, TcpReading, read_tcp
 from thinwire.transport.wire_sending import EARLY_BYTES, EARLY_MESSAGES
@@ -20,7 +21,7 @@ HANDSHAKE_S = 10.0
 _CURVE_BYTES = 64
 # Frames that may stand in one of libzmq's queues. What we asked for and what may come unasked must fit: a full queue
 # would stop libzmq from reading, and heartbeats with it.
-_RECEIVE_FRAMES = EARLY_MESSAGES + 1024
+_RECEIVE_FRAMES = EARLY_MESSAGES + MOST_WANTS + 1024
 _SEND_FRAMES = 128
 # What libzmq's own heartbeats end, for systems whose kernel tells nothing: it sees whole frames only, and on the
 # thinnest wires one of them takes a minute.

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import PeerLost, TransportError
+from thinwire.transport.wire_asking import MOST_WANTS, AnswerTransfer, Asking, AskTransfer
 from thinwire.transport.wire_frames import (
     Ask,
     Bye,
+    Cancel,
     FrameError,
     Got,
     Hello,
@@ -19,6 +21,7 @@ from thinwire.transport.wire_frames import (
     Opening,
     Part,
     Refused,
+    Want,
     read,
     write,
 )
@@ -32,6 +35,21 @@ from thinwire.transport.wire_transfer import WireTransfer
 _MOST_REPLIES = 8192
 _BURST = 64
 _REDIAL_S, _LONGEST_REDIAL_S = 1.0, 30.0
+# Where replicas come and go, a door that does not know this one will know it soon.
+_OPEN_REDIAL_S = 0.5
+_HELP = "see its log; restart it and resume from the last checkpoint"
+_OPEN_HELP = "see its log; the others go on without it"
+
+
+Heard = Callable[[int, "Want | Cancel | None"], None]
+
+
+def left_out(transfer: WireTransfer) -> PeerLost:
+    """Say of a replica that it is none of those that this one was told of, or is none any more."""
+    return PeerLost(
+        f"replica {transfer.peer} does not take part during {transfer.describe()}: it has left, or has not come yet; "
+        f"the others go on without it"
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +73,8 @@ class Link:
     Args:
         peer: The other replica.
         own: What this replica says first.
+        is_open: Whether replicas come and go, and the others go on without this one.
+        heard: Told what the peer asks for and cancels, and None when the connection ends.
 
     Attributes:
         line: The connection, None where there is none.
@@ -63,13 +83,17 @@ class Link:
         redial_s: When to dial again.
     """
 
-    def __init__(self, *, peer: int, own: Hello) -> None:
+    def __init__(
+        self, *, peer: int, own: Hello, is_open: bool = False, heard: Heard = lambda peer, frame: None
+    ) -> None:
         self.peer = peer
         self.line: Line | None = None
         self.reason = "is not connected"
         self.is_over = False
         self.redial_s = 0.0
         self._own = own
+        self._is_open = is_open
+        self._heard = heard
         self._incarnation: bytes | None = None
         self._patience_s = _REDIAL_S
         self._held: bytearray | None = None
@@ -125,6 +149,32 @@ class Link:
         elif not self._receiving.hand_over(transfer):
             transfer.fail(self._lost(transfer))
 
+    def post_ask(self, transfer: AskTransfer) -> None:
+        """Ask for something by its name, or fail where there is no connection."""
+        if not self.is_up:
+            transfer.fail(self._lost(transfer))
+        elif not self._asking.has_room:
+            transfer.fail(
+                TransportError(
+                    f"{transfer.describe()}: {MOST_WANTS} asks of replica {self.peer} wait for their answers; ask for "
+                    f"more when some have come"
+                )
+            )
+        else:
+            self._receiving.post(transfer)
+            self._asking.ask(transfer)
+
+    def post_cancel(self, transfer: AskTransfer) -> None:
+        """Let the peer know that nobody waits for an answer any more."""
+        self._asking.cancel(transfer)
+
+    def post_answer(self, transfer: AnswerTransfer, message: torch.Tensor, *, header: bytes = b"") -> None:
+        """Answer an ask that came over this connection; one of an earlier connection has nobody who waits."""
+        if self.is_up and self._asking.answer(transfer):
+            self._sending.post(transfer, message, now_s=time.monotonic(), header=header)
+        else:
+            transfer.fail(PeerLost(f"replica {self.peer} does not wait for the answer to its ask any more"))
+
     def take(self, raw: memoryview | None) -> None:
         """Act on a frame.
 
@@ -146,6 +196,9 @@ class Link:
                 raise FrameError(f"messages without an end while it leaves {_MOST_REPLIES} answers unread")
         elif isinstance(frame, Ask | Got | Matched | Refused):
             self._sending.take(frame)
+        elif isinstance(frame, Want | Cancel):
+            if self._asking.take(frame):
+                self._heard(self.peer, frame)
         elif isinstance(frame, Bye):
             self._end("closed its connection", error_of=self._lost)
             self.is_over = True
@@ -193,6 +246,9 @@ class Link:
 
     def postpone(self) -> None:
         """Wait before it is dialled again, longer each time."""
+        if self._is_open:
+            self.redial_s = time.monotonic() + _OPEN_REDIAL_S
+            return
         self.redial_s = time.monotonic() + self._patience_s
         self._patience_s = min(2 * self._patience_s, _LONGEST_REDIAL_S)
 
@@ -201,7 +257,7 @@ class Link:
 
         def closed(transfer: WireTransfer) -> TransportError:
             return TransportError(
-                f"the transport was closed with {transfer.envelope.describe()} of replica {self.peer} in flight"
+                f"the transport was closed with {transfer.describe()} of replica {self.peer} in flight"
             )
 
         receipts = tuple(self._receiving.replies)  # for what did arrive
@@ -232,7 +288,8 @@ class Link:
         return ""
 
     def _begin(self) -> None:
-        self._sending, self._receiving, self._liveness = Sending(), Receiving(), Liveness()
+        self._sending, self._receiving, self._asking = Sending(), Receiving(), Asking()
+        self._liveness = Liveness()
         self._seen = Seen(since_s=time.monotonic())
         self._held = None
         self._has_said_bye = self._has_heard_bye = False
@@ -242,6 +299,8 @@ class Link:
             return write(self._receiving.replies.popleft())
         if self.is_over:
             return None
+        if self._asking.frames:
+            return write(self._asking.frames.popleft())
         frame = self._sending.next_frame(now_s=time.monotonic())
         return None if frame is None else write(frame)
 
@@ -250,9 +309,10 @@ class Link:
         sending, self._sending = self._sending, Sending()
         sending.fail(error_of)
         self._receiving.fail(error_of)
+        self._asking = Asking()
+        self._heard(self.peer, None)
 
     def _lost(self, transfer: WireTransfer) -> PeerLost:
         return PeerLost(
-            f"replica {self.peer} {self.reason} during {transfer.envelope.describe()}; see its log; restart it and "
-            f"resume from the last checkpoint"
+            f"replica {self.peer} {self.reason} during {transfer.describe()}; {_OPEN_HELP if self._is_open else _HELP}"
         )

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 import zmq
 
 from thinwire.transport.addresses import Address
+from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire_dial import Dial
 from thinwire.transport.wire_door import TAKEN, UNKNOWN, WELCOME, Delivered, Door, DoorLine
-from thinwire.transport.wire_frames import INCARNATION_BYTES, FrameError, Hello, read, write
+from thinwire.transport.wire_frames import INCARNATION_BYTES, Cancel, FrameError, Hello, Want, read, write
 from thinwire.transport.wire_keys import key_pair
 from thinwire.transport.wire_line import HANDSHAKE_S
 from thinwire.transport.wire_link import Link
@@ -36,9 +37,11 @@ class WireLoop:
 
     Args:
         replica: This replica.
-        num_replicas: How many there are.
+        num_replicas: How many there are, None where they come and go.
         secret: The job's.
         address: The IPv4 address to listen on.
+        heard: Told, in the thread in which transfers end, what a replica asks for and cancels, and None when its
+            connection ended.
 
     Attributes:
         links: By replica.
@@ -46,13 +49,29 @@ class WireLoop:
         changed: Notified when a connection came or could not be made.
     """
 
-    def __init__(self, *, replica: int, num_replicas: int, secret: Secret, address: str) -> None:
+    def __init__(
+        self,
+        *,
+        replica: int,
+        num_replicas: int | None,
+        secret: Secret,
+        address: str,
+        heard: Callable[[int, Want | Cancel | None], None],
+    ) -> None:
         self._replica = replica
         self._secret = secret
+        self._is_open = num_replicas is None
+        self._heard = heard
         self._own = Hello(
-            replica=replica, num_replicas=num_replicas, incarnation=secrets.token_bytes(INCARNATION_BYTES)
+            replica=replica,
+            num_replicas=num_replicas or MOST_REPLICAS,
+            incarnation=secrets.token_bytes(INCARNATION_BYTES),
         )
-        self.links = {peer: Link(peer=peer, own=self._own) for peer in range(num_replicas) if peer != replica}
+        self.links: dict[int, Link] = {}
+        self._callers: dict[bytes, int] = {}
+        for peer in range(num_replicas or 0):
+            if peer != replica:
+                self._link(peer)
         self.changed = threading.Condition()
         self.problems: dict[int, tuple[str, bool]] = {}
         self._addresses: dict[int, Address] = {}
@@ -68,22 +87,31 @@ class WireLoop:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        self._set_up_waking()
+        self._next_beat_s = time.monotonic() + BEAT_S
+        self.finisher = Finisher()
+        self._thread = threading.Thread(target=self._run, name="thinwire-wire", daemon=True)
+        self._thread.start()
+
+    def _set_up_waking(self) -> None:
         self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
         self._woken.bind("inproc://wake")
         self._wake.connect("inproc://wake")
         self._poller = zmq.Poller()
         for plug in (self._woken, self.door.monitor, self.door.plug, self.door.decider):
             self._poller.register(plug, zmq.POLLIN)
-        self._next_beat_s = time.monotonic() + BEAT_S
-        self.finisher = Finisher()
-        self._thread = threading.Thread(target=self._run, name="thinwire-wire", daemon=True)
-        self._thread.start()
 
     def _open_door(self, address: str) -> Door:
-        above = range(self._replica + 1, self._own.num_replicas)
-        callers = {key_pair(self._secret, replica=peer, role="dialler").public_bytes: peer for peer in above}
         keys = key_pair(self._secret, replica=self._replica, role="door")
-        return Door(self._context, address=address, keys=keys, callers=callers, decide=self._decide)
+        return Door(self._context, address=address, keys=keys, callers=self._callers, decide=self._decide)
+
+    def _link(self, peer: int) -> None:
+        self.links[peer] = Link(peer=peer, own=self._own, is_open=self._is_open, heard=self._hear)
+        if peer > self._replica:
+            self._callers[key_pair(self._secret, replica=peer, role="dialler").public_bytes] = peer
+
+    def _hear(self, peer: int, frame: Want | Cancel | None) -> None:
+        self.finisher.later(lambda: self._heard(peer, frame))
 
     def do(self, command: Callable[[], None]) -> bool:
         """Have the thread do something soon; tell whether it still runs."""
@@ -104,6 +132,34 @@ class WireLoop:
             self._redial()
 
         self.do(begin)
+
+    def add(self, peer: int, *, address: Address | None) -> None:
+        """Let a replica dial this one, or dial it where an address is given; for sets that are open."""
+
+        def begin() -> None:
+            if peer not in self.links:
+                self._link(peer)
+            if address is not None:
+                self._addresses[peer] = address
+                self._redial()
+
+        self.do(begin)
+
+    def remove(self, peer: int) -> None:
+        """End the connection to a replica, which is not admitted any more; for sets that are open."""
+
+        def end() -> None:
+            self._addresses.pop(peer, None)
+            if peer > self._replica and peer in self.links:
+                del self._callers[key_pair(self._secret, replica=peer, role="dialler").public_bytes]
+            if peer in self._dials:
+                self._undial(peer, reason="was removed", for_good=True)
+            if peer in self.links:
+                self.links.pop(peer).drop("was removed", for_good=True)
+            self.problems.pop(peer, None)
+            self._tell()
+
+        self.do(end)
 
     def close(self, *, deadline_s: float) -> None:
         """End all that is in flight, say goodbye, and give the sockets back."""
@@ -163,8 +219,8 @@ class WireLoop:
             command()
 
     def _decide(self, replica: int) -> bytes:
-        link = self.links[replica]
-        if link.is_over:
+        link = self.links.get(replica)
+        if link is None or link.is_over:
             return UNKNOWN
         return WELCOME if link.line is None else TAKEN
 
@@ -196,8 +252,10 @@ class WireLoop:
                 link.drop(f"sent {error} and was disconnected", for_good=True)
 
     def _admit(self, found: Delivered) -> None:
-        link = self.links[found.replica]
+        link = self.links.get(found.replica)
         try:
+            if link is None:  # it was removed between its handshake and its hello
+                raise FrameError("a hello of one who has left")
             if found.frame is None or not isinstance(hello := read(found.frame), Hello):
                 raise FrameError("something else before its hello")
             link.greet(hello)

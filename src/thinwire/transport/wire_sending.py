@@ -46,12 +46,24 @@ def key_of(envelope: Envelope) -> Key:
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Outgoing:
     transfer: WireTransfer
-    view: memoryview
+    header: bytes
+    rest: memoryview
     posted_s: float
     number: int = 0
     sent: int = 0
     asked: int = 0
     is_matched: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + len(self.rest)
+
+    def piece(self, start: int, end: int) -> memoryview:
+        """Return some of its bytes; a copy only where they lie in two places."""
+        skipped = len(self.header)
+        if start >= skipped:
+            return self.rest[start - skipped : end - skipped]
+        return memoryview(self.header[start:end] + self.rest[: max(0, end - skipped)])
 
     def due_s(self) -> float | None:
         """When its next part may go, None where none is asked for."""
@@ -61,7 +73,7 @@ class _Outgoing:
         spread_s = self.transfer.envelope.spread_s
         if spread_s <= 0:
             return self.posted_s
-        return self.posted_s + spread_s * (end - OPENING_BYTES) / (len(self.view) - OPENING_BYTES)
+        return self.posted_s + spread_s * (end - OPENING_BYTES) / (self.num_bytes - OPENING_BYTES)
 
 
 class Sending:
@@ -75,13 +87,13 @@ class Sending:
         self._unmatched_bytes = 0
         self._next_number = 0
 
-    def post(self, transfer: WireTransfer, message: torch.Tensor, *, now_s: float) -> None:
-        """Add a packed message; its bytes are read until the transfer ends."""
-        self._waiting.append(_Outgoing(transfer=transfer, view=message.numpy().data, posted_s=now_s))
+    def post(self, transfer: WireTransfer, message: torch.Tensor, *, now_s: float, header: bytes = b"") -> None:
+        """Add a packed message, or a payload and its header; the bytes are read until the transfer ends."""
+        self._waiting.append(_Outgoing(transfer=transfer, header=header, rest=message.numpy().data, posted_s=now_s))
 
     def next_frame(self, *, now_s: float) -> Opening | Part | None:
         """Return what may go out now."""
-        if self._waiting and self._has_room(min(len(self._waiting[0].view), OPENING_BYTES)):
+        if self._waiting and self._has_room(min(self._waiting[0].num_bytes, OPENING_BYTES)):
             return self._open(self._waiting.popleft())
         for _ in range(len(self._turns)):
             outgoing = self._turns[0]
@@ -89,7 +101,7 @@ class Sending:
             due_s = outgoing.due_s()
             if due_s is not None and due_s <= now_s:
                 start, outgoing.sent = outgoing.sent, min(outgoing.sent + PART_BYTES, outgoing.asked)
-                return Part(number=outgoing.number, start=start, body=outgoing.view[start : outgoing.sent])
+                return Part(number=outgoing.number, start=start, body=outgoing.piece(start, outgoing.sent))
         return None
 
     def due_s(self) -> float | None:
@@ -112,19 +124,19 @@ class Sending:
         if outgoing is None:
             raise FrameError(f"a word on message {frame.number}, which is not on its way")
         if isinstance(frame, Ask):
-            if not outgoing.asked < frame.end <= len(outgoing.view):
-                raise FrameError(f"a request up to byte {frame.end} of {len(outgoing.view)}, after {outgoing.asked}")
+            if not outgoing.asked < frame.end <= outgoing.num_bytes:
+                raise FrameError(f"a request up to byte {frame.end} of {outgoing.num_bytes}, after {outgoing.asked}")
             outgoing.asked = frame.end
             self._match(frame.number)
         elif isinstance(frame, Got):
-            if outgoing.sent < len(outgoing.view):
+            if outgoing.sent < outgoing.num_bytes:
                 raise FrameError(f"a receipt for message {frame.number}, of which only {outgoing.sent} bytes were sent")
             self._end(outgoing, error=None)
             if frame.is_matched:
                 self._match(frame.number)
         else:
             self._match(frame.number)
-            what = outgoing.transfer.envelope.describe()
+            what = outgoing.transfer.describe()
             self._end(
                 outgoing,
                 error=PayloadError(
@@ -143,17 +155,17 @@ class Sending:
 
     def _open(self, outgoing: _Outgoing) -> Opening:
         outgoing.number, self._next_number = self._next_number, self._next_number + 1
-        outgoing.sent = outgoing.asked = min(len(outgoing.view), OPENING_BYTES)
+        outgoing.sent = outgoing.asked = min(outgoing.num_bytes, OPENING_BYTES)
         self._known[outgoing.number] = outgoing
-        if outgoing.sent < len(outgoing.view):
+        if outgoing.sent < outgoing.num_bytes:
             self._turns.append(outgoing)
         self._unmatched[outgoing.number] = outgoing.sent
         self._unmatched_bytes += outgoing.sent
         return Opening(
             number=outgoing.number,
             key=key_of(outgoing.transfer.envelope),
-            message_bytes=len(outgoing.view),
-            body=outgoing.view[: outgoing.sent],
+            message_bytes=outgoing.num_bytes,
+            body=outgoing.piece(0, outgoing.sent),
         )
 
     def _match(self, number: int) -> None:

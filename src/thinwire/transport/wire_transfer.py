@@ -68,6 +68,8 @@ class WireTransfer(Awaited):
         self._end(error)
 
     def _settle(self, message: torch.Tensor | None) -> None:
+        if self.done():  # nobody wants it any more
+            return
         error: TransportError | None = None
         try:
             if message is not None:
