@@ -34,6 +34,8 @@ class Fetch:
         except PeerLost:
             return True
 
+    def cancel(self) -> None: ...
+
     def wait(self, *, deadline_s: float) -> torch.Tensor:
         until_s = time.monotonic() + deadline_s
         while (found := self._look()) is None:
@@ -48,12 +50,18 @@ class TownShelf:
 
     def __init__(self, town: "Town", replica: int) -> None:
         self._town, self._replica = town, replica
+        self.is_past: Callable[[bytes], bool] = lambda name: False
 
     def publish(self, name: bytes, payload: torch.Tensor) -> None:
         self._town.blobs.setdefault(self._replica, {})[name] = payload
 
     def get(self, source: int, name: bytes, *, most_bytes: int) -> Fetch:
         return Fetch(self._town, self._replica, source, name)
+
+    def forget_past(self) -> None:
+        blobs = self._town.blobs.get(self._replica, {})
+        for name in [name for name in blobs if self.is_past(name)]:
+            del blobs[name]
 
 
 class Town:
@@ -124,6 +132,7 @@ class Resident:
         self.council = Council(replica=self.replica, interval_steps=interval_steps, say=self._say)
         self.shelf = TownShelf(town, self.replica)
         self.seat = ElasticSeat(self.council, self.shelf)
+        self.shelf.is_past = self.seat.is_past
         self._say("here", address="127.0.0.1", port=1000 + self.replica, corpus="c", windows=1000)
         self._is_over = threading.Event()
         self._beats = threading.Thread(target=self._turn, daemon=True)

@@ -39,6 +39,10 @@ class Fetch(Protocol):
         """Return the blob: uint8, one-dimensional, CPU."""
         ...
 
+    def cancel(self) -> None:
+        """Wait for it no longer."""
+        ...
+
 
 class Shelf(Protocol):
     """Where blobs are offered and fetched by name."""
@@ -49,6 +53,10 @@ class Shelf(Protocol):
 
     def get(self, source: int, name: bytes, *, most_bytes: int) -> Fetch:
         """Begin to fetch a blob from a replica."""
+        ...
+
+    def forget_past(self) -> None:
+        """Let go of blobs that nobody needs any more."""
         ...
 
 
@@ -130,7 +138,7 @@ class Proposal:
             closed_step = self._council.view.closed_step
         parts = {member: self._parts[member][HEAD_BYTES:] for member in decision.members}
         self.agreed = Agreed(parts=parts, step=decision.step, closed_step=closed_step)
-        self._asked.clear()
+        self._cancel_all()
         return Received(payload=torch.empty(0, dtype=torch.uint8), reference_hash=self._hash)
 
     # -- before the decision
@@ -246,6 +254,7 @@ class Proposal:
             if fetch.done() or time.monotonic() < asked_s + self._council.transfers.limit_s:
                 return False
             del self._asked[member]
+            fetch.cancel()
             return True
         return time.monotonic() > self._failed.get(member, -_AGAIN_S) + _AGAIN_S
 
@@ -260,6 +269,11 @@ class Proposal:
         self._council.tell("stuck", round=self._round_id, why=why)
         self._council.settle(self._round_id)
         raise Expelled(f"replica {self._council.replica} could not get round {self._round_id}: {why}; it joins again")
+
+    def _cancel_all(self) -> None:
+        for _, fetch in self._asked.values():
+            fetch.cancel()
+        self._asked.clear()
 
     def _pause(self) -> None:
         with self._council.changed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from thinwire.membership.council import Council
-from thinwire.membership.proposal import Proposal, Shelf
+from thinwire.membership.proposal import Proposal, Shelf, round_of
 
 
 class ElasticSeat:
@@ -19,6 +19,7 @@ class ElasticSeat:
     def __init__(self, council: Council, shelf: Shelf) -> None:
         self._council = council
         self._shelf = shelf
+        self._kept: dict[int, int] = {}
 
     def active(self) -> tuple[int, ...]:
         """Return the replicas that take part, this one among them."""
@@ -33,7 +34,24 @@ class ElasticSeat:
         self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int
     ) -> Proposal:
         """Offer a part and take part in what is agreed on; see `Proposal`."""
+        self._forget_old()
+        self._kept[round_id] = launch_step
         return Proposal(
             council=self._council, shelf=self._shelf, round_id=round_id, launch_step=launch_step, part=part,
             reference_hash=reference_hash, most_bytes=most_bytes,
         )  # fmt: skip
+
+    def is_past(self, name: bytes) -> bool:
+        """Tell of a blob's name whether it is a part of a round that nobody needs any more."""
+        round_id = round_of(name)
+        oldest = min(list(self._kept), default=0)
+        return round_id is not None and round_id < oldest
+
+    def _forget_old(self) -> None:
+        """Let go of rounds that all have applied, and that nobody who is coming needs."""
+        floor = self._council.view.floor_step - self._council.interval_steps
+        old = [round_id for round_id, launch_step in self._kept.items() if launch_step < floor]
+        for round_id in old:
+            del self._kept[round_id]
+        if old:
+            self._shelf.forget_past()

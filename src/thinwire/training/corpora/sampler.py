@@ -112,10 +112,7 @@ class Sampler:
         self.epoch, self._position, self._shard = epoch, position, self._shard_of(epoch)
 
     def _shard_of(self, epoch: int) -> NDArray[np.int64]:
-        # Sorted by raw draws, not `Generator.permutation`: numpy keeps the raw stream the same in all versions, and
-        # replicas with different versions must not come to different orders.
-        draws = np.random.Philox(key=derive_seed(self._identity["seed"], "sampler", epoch)).random_raw(self.num_windows)
-        order = np.argsort(draws, kind="stable").astype(np.int64)
+        order = shuffled(self.num_windows, seed=self._identity["seed"], epoch=epoch)
         # A copy, so that the whole order is not kept alive by a part of it.
         return order[self._identity["replica"] :: self._identity["num_replicas"]].copy()
 
@@ -147,6 +144,23 @@ def validation_batches(
     return (
         windows(tokens, chosen[start : start + batch_size], seq_len=seq_len) for start in range(0, count, batch_size)
     )
+
+
+def shuffled(num_windows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the order of an epoch's windows, the same on every replica.
+
+    Args:
+        num_windows: How many there are.
+        seed: The run's.
+        epoch: From 0.
+
+    Returns:
+        (num_windows,) their numbers.
+    """
+    # Sorted by raw draws, not `Generator.permutation`: numpy keeps the raw stream the same in all versions, and
+    # replicas with different versions must not come to different orders.
+    draws = np.random.Philox(key=derive_seed(seed, "sampler", epoch)).random_raw(num_windows)
+    return np.argsort(draws, kind="stable").astype(np.int64)
 
 
 def count_windows(tokens: TokenArray, *, seq_len: int, at_least: int, what: str) -> int:
