@@ -36,15 +36,19 @@ def replace_whole(path: Path, write: Callable[[Path], None]) -> None:
         if isinstance(error, OSError):  # nobody has asked for the temporary file, so no error names it
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _sync_folder(folder: Path) -> None:
-    # the rename itself is on the disk only when its folder is
+def sync_folder(folder: Path) -> None:
+    """Bring to the disk what names a folder holds: a file's rename is there only when its folder is.
+
+    Raises:
+        OSError: It could not be done.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

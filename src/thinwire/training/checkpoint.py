@@ -78,7 +78,7 @@ class Checkpoints:
         except (OSError, SafetensorError) as error:
             self._remove(step)
             raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {folder}: {_reason(error)}; make room or choose "
+                f"cannot write the checkpoint of step {step} to {folder}: {reason_of(error)}; make room or choose "
                 f"another --out, then go on from the checkpoint before with --resume"
             ) from error
         self._prune(step - drift_steps)
@@ -113,7 +113,7 @@ class Checkpoints:
             tensors = safetensors.torch.load_file(path)
             state = unflatten_state(tensors, description["state"])
         except (OSError, SafetensorError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is corrupt: {_reason(error)}; {self._remedy(step)}") from error
+            raise CheckpointError(f"{path} is corrupt: {reason_of(error)}; {self._remedy(step)}") from error
         if not isinstance(state, dict):
             raise CheckpointError(f"{path} holds no state; {self._remedy(step)}")
         return state
@@ -137,7 +137,7 @@ class Checkpoints:
             "tensors_sha256": tensors_sha256,
             "state": skeleton,
         }
-        return json.dumps({**body, "sha256": _body_sha256(body)})
+        return json.dumps({**body, "sha256": body_sha256(body)})
 
     def _header(self, step: int) -> dict[str, Any]:
         return {"format": _FORMAT, "version": _VERSION, "step": step, **asdict(self._identity)}
@@ -147,7 +147,7 @@ class Checkpoints:
         try:
             body = json.loads(path.read_bytes())
             stated = body.pop("sha256")
-            is_intact = stated == _body_sha256(body) and body["tensors_sha256"] == _sha256(tensor_path)
+            is_intact = stated == body_sha256(body) and body["tensors_sha256"] == _sha256(tensor_path)
         except OSError as error:
             raise CheckpointError(f"cannot read {error.filename}: {error.strerror}; {self._remedy(step)}") from error
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -301,7 +301,8 @@ def unflatten_state(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> Any:
     return tuple(values) if kind == "tuple" else values
 
 
-def _body_sha256(body: Mapping[str, Any]) -> str:
+def body_sha256(body: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a value for JSON, which a JSON file holds of the rest of itself."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -310,6 +311,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Return in a line what an error of a file or of its content says."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return (text.strip() or type(error).__name__).splitlines()[0]
