@@ -19,6 +19,11 @@ COMMANDS = {
     "simulate": "run methods in virtual time on machines and wires",
     "plan": "find the method and settings that fit these machines and wires",
     "secret": "make the secret with which replicas prove who they are and encrypt what they send",
+    "join": "add this host to a running job that is elastic",
+    "status": "tell how an elastic job goes, and who takes part",
+    "pause": "let replicas of an elastic job rest",
+    "resume": "let replicas of an elastic job go on",
+    "leave": "let replicas of an elastic job leave",
     "lab": "run a command on hosts that are joined by thin wires, all on this machine",
 }
 

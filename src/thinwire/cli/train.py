@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
         check(config)
         _check_compiler(config)
+        _check_elastic(config)
     except ValueError as error:
         return _fail(USAGE, error, is_told=is_told)
     except ThinwireError as error:
@@ -65,6 +66,18 @@ def _check_compiler(config: TrainConfig) -> None:
             f"--compile needs a C++ compiler, and there is no {name}; install it, name another in CXX, or leave "
             f"--compile out"
         )
+
+
+def _check_elastic(config: TrainConfig) -> None:
+    if config.elastic:
+        from thinwire.cli.elastic_train import check_elastic
+
+        if world_size() is not None:
+            raise ValueError(
+                "--elastic starts its own replicas and lets others join; run it without torchrun, and thinwire join on "
+                "the other hosts"
+            )
+        check_elastic(config)
 
 
 def _check_secret(config: TrainConfig) -> None:
@@ -93,6 +106,8 @@ def _train_here(config: TrainConfig) -> int:
             code, step = _prepare(config)
             if code:
                 return code
+            if config.elastic:
+                return _train_elastic(config, is_resumed=is_resumed)
             with _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None):
                 summary = launch(config, module="thinwire.cli.worker", is_resumed=is_resumed)
         except KeyboardInterrupt:
@@ -104,6 +119,15 @@ def _train_here(config: TrainConfig) -> int:
         except WorkerFailed as error:
             return _fail(FAILED, f"{error}. Go on with: thinwire train --resume {config.run_dir}")
     return _show(config, _report(config, summary))
+
+
+def _train_elastic(config: TrainConfig, *, is_resumed: bool) -> int:
+    from thinwire.cli.elastic_train import run
+
+    code, summary = run(config, is_resumed=is_resumed)
+    if code and code != FAILED:
+        _say(f"go on with: thinwire train --resume {config.run_dir}")
+    return code if summary is None else _show(config, _report(config, summary))
 
 
 def _prepare(config: TrainConfig) -> tuple[int, int]:
@@ -120,10 +144,10 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
         check_data(config, open_data(config))
     except DataError as error:
         return _fail(USAGE, error), 0
-    step, warnings = step_to_resume(config) if is_resumed else (0, [])
+    step, warnings = step_to_resume(config) if is_resumed and not config.elastic else (0, [])
     for warning in warnings:
         _say(f"warning: {warning}")
-    if is_resumed and not config.quiet:
+    if is_resumed and not config.quiet and not config.elastic:
         _say(f"going on from step {step}")
     make_run_folder(dataclasses.replace(config, resume=None, overwrite=False), is_resumed=is_resumed)
     return 0, step

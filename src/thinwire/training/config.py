@@ -17,7 +17,7 @@ from thinwire.version import __version__
 # Options that do not change what is computed: a resumed run may be given others, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
-    "join_deadline_s", "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
+    "join_deadline_s", "port", "checkpoint_to", "keep_checkpoints", "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
     "expected_step_s",
 )  # fmt: skip
 
@@ -139,6 +139,16 @@ class TrainConfig:
     """Address of this host that the other hosts reach."""
     secret: Path | None = None
     """File that all hosts have (thinwire secret FILE): replicas then prove who they are, and encrypt what they send."""
+    elastic: bool = False
+    """Let replicas come and go: others join with the words that are printed, and one that is lost stops nobody."""
+    port: int = 29400
+    """Port of the elastic run's coordinator; 0 takes a free one."""
+    preserve_norm: bool = False
+    """Keep the length of a single replica's part in an elastic run's means, however many make them."""
+    checkpoint_to: str | None = None
+    """Folder or URL (s3://...) of an elastic run's checkpoints. Default: checkpoints/ in --out."""
+    keep_checkpoints: int = 2
+    """How many of an elastic run's checkpoints are kept."""
     join_deadline_s: float = 300.0
     """Seconds that replicas may come one after another."""
     cache_dir: Path | None = None
@@ -198,7 +208,7 @@ _CHOICES = {
 _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
     "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
-    "vocab_size": 1,
+    "vocab_size": 1, "port": 0, "keep_checkpoints": 1,
 }  # fmt: skip
 
 # Peak learning rates of AdamW. nano's was tried: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3

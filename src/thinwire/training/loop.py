@@ -50,7 +50,7 @@ class Training:
         batches: This replica's data.
         held_out: Gives so many batches (at most) that nobody trains on, the same at every call.
         meter: Takes the metrics.
-        checkpoints: Takes the states.
+        checkpoints: Takes the states; None where somebody else sees to them.
         device: Where the model is.
         watch: Tells when steps take longer than planned, where there is a plan.
 
@@ -60,7 +60,7 @@ class Training:
 
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
-        held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: Checkpoints, device: torch.device,
+        held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: Checkpoints | None, device: torch.device,
         watch: Watch | None = None,
     ) -> None:  # fmt: skip
         self.step = 0
@@ -133,6 +133,10 @@ class Training:
         self._model.train()
         return total / count, count
 
+    def share(self) -> tuple[int, int]:
+        """Return which part of an evaluation is this replica's, and how many there are."""
+        return self._optimizer.transport.replica, self._optimizer.transport.num_replicas
+
     def evaluate_at_end(self) -> float:
         """Evaluate on all the batches that the end deserves, write it down, and return the loss."""
         val_loss, targets = self.evaluate(self._config.final_eval_batches)
@@ -141,6 +145,8 @@ class Training:
 
     def save(self) -> None:
         """Write a checkpoint of the state after the present step."""
+        if self._checkpoints is None:
+            return
         state = {
             "model": {name: parameter.detach() for name, parameter in self._model.named_parameters()},
             "buffers": dict(self._model.named_buffers()),
@@ -241,11 +247,9 @@ class Training:
         is_last = self.step == self._config.steps
         if not is_last and self._is_due(self._config.eval_every):
             # shared out, so that no replica waits for the one that evaluates
-            transport = self._optimizer.transport
+            part, num_parts = self.share()
             with self._apart():
-                val_loss, targets = self.evaluate(
-                    self._config.eval_batches, part=transport.replica, num_parts=transport.num_replicas
-                )
+                val_loss, targets = self.evaluate(self._config.eval_batches, part=part, num_parts=num_parts)
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
 
     def _look_for_drift(self) -> None:

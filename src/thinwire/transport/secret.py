@@ -63,7 +63,22 @@ def make_secret(path: Path) -> Secret:
         ValueError: There is such a file, or no such folder.
         OSError: It cannot be written.
     """
-    key = secrets.token_bytes(SECRET_BYTES)
+    secret = Secret(key=secrets.token_bytes(SECRET_BYTES))
+    write_secret(path, secret)
+    return secret
+
+
+def write_secret(path: Path, secret: Secret) -> None:
+    """Write a secret to a file that only its owner can read.
+
+    Args:
+        path: A file that does not exist yet.
+        secret: The secret.
+
+    Raises:
+        ValueError: There is such a file, or no such folder.
+        OSError: It cannot be written.
+    """
     try:
         # created with its mode: at no time can others read it
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -75,10 +90,9 @@ def make_secret(path: Path) -> Secret:
     except FileNotFoundError:
         raise ValueError(f"{path} cannot be made, because there is no folder {path.parent}; make it first") from None
     with os.fdopen(file, "w") as opened:
-        opened.write(f"{_WORD} {key.hex()}\n")
+        opened.write(f"{_WORD} {secret.key.hex()}\n")
         opened.flush()
         os.fsync(opened.fileno())
-    return Secret(key=key)
 
 
 def read_secret(path: Path) -> Secret:

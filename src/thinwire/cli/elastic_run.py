@@ -1,0 +1,128 @@
+"""What `thinwire train --elastic` and `thinwire join` have in common: this host's processes, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import Stopped, WorkerFailed
+from thinwire.membership.invitation import Invitation
+from thinwire.membership.line import Line
+from thinwire.membership.protocol import Message
+from thinwire.training.elastic.launch import Role, launch
+from thinwire.transport.secret import Secret
+
+_ASK_S, _TELL_S = 1.0, 15.0
+
+
+class Watch:
+    """Asks the coordinator how the run goes, and tells what is new.
+
+    Args:
+        invitation: Where the coordinator is.
+        secret: The job's.
+        say: Told what people should know.
+    """
+
+    def __init__(self, invitation: Invitation, *, secret: Secret, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._line = Line(invitation, secret=secret, hear=self._hear)
+        self._latest: dict[str, Any] | None = None
+        self._told: list[str] = []
+        self._ask_s = self._tell_s = 0.0
+
+    def look(self) -> None:
+        """Ask again when it is time, and tell what has come."""
+        now_s = time.monotonic()
+        if now_s >= self._ask_s:
+            self._ask_s = now_s + _ASK_S
+            self._line.say("command", verb="status", target="")
+        status, self._latest = self._latest, None
+        if status is None:
+            return
+        for finding in _new(self._told, status["findings"]):
+            self._say(finding)
+        self._told = status["findings"]
+        if now_s >= self._tell_s and status["started"]:
+            self._tell_s = now_s + _TELL_S
+            self._say(describe(status))
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._line.close()
+
+    def _hear(self, message: Message) -> None:
+        if message["kind"] == "answer":
+            self._latest = message["status"]
+
+
+def describe(status: dict[str, Any]) -> str:
+    """Say in one line how a run goes."""
+    active = [one for one in status["members"] if one["standing"] == "active"]
+    paused = ", paused" if status["paused"] else ""
+    return f"step {status['step']}, {len(active)} replicas take part, {status['rounds']} rounds decided{paused}"
+
+
+def _new(told: list[str], findings: list[str]) -> list[str]:
+    """Return what stands at the end of a list that moves on."""
+    for start in range(len(told) + 1):
+        if findings[: len(told) - start] == told[start:]:
+            return findings[len(told) - start :]
+    return findings
+
+
+def run_here(
+    roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool,
+) -> int:  # fmt: skip
+    """Run this host's processes to the end; return the exit code."""
+    say = _say_nothing if is_quiet else tell
+    watch = Watch(invitation, secret=secret, say=say)
+    try:
+        launch(roles, run_dir=run_dir, say=tell, look=watch.look)
+    except Stopped as stop:
+        tell(f"{stop}; this host's replicas have left")
+        return 128 + stop.signal_number
+    except WorkerFailed as error:
+        print(f"thinwire: error: {error}; see {run_dir / 'logs'}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        watch.close()
+    return 0
+
+
+def replica_roles(count: int, *, first: int = 0) -> list[Role]:
+    """Return the processes of so many replicas."""
+    return [
+        Role(name=f"replica-process {index}", module="thinwire.cli.elastic_worker", words=(str(index),))
+        for index in range(first, first + count)
+    ]
+
+
+def tell(text: str) -> None:
+    """Say something to people."""
+    print(f"thinwire: {text}", file=sys.stderr, flush=True)
+
+
+def show_status(status: dict[str, Any], *, as_json: bool) -> None:
+    """Print what the coordinator says of the run."""
+    if as_json:
+        print(json.dumps(status))
+        return
+    print(describe(status) if status["started"] else "waiting for replicas to begin")
+    for one in status["members"]:
+        paused = " (paused)" if one["paused"] else ""
+        speed = f"{one['step_s']:.3f} s a step" if one["step_s"] else "-"
+        print(f"  replica {one['replica']:<4} {one['host']:<24} {one['standing']:<9} step {one['step']:<8} {speed}{paused}")
+    print(
+        f"deadlines: late replicas {status['grace_s']:g} s, votes {status['vote_s']:g} s, silence {status['silence_s']:g} s"
+    )
+    for finding in status["findings"][-5:]:
+        print(f"  {finding}")
+
+
+def _say_nothing(text: str) -> None:
+    """Stands in for `tell` in a quiet run."""

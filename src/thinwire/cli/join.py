@@ -1,0 +1,130 @@
+"""`thinwire join ADDRESS`: adds this host's replicas to a running job, which tells all that they must know."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from thinwire.cli.words import read_words
+from thinwire.errors import ThinwireError
+
+if TYPE_CHECKING:
+    from thinwire.transport.secret import Secret
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions:
+    """Add this host to a running job of `thinwire train --elastic`.
+
+    The job tells model, data, method and settings. Ctrl-C leaves it again; the others go on.
+    """
+
+    address: Annotated[str, tyro.conf.Positional]
+    """The words that the host printed which began the job, or its HOST:PORT together with --secret."""
+    secret: Path | None = None
+    """File of the job's secret, where the address does not hold it."""
+    replicas: int = 1
+    """Replicas to add on this host."""
+    out: Path | None = None
+    """Folder for logs, metrics and checkpoints on this host. Default: runs/joined-HOST-PORT."""
+    data: str | None = None
+    """Folder or name of the same data on this host. Default: the job's."""
+    batch_size: int | None = None
+    """Sequences a step on this host. Default: the job's."""
+    device: str | None = None
+    """cpu or cuda. Default: the job's."""
+    threads: int | None = None
+    """Torch's threads a replica. Default: this host's cores shared out, at least 1."""
+    interface: str | None = None
+    """Network interface that the other hosts reach, such as eth0."""
+    own_address: str | None = None
+    """Address of this host that the other hosts reach."""
+    cache_dir: Path | None = None
+    """Where tokenizers and token files are kept. Default: ~/.cache/thinwire."""
+    quiet: bool = False
+    """Print nothing but errors."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire join --help`.
+
+    Returns:
+        0, 1 for what went wrong while running, 2 for wrong options, 128 + N for signal N.
+    """
+    try:
+        options = read_words(JoinOptions, arguments, prog="thinwire join")
+        return _join(options)
+    except ValueError as error:
+        return _fail(2, error)
+    except ThinwireError as error:
+        return _fail(1, error)
+    except OSError as error:
+        return _fail(1, f"{error.strerror or error}: {error.filename}" if error.filename else error)
+
+
+def _join(options: JoinOptions) -> int:
+    from thinwire.cli.elastic_run import replica_roles, run_here
+    from thinwire.membership.invitation import read_invitation
+    from thinwire.training.assembly import check_device
+    from thinwire.training.elastic.job import LocalSettings
+    from thinwire.transport.addresses import address_of
+    from thinwire.transport.secret import need_pyzmq
+
+    if options.replicas < 1:
+        raise ValueError(f"--replicas must be at least 1, got {options.replicas}")
+    if options.batch_size is not None and options.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
+    if options.interface is not None and options.own_address is not None:
+        raise ValueError("give --interface or --own-address, not both")
+    if options.device is not None:
+        check_device(options.device)
+    need_pyzmq()
+    invitation = read_invitation(options.address)
+    run_dir = options.out or Path("runs") / f"joined-{invitation.host}-{invitation.port}"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    secret, secret_path = job_secret(invitation.secret, options.secret, run_dir=run_dir)
+    own = address_of(options.interface) if options.interface is not None else options.own_address
+    threads = options.threads or max(1, (os.cpu_count() or 1) // options.replicas)
+    LocalSettings(
+        invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),
+        out=str(run_dir.resolve()), cache_dir=str(options.cache_dir or Path.home() / ".cache" / "thinwire"),
+        threads=threads, device=options.device, batch_size=options.batch_size, data=options.data, address=own,
+        quiet=options.quiet,
+    ).save()  # fmt: skip
+    roles = replica_roles(options.replicas)
+    return run_here(roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet)
+
+
+def job_secret(told: Secret | None, path: Path | None, *, run_dir: Path) -> tuple[Secret, Path]:
+    """Return a job's secret, and a file of this host's own that holds it.
+
+    Raises:
+        ValueError: It was given twice, or not at all.
+    """
+    from thinwire.transport.secret import read_secret, write_secret
+
+    if path is not None:
+        if told is not None:
+            raise ValueError("the address holds the job's secret already; leave --secret out")
+        return read_secret(path), path.resolve()
+    if told is None:
+        raise ValueError(
+            "the address holds no secret; give the whole words that the first host printed (thinwire://HOST:PORT/...), "
+            "or the secret's file by --secret"
+        )
+    own = run_dir / "secret"
+    own.unlink(missing_ok=True)
+    write_secret(own, told)
+    return told, own.resolve()
+
+
+def _fail(code: int, error: object) -> int:
+    print(f"thinwire join: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,16 @@
+"""`thinwire pause`: see `thinwire.cli.control`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thinwire.cli.control import control
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire pause --help`.
+
+    Returns:
+        0, 1 for what went wrong while running, 2 for wrong options.
+    """
+    return control("pause", arguments)

@@ -1,0 +1,113 @@
+"""The process of the coordinator: its port, its journal, and what it writes down for people."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from thinwire.files import write_whole
+from thinwire.membership.coordinator import Coordinator
+from thinwire.membership.hub import Hub
+from thinwire.membership.journal import Journal
+from thinwire.training.config import TrainConfig, read_config
+from thinwire.training.elastic.job import Job
+from thinwire.training.global_checkpoints import GlobalCheckpoints
+from thinwire.transport.secret import read_secret
+
+JOURNAL_FILE = "coordinator.jsonl"
+PORT_FILE = "coordinator.json"
+# After the end the last words must reach those that wait for them.
+_FAREWELL_S = 5.0
+_LONGEST_FAREWELL_S = 600.0
+
+
+def coordinate(
+    run_dir: Path, *, secret_path: Path, address: str, port: int, is_resumed: bool, say: Callable[[str], None],
+    until: threading.Event,
+) -> None:  # fmt: skip
+    """Be a run's coordinator until the run has ended and its replicas have left.
+
+    Args:
+        run_dir: Holds the run's options, and takes the journal.
+        secret_path: File of the job's secret.
+        address: The IPv4 address to listen on.
+        port: The port, 0 for a free one.
+        is_resumed: Whether the run goes on from a checkpoint.
+        say: Told what people should know.
+        until: Ends it earlier.
+
+    Raises:
+        ThinwireError: The port cannot be had, or the journal not be written.
+    """
+    job = Job.of(read_config(run_dir))
+    journal = Journal(run_dir / JOURNAL_FILE)
+    known = read_port(run_dir)
+    # one that takes the place of another that died must be where that was
+    wanted = known[1] if port == 0 and known is not None else port
+    hub = Hub(secret=read_secret(secret_path), address=address, port=wanted, say=say)
+    write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
+    coordinator = Coordinator(
+        job=job.to_json(), planned=job.config.num_replicas, sync_interval=job.sync_interval,
+        overlap_steps=job.overlap_steps, shard_windows=job.shard_windows, send=hub.send, record=journal.write,
+        generation=hub.generation, founding_s=job.config.join_deadline_s, from_disk=is_resumed,
+    )  # fmt: skip
+    if is_resumed and not journal.lines():
+        _take_over(coordinator, checkpoints_of(job.config), journal)
+    coordinator.resume_from(journal.lines(), now_s=time.monotonic())
+    end = _End(coordinator, until)
+    try:
+        hub.serve(coordinator, until=end.has_come)
+    finally:
+        hub.close()
+        journal.close()
+
+
+def checkpoints_of(config: TrainConfig, *, warn: Callable[[str], None] | None = None) -> GlobalCheckpoints:
+    """Return a run's checkpoints on this host, or under its URL."""
+    place = config.checkpoint_to or config.run_dir / "checkpoints"
+    return GlobalCheckpoints(place, keep_last=config.keep_checkpoints, on_warning=warn)
+
+
+def _take_over(coordinator: Coordinator, checkpoints: GlobalCheckpoints, journal: Journal) -> None:
+    """Go on with the account of the data that the newest checkpoint holds."""
+    state = checkpoints.latest().state
+    if state is None or "data" not in state.note:
+        return
+    coordinator.ledger.load_state_dict(state.note["data"])
+    coordinator.ledger.release_all()
+    coordinator.roster.next_replica = int(state.note.get("next_replica", 0))
+    journal.write("ledger", coordinator.ledger.state_dict())
+
+
+class _End:
+    """Whether the coordinator has nothing left to do."""
+
+    def __init__(self, coordinator: Coordinator, until: threading.Event) -> None:
+        self._coordinator = coordinator
+        self._until = until
+        self._finished_s: float | None = None
+
+    def has_come(self) -> bool:
+        """Tell whether to end."""
+        if self._until.is_set():
+            return True
+        if not self._coordinator.has_finished:
+            return False
+        now_s = time.monotonic()
+        if self._finished_s is None:
+            self._finished_s = now_s
+        waited_s = now_s - self._finished_s
+        has_parted = not len(self._coordinator.roster) and waited_s > _FAREWELL_S / 10
+        return has_parted or waited_s > _LONGEST_FAREWELL_S
+
+
+def read_port(run_dir: Path) -> tuple[str, int] | None:
+    """Return where the coordinator of a run on this host listens, None as long as it does not say."""
+    try:
+        found = json.loads((run_dir / PORT_FILE).read_text())
+        return str(found["address"]), int(found["port"])
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,121 @@
+"""What a job tells whoever joins it, and what a host says of itself; as values and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import ConnectError
+from thinwire.files import write_whole
+from thinwire.training.assembly import make_method
+from thinwire.training.config import TrainConfig, from_json, to_json
+from thinwire.version import __version__
+
+# A replica is lent so many batches of data at a time.
+_BATCHES_A_SHARD = 16
+# Options of the host that began the job, which mean nothing to another one.
+_LOCAL = ("out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan")
+LOCAL_FILE = "elastic.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What all replicas of a job share.
+
+    Attributes:
+        config: The options; those of one host are left out.
+        sync_interval: H.
+        overlap_steps: tau.
+        shard_windows: Windows of the data that a replica is lent at a time.
+    """
+
+    config: TrainConfig
+    sync_interval: int
+    overlap_steps: int
+    shard_windows: int
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> Job:
+        """Return the job that resolved options describe."""
+        assert config.batch_size is not None
+        method = make_method(config)
+        overlap = getattr(method.schedule, "overlap_steps", 0)
+        return cls(
+            config=config, sync_interval=method.schedule.sync_interval,
+            overlap_steps=max(overlap) if isinstance(overlap, tuple) else overlap,
+            shard_windows=_BATCHES_A_SHARD * config.batch_size,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the coordinator tells."""
+        config = {name: value for name, value in to_json(self.config).items() if name not in _LOCAL}
+        return {
+            "thinwire": __version__, "config": config, "sync_interval": self.sync_interval,
+            "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Job:
+        """Take back what `to_json` returned; it comes over the network.
+
+        Raises:
+            ConnectError: It is no job of this thinwire.
+        """
+        try:
+            numbers = {name: values[name] for name in ("sync_interval", "overlap_steps", "shard_windows")}
+            if not all(type(value) is int and 0 <= value < 1 << 32 for value in numbers.values()):
+                raise ValueError(f"got {numbers}")
+            return cls(config=from_json(values["config"]), **numbers)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConnectError(
+                f"the coordinator tells of no job of this thinwire ({error}); install the same version on all hosts"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings:
+    """What a host's replicas are told by whoever started them.
+
+    Attributes:
+        invitation: Where the coordinator is, without the secret.
+        secret: File of the secret.
+        out: Folder of the run on this host.
+        cache_dir: Where tokenizers and token files are kept.
+        threads: Torch's threads a replica.
+        device: cpu or cuda; None as the job says.
+        batch_size: Sequences a step on this host; None as the job says.
+        data: Name or folder of the data on this host; None as the job says.
+        address: This host's address that the others reach; None to find it.
+        quiet: Whether nothing is printed but errors.
+    """
+
+    invitation: str
+    secret: str
+    out: str
+    cache_dir: str
+    threads: int
+    device: str | None = None
+    batch_size: int | None = None
+    data: str | None = None
+    address: str | None = None
+    quiet: bool = False
+
+    def save(self) -> None:
+        """Write them into the run's folder."""
+        write_whole(Path(self.out) / LOCAL_FILE, json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, run_dir: Path) -> LocalSettings:
+        """Read them from the run's folder."""
+        return cls(**json.loads((run_dir / LOCAL_FILE).read_text()))
+
+    def apply(self, config: TrainConfig) -> TrainConfig:
+        """Return the job's options with this host's own."""
+        own: dict[str, Any] = {"out": Path(self.out), "cache_dir": Path(self.cache_dir), "threads": self.threads}
+        given = {"device": self.device, "batch_size": self.batch_size, "data": self.data, "address": self.address}
+        own |= {name: value for name, value in given.items() if value is not None}
+        return dataclasses.replace(config, **own)

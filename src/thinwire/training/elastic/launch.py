@@ -1,0 +1,169 @@
+"""The processes of an elastic run on one host: each is started again when it dies, and none needs the others for that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from thinwire.errors import Stopped, WorkerFailed
+
+# A worker that ends with this code has said why, and would end so again.
+REFUSED = 3
+_AGAIN_S, _LONGEST_AGAIN_S = 0.5, 30.0
+_SHORT_LIFE_S = 60.0
+_LOOK_S = 0.1
+_STOP_S = 15.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A process that is to run.
+
+    Attributes:
+        name: For people and for its log.
+        module: What `python -m` runs.
+        words: Its arguments, behind the run's folder and this process's id.
+        is_needed: Whether the host's part in the run lasts until it has ended well.
+    """
+
+    name: str
+    module: str
+    words: tuple[str, ...] = ()
+    is_needed: bool = True
+
+
+class _Worker:
+    """One role's process, and those that came before it."""
+
+    def __init__(self, role: Role, *, run_dir: Path) -> None:
+        self.role = role
+        self._run_dir = run_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began_s = 0.0
+        self._due_s = 0.0
+        self._pause_s = _AGAIN_S
+        self.num_starts = 0
+        self.has_ended = False
+        self.problem = ""
+
+    def look(self, say: Callable[[str], None]) -> None:
+        """Start the process when it is due, and see how it ended."""
+        if self.has_ended:
+            return
+        if self._process is None:
+            if time.monotonic() >= self._due_s:
+                self._start()
+            return
+        code = self._process.poll()
+        if code is None:
+            return
+        self._process = None
+        if code == 0:
+            self.has_ended = True
+        elif code == REFUSED:
+            self.has_ended = True
+            self.problem = self._last_words() or f"{self.role.name} could not go on"
+        else:
+            self._plan_again(code, say)
+
+    def _start(self) -> None:
+        logs = self._run_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", self.role.module, str(self._run_dir.resolve()), str(os.getpid())]
+        with (logs / f"{self.role.name.replace(' ', '-')}.err").open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, *self.role.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self._began_s = time.monotonic()
+        self.num_starts += 1
+
+    def _plan_again(self, code: int, say: Callable[[str], None]) -> None:
+        if time.monotonic() - self._began_s > _SHORT_LIFE_S:
+            self._pause_s = _AGAIN_S
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        say(f"{self.role.name} {how}; starting it again in {self._pause_s:g} s")
+        self._due_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_AGAIN_S)
+
+    def stop(self, number: int) -> None:
+        """Ask the process to end, and start no other."""
+        self.has_ended = True
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def wait(self, until_s: float) -> None:
+        """Wait for the end of one that was asked to, and end it then."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout=max(0.1, until_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _last_words(self) -> str:
+        path = self._run_dir / "logs" / f"{self.role.name.replace(' ', '-')}.err"
+        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return said[-1] if said else ""
+
+
+def launch(roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], look: Callable[[], None]) -> None:
+    """Run processes until all that are needed have ended well.
+
+    Must be called from the main thread: it handles SIGINT, SIGTERM and SIGHUP meanwhile.
+
+    Args:
+        roles: What is to run.
+        run_dir: The run's folder.
+        say: Told what people should know.
+        look: Called several times a second.
+
+    Raises:
+        WorkerFailed: One cannot go on, and said why; the others have ended too.
+        Stopped: A signal came; all have ended.
+    """
+    workers = [_Worker(role, run_dir=run_dir) for role in roles]
+    signals: list[int] = []
+
+    def take(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, take) for number in _SIGNALS}
+    try:
+        while not signals:
+            for worker in workers:
+                worker.look(say)
+            problems = [worker.problem for worker in workers if worker.problem]
+            if problems:
+                raise WorkerFailed(problems[0])
+            if all(worker.has_ended for worker in workers if worker.role.is_needed):
+                return
+            look()
+            time.sleep(_LOOK_S)
+        raise Stopped(signals[0])
+    finally:
+        _stop_all(workers)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop_all(workers: Sequence[_Worker]) -> None:
+    """Replicas first: what they say as they leave is for the coordinator."""
+    until_s = time.monotonic() + _STOP_S
+    for worker in [*(w for w in workers if w.role.is_needed), *(w for w in workers if not w.role.is_needed)]:
+        worker.stop(signal.SIGTERM)
+        if not worker.role.is_needed:
+            worker.wait(until_s)
+    for worker in workers:
+        worker.wait(until_s)

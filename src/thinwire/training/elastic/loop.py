@@ -1,0 +1,76 @@
+"""The training loop of a replica that may be paused, told to leave, or let go."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from thinwire.errors import ThinwireError
+from thinwire.membership.joining import Seated
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.config import TrainConfig
+from thinwire.training.loop import Batch, Batches, Training
+from thinwire.training.metrics import Meter
+
+_SEEN = 32
+
+
+class Left(ThinwireError):
+    """This replica was told to leave, and has."""
+
+
+class ElasticTraining(Training):
+    """See `Training`; checkpoints are the `StateKeeper`'s business.
+
+    Args:
+        config: Resolved options.
+        model: A language model on `device`.
+        optimizer: Over it, with a seat.
+        batches: This replica's data.
+        held_out: Gives so many batches (at most) that nobody trains on.
+        meter: Takes the metrics.
+        device: Where the model is.
+        seated: This replica's seat.
+        step: Inner steps that the run has done already.
+    """
+
+    def __init__(
+        self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
+        held_out: Callable[[int], Iterable[Batch]], meter: Meter, device: torch.device, seated: Seated, step: int,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
+            checkpoints=None, device=device,
+        )  # fmt: skip
+        self.step = self._reported_step = step
+        self._seated = seated
+        self._own_s: deque[float] = deque(maxlen=_SEEN)
+
+    def share(self) -> tuple[int, int]:
+        """Return which part of an evaluation is this replica's, and how many there are: by those that are here."""
+        active = self._seated.council.active()
+        return active.index(self._seated.replica), len(active)
+
+    def _train_step(self) -> None:
+        council = self._seated.council
+        council.check()
+        if council.view.is_paused:
+            self._rest()
+        if council.view.leave_why:
+            self._optimizer.engine.flush()
+            raise Left(f"replica {self._seated.replica} {council.view.leave_why}")
+        began_s, stalled_s = time.monotonic(), self._optimizer.statistics.stalled_s
+        super()._train_step()
+        took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
+        self._own_s.append(max(1e-6, took_s))
+        council.step, council.step_s = max(council.step, self.step), statistics.median(self._own_s)
+
+    def _rest(self) -> None:
+        """Wait until the pause is over."""
+        council = self._seated.council
+        council.wait_for(lambda view: not view.is_paused or view.leave_why, deadline_s=None, why="")

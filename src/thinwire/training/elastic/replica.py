@@ -1,0 +1,246 @@
+"""One replica of an elastic run, from joining to the end; one that fell out joins again with a new number."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.errors import Expelled, ThinwireError
+from thinwire.membership.invitation import read_invitation
+from thinwire.membership.joining import Seated, join
+from thinwire.membership.view import View
+from thinwire.sync.elastic import elastic
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.assembly import make_inner_optimizer, make_method, make_model
+from thinwire.training.config import TrainConfig
+from thinwire.training.corpora import Corpus
+from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.elastic.coordination import checkpoints_of
+from thinwire.training.elastic.job import Job, LocalSettings
+from thinwire.training.elastic.loop import ElasticTraining, Left
+from thinwire.training.elastic.states import StateKeeper, take_in
+from thinwire.training.metrics import Meter, open_loggers
+from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
+from thinwire.training.worker import held_out_batches, open_data
+from thinwire.transport.addresses import Address
+from thinwire.transport.secret import Secret, read_secret
+
+# Between two attempts to join; doubled up to the second while they fail at once.
+_AGAIN_S, _LONGEST_AGAIN_S = 0.5, 10.0
+_SHORT_LIFE_S = 30.0
+# The others may take a while to come to the end, and so may the one that evaluates.
+_END_S = 3600.0
+
+
+def run_replica(settings: LocalSettings, *, tell: Callable[[str], None], device_index: int = 0) -> bool:
+    """Take part in a job until it ends, or this replica is told to leave.
+
+    Args:
+        settings: What this host's replicas are told.
+        tell: Told, in words, what happens.
+        device_index: Which of this host's GPUs is its own.
+
+    Returns:
+        Whether the run came to its end.
+
+    Raises:
+        ThinwireError: The job cannot be joined, or the run cannot go on.
+    """
+    torch.set_num_threads(settings.threads)
+    secret = read_secret(Path(settings.secret))
+    pause_s = _AGAIN_S
+    while True:
+        began_s = time.monotonic()
+        life = _Life(settings, secret=secret, tell=tell, device_index=device_index)
+        try:
+            return life.live()
+        except Left as left:
+            tell(str(left))
+            return False
+        except Expelled as expelled:
+            tell(str(expelled))
+        finally:
+            life.close()
+        if time.monotonic() - began_s > _SHORT_LIFE_S:
+            pause_s = _AGAIN_S
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_AGAIN_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Parts:
+    """What a replica is made of once it knows its job."""
+
+    config: TrainConfig
+    job: Job
+    corpus: Corpus
+    device: torch.device
+    model: torch.nn.Module
+    optimizer: DistributedOptimizer
+    batches: ShardBatches
+
+
+class _Life:
+    """One stay in a job, under one number."""
+
+    def __init__(
+        self, settings: LocalSettings, *, secret: Secret, tell: Callable[[str], None], device_index: int
+    ) -> None:
+        self._settings = settings
+        self._secret = secret
+        self._tell = tell
+        self._device_index = device_index
+        self._seated: Seated | None = None
+        self._keeper: StateKeeper | None = None
+        self._meter: Meter | None = None
+        self._why = "left"
+
+    def live(self) -> bool:
+        """Join, train, and see the run to its end."""
+        seated, address = self._join()
+        parts = self._assemble(seated)
+        self._arrive(seated, parts, address)
+        step = self._begin(seated, parts)
+        training = self._training(seated, parts, step=step)
+        training.run()
+        return self._end(seated, parts, training)
+
+    def close(self) -> None:
+        """Leave, and give everything back."""
+        if self._keeper is not None:
+            self._keeper.close()
+        if self._meter is not None:
+            self._meter.close()
+        if self._seated is not None:
+            self._seated.close(why=self._why)
+
+    def _join(self) -> tuple[Seated, Address]:
+        invitation = read_invitation(self._settings.invitation)
+
+        def planned(values: Mapping[str, Any]) -> tuple[int, int]:
+            job = Job.from_json(values)
+            return job.config.num_replicas, job.sync_interval
+
+        seated, address = join(
+            invitation, secret=self._secret, planned=planned, address=self._settings.address,
+            deadline_s=60.0,
+        )  # fmt: skip
+        self._seated = seated
+        return seated, address
+
+    def _assemble(self, seated: Seated) -> _Parts:
+        job = Job.from_json(seated.job)
+        config = self._settings.apply(job.config)
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        corpus = open_data(config)
+        is_cuda = config.device == "cuda"
+        device = torch.device("cuda", self._device_index) if is_cuda else torch.device("cpu")
+        torch.manual_seed(config.seed)
+        model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
+        method = elastic(
+            make_method(config), seat=seated.seat, preserve_norm=config.preserve_norm,
+            find=lambda text: seated.council.tell("note", level="warning", text=text),
+        )  # fmt: skip
+        optimizer = DistributedOptimizer(
+            model, make_inner_optimizer(config, model), method=method, transport=seated.transport, seed=config.seed,
+            pace=False, seat=seated.seat,
+        )  # fmt: skip
+        assert config.batch_size is not None and config.seq_len is not None
+        batches = ShardBatches(
+            corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
+            shard_windows=job.shard_windows, lend=seated.council.lease, ask_ahead=seated.council.ask_lease,
+        )  # fmt: skip
+        seated.council.used = batches.used
+        return _Parts(
+            config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches
+        )
+
+    def _arrive(self, seated: Seated, parts: _Parts, address: Address) -> None:
+        seated.arrive(
+            corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port
+        )
+
+        def has_news(view: View) -> object:
+            if view.refused_why:
+                raise ThinwireError(f"the job refuses this replica: {view.refused_why}")
+            return view.has_started and view.offer
+
+        seated.council.wait_for(has_news, deadline_s=None, why="")
+
+    def _begin(self, seated: Seated, parts: _Parts) -> int:
+        """Take a state in and become active; return the step to go on from."""
+        council, config = seated.council, parts.config
+        checkpoints = checkpoints_of(config, warn=self._tell)
+        self._keeper = StateKeeper(
+            seated, model=parts.model, optimizer=parts.optimizer,
+            checkpoints=checkpoints if self._device_index == 0 else None, every=config.checkpoint_every,
+            last_step=config.steps, warn=self._tell,
+        )  # fmt: skip
+        offer = council.view.offer
+        assert offer is not None
+        step = take_in(
+            offer, seated=seated, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints, tell=self._tell
+        )
+        council.step = step
+        council.insist("active", step=step)
+        council.wait_for(lambda view: _is_active(view, seated.replica), deadline_s=None, why="")
+        council.done_with("active")
+        self._tell(f"replica {seated.replica} takes part from step {step}")
+        if step:
+            parts.optimizer.begin_at(step)
+        return step
+
+    def _training(self, seated: Seated, parts: _Parts, *, step: int) -> ElasticTraining:
+        config = parts.config
+        loggers = open_loggers(
+            config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=seated.replica, after_step=step
+        )
+        self._meter = Meter(config.run_dir, replica=seated.replica, log=seated.transport.log, loggers=loggers)
+        self._meter.start()
+        return ElasticTraining(
+            config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
+            held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
+            meter=self._meter, device=parts.device, seated=seated, step=step,
+        )  # fmt: skip
+
+    def _end(self, seated: Seated, parts: _Parts, training: ElasticTraining) -> bool:
+        with parts.optimizer.global_parameters():
+            sha256 = parameters_sha256(parts.model)
+        note = replica_note(training.reading(), sha256=sha256)
+        council = seated.council
+        council.insist("done", note=note)
+        finish = council.wait_for(lambda view: view.finish, deadline_s=_END_S, why="the other replicas do not end")
+        council.done_with("done")
+        if finish["writer"] == seated.replica:
+            self._write(parts, training, finish)
+        self._why = "has come to the end"
+        return True
+
+    def _write(self, parts: _Parts, training: ElasticTraining, finish: Mapping[str, Any]) -> None:
+        """Evaluate, and write the model and the run's numbers."""
+        config = parts.config
+        val_loss = training.evaluate_at_end()
+        with parts.optimizer.global_parameters():
+            save_model(config.run_dir, parts.model, tokenizer_json=parts.corpus.tokenizer.to_json())
+        count = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
+        summary = summarise(
+            config, finish["notes"], val_loss=val_loss, parameters=count, num_fragments=parts.optimizer.num_fragments
+        )
+        data = finish["note"]["data"]
+        assert config.seq_len is not None
+        summary["elastic"] = {
+            "tokens_counted": int(data["counted"]) * config.seq_len,
+            "tokens_repeated": int(data["repeated"]) * config.seq_len,
+            "replicas_ever": finish["note"]["next_replica"],
+        }
+        write_summary(config.run_dir, summary)
+
+
+def _is_active(view: View, replica: int) -> bool:
+    own = view.neighbours.get(replica)
+    return own is not None and own.is_active

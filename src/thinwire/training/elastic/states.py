@@ -1,0 +1,214 @@
+"""States of an elastic run at one replica: kept for those that come, written to disk, and taken in when it comes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from torch import nn
+
+from thinwire.errors import ConnectError, Expelled, ThinwireError
+from thinwire.membership.fetch import StateFetch
+from thinwire.membership.joining import Seated
+from thinwire.membership.state_chunks import publish_state, withdraw_state
+from thinwire.membership.view import Offer
+from thinwire.sync.elastic import global_tensors, load_global_tensors
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.global_checkpoints import GlobalCheckpoints
+from thinwire.training.global_state import GlobalState, pack, unpack
+
+_NOTE_S = 20.0
+_KEPT = 2
+_LOOK_S = 0.2
+# A state may be large and its wire thin: what ends a fetch is that nothing comes, not that it takes long.
+_FETCH_S, _STALL_S = 7 * 24 * 3600.0, 60.0
+
+
+class StateKeeper:
+    """Copies the global state at the steps where others need it, or a checkpoint is due; the rest is done by a thread.
+
+    Args:
+        seated: This replica's seat, connections and blobs.
+        model: Its model.
+        optimizer: Over it.
+        checkpoints: Where states are written; None for nowhere.
+        every: Steps between two checkpoints, None or 0 for none but the last.
+        last_step: The run's last step.
+        warn: Told of what could not be kept or written.
+    """
+
+    def __init__(
+        self, seated: Seated, *, model: nn.Module, optimizer: DistributedOptimizer,
+        checkpoints: GlobalCheckpoints | None, every: int | None, last_step: int, warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._seated = seated
+        self._model = model
+        self._optimizer = optimizer
+        self._checkpoints = checkpoints
+        self._every = every
+        self._last_step = last_step
+        self._warn = warn
+        self._published: dict[int, tuple[bytes, int]] = {}
+        self._tasks: queue.SimpleQueue[tuple[GlobalState, bool] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="thinwire-states", daemon=True)
+        self._thread.start()
+        optimizer.engine.on_exchanged = self._look
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self._tasks.put(None)
+        self._thread.join(timeout=60)
+        if self._checkpoints is not None:
+            self._checkpoints.wait(60)
+
+    def _look(self, step: int) -> None:
+        """Copy the state where it is wanted; called between two steps, when it is the same on all replicas."""
+        council = self._seated.council
+        council.step = max(council.step, step)
+        with council.changed:
+            wanted = step in council.view.captures
+            missed = [cut for cut in council.view.captures if cut < step]
+            council.view.captures -= {step, *missed}
+        for cut in missed:
+            council.tell("missed", step=cut)
+        is_due = bool(self._every and step % self._every == 0) or step == self._last_step
+        if wanted or (is_due and self._checkpoints is not None):
+            parameters, outer = global_tensors(self._optimizer.engine, self._model)
+            state = GlobalState(step=step, parameters=parameters, outer=outer)
+            self._tasks.put((state, is_due))
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            state, is_due = task
+            try:
+                self._publish(state)
+                if is_due and self._checkpoints is not None:
+                    self._write(state)
+            except (ThinwireError, ValueError, OSError, MemoryError) as error:
+                self._warn(f"the state of step {state.step} could not be kept: {error}")
+
+    def _publish(self, state: GlobalState) -> None:
+        if state.step in self._published:
+            return
+        vector = pack(state)
+        root = publish_state(self._seated.library, state_name(state.step), vector)
+        self._published[state.step] = root, vector.numel()
+        self._seated.council.tell("captured", step=state.step, root=root.hex(), bytes=vector.numel())
+        for old in sorted(self._published)[:-_KEPT]:
+            if old < self._seated.council.view.floor_step:
+                _, num_bytes = self._published.pop(old)
+                withdraw_state(self._seated.library, state_name(old), num_bytes=num_bytes)
+
+    def _write(self, state: GlobalState) -> None:
+        """Write a checkpoint with what the coordinator says of the data."""
+        assert self._checkpoints is not None
+
+        def note_of(view: object) -> Offer | None:
+            return self._seated.council.view.offers.get(state.step)
+
+        try:
+            offer = self._seated.council.wait_for(note_of, deadline_s=_NOTE_S, why="the checkpoint tells no data")
+            note = dict(offer.note)
+        except (ConnectError, Expelled):
+            note = {}
+        full = GlobalState(step=state.step, parameters=state.parameters, outer=state.outer, note=note)
+        self._checkpoints.save(full, copy=False)
+
+
+def state_name(step: int) -> bytes:
+    """Return the name under which a state is shown."""
+    return b"s%d" % step
+
+
+def take_in(
+    offer: Offer, *, seated: Seated, model: nn.Module, optimizer: DistributedOptimizer,
+    checkpoints: GlobalCheckpoints | None, tell: Callable[[str], None],
+) -> int:  # fmt: skip
+    """Begin from a state: fetched from others, from this host's disk, or from the seed.
+
+    Args:
+        offer: What the coordinator offers.
+        seated: This replica's seat.
+        model: The model, with the first weights.
+        optimizer: Over it.
+        checkpoints: This host's checkpoints.
+        tell: Told what is done.
+
+    Returns:
+        The step to go on from.
+
+    Raises:
+        ThinwireError: The state could not be had.
+    """
+    if offer.root == "seed":
+        return 0
+    if offer.root == "disk":
+        latest = None if checkpoints is None else checkpoints.latest()
+        if latest is None or latest.state is None:
+            tell("there is no checkpoint on this host; beginning anew")
+            return 0
+        for warning in latest.warnings:
+            tell(warning)
+        state = latest.state
+        tell(f"going on from the checkpoint of step {state.step}")
+    else:
+        state = _fetch(offer, seated=seated, tell=tell)
+    if state.step == 0:
+        return 0
+    load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
+    return state.step
+
+
+def _fetch(offer: Offer, *, seated: Seated, tell: Callable[[str], None]) -> GlobalState:
+    council = seated.council
+    fetch = StateFetch(
+        seated.library, state_name(offer.step), num_bytes=offer.num_bytes, root=bytes.fromhex(offer.root),
+        on_finding=lambda found: council.tell("note", level="warning", text=found.describe()),
+    )  # fmt: skip
+    watch = _HolderWatch(fetch, offer=offer, seated=seated)
+    try:
+        vector = fetch.run(deadline_s=_FETCH_S, stall_s=_STALL_S)
+    except ThinwireError as error:
+        council.check()
+        raise Expelled(f"the state of step {offer.step} could not be fetched: {error}; joining again") from None
+    finally:
+        watch.close()
+    tell(f"fetched the state of step {offer.step} ({offer.num_bytes} bytes) from {watch.num_holders} replicas")
+    return unpack(vector, source=f"the state of step {offer.step}")
+
+
+class _HolderWatch:
+    """Tells a fetch who holds the state, as replicas come and go."""
+
+    def __init__(self, fetch: StateFetch, *, offer: Offer, seated: Seated) -> None:
+        self.num_holders = 0
+        self._fetch = fetch
+        self._offer = offer
+        self._seated = seated
+        self._known: set[int] = set()
+        self._is_over = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="thinwire-holders", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            self._look()
+
+    def _look(self) -> None:
+        with self._seated.council.changed:
+            view = self._seated.council.view
+            newest = view.offers.get(self._offer.step, self._offer)
+            present = set(newest.holders) & set(view.neighbours)
+        for holder in present - self._known:
+            self._fetch.add_holder(holder)
+        for holder in self._known - present:
+            self._fetch.remove_holder(holder)
+        self._known = present
+        self.num_holders = max(self.num_holders, len(present))
