@@ -65,6 +65,10 @@ class Seat(Protocol):
         """Return the replicas that take part, this one among them."""
         ...
 
+    def known_step(self) -> int:
+        """Return the furthest step at which somebody has launched a round."""
+        ...
+
     def is_decided(self, round_id: int) -> bool:
         """Tell whether a round was decided without this replica."""
         ...

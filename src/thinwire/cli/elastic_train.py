@@ -29,6 +29,9 @@ class _Nobody:
     def active(self) -> tuple[int, ...]:
         raise AssertionError
 
+    def known_step(self) -> int:
+        raise AssertionError
+
     def is_decided(self, round_id: int) -> bool:
         raise AssertionError
 

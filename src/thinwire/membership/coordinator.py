@@ -182,10 +182,12 @@ class Coordinator:
         used = windows_of(message["used"])
         self.ledger.use(member.replica, used)
         member.step = max(member.step, message["step"])
-        round_id = message["round"]
+        round_id, before = message["round"], self.book.step
         decision = self.book.launch(member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s)
         if decision is None:
             self._used.setdefault(round_id, {})[member.replica] = used
+            if self.book.step > before:  # those that are behind learn at once that they are
+                self._tell_progress()
         else:
             self._tell_decision(decision, to=member)
 
@@ -338,7 +340,8 @@ class Coordinator:
         self._lent.pop(member.replica, None)
         self._record("gone", {"replica": member.replica})
         self._record("ledger", self.ledger.state_dict())
-        self._find(f"replica {member.replica} on {member.host} {why}; the others go on without it")
+        goes_on = "" if self.has_finished else "; the others go on without it"
+        self._find(f"replica {member.replica} on {member.host} {why}{goes_on}")
         self._tell_roster()
 
     def _find(self, text: str) -> None:

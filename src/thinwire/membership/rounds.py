@@ -16,7 +16,8 @@ from thinwire.membership.patience import Patience
 
 # Waiting for late replicas may cost the others so much of an interval.
 _SHARE_OF_INTERVAL = 0.1
-_LEAST_GRACE_S, _MOST_GRACE_S = 0.3, 30.0
+# Beyond the steps: for the scheduler and the way of the words; and as long as nobody has told how long steps take.
+_WORDS_S, _UNKNOWN_S = 0.3, 30.0
 _LEAST_VOTE_S, _MOST_VOTE_S = 2.0, 60.0
 # Decisions kept for replicas that catch up.
 _KEPT = 8192
@@ -62,6 +63,18 @@ class OpenRound:
     first_vote_s: float = 0.0
 
 
+def grace_steps(*, sync_interval: int, overlap_steps: int) -> float:
+    """Return by how many steps a replica may be behind so that the others still wait for it.
+
+    Half of the steps between launch and apply, when nobody needs the result yet, and a tenth of the interval.
+
+    Example:
+        >>> grace_steps(sync_interval=30, overlap_steps=4)
+        5.0
+    """
+    return max(1.0, 0.5 * overlap_steps + _SHARE_OF_INTERVAL * sync_interval)
+
+
 class RoundBook:
     """All rounds of a run; time comes in as a number, so that nothing here waits.
 
@@ -80,8 +93,7 @@ class RoundBook:
         self.step = 0
         self.late: set[int] = set()
         self._open: dict[int, OpenRound] = {}
-        self._free_steps = 0.5 * overlap_steps + _SHARE_OF_INTERVAL * sync_interval
-        self._lags = Patience(least_s=_LEAST_GRACE_S, most_s=_MOST_GRACE_S)
+        self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._spreads = Patience(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
 
     @property
@@ -97,15 +109,15 @@ class RoundBook:
         return max((found.launch_step for found in self.decisions.values()), default=0)
 
     def grace_s(self, *, step_s: float) -> float:
-        """Return for how long late replicas are waited for: by how much they scatter, and not past a part of an interval.
+        """Return for how long late replicas are waited for.
+
+        One that is behind by no more than `grace_steps` comes up with the others in that time; one that is further
+        behind passes over what it lacks, and comes after the step that it is in.
 
         Args:
             step_s: Seconds that an inner step takes; 0 where nobody has said so yet.
         """
-        if step_s <= 0:
-            return self._lags.limit_s
-        most_s = max(_LEAST_GRACE_S, self._free_steps * step_s)
-        return min(self._lags.limit_s, most_s)
+        return _UNKNOWN_S if step_s <= 0 else (self._grace_steps + 1) * step_s + _WORDS_S
 
     @property
     def vote_s(self) -> float:
@@ -120,9 +132,7 @@ class RoundBook:
         found = self._open.get(round_id)
         if found is None:
             found = self._open[round_id] = OpenRound(launch_step=launch_step, first_s=now_s)
-        if member not in found.launched:
-            found.launched.add(member)
-            self._lags.observe(now_s - found.first_s)
+        found.launched.add(member)
         return None
 
     def vote(self, member: int, vote: Vote, *, round_id: int, step: int, now_s: float) -> None:
@@ -191,11 +201,3 @@ class RoundBook:
         self.step = max(self.step, decision.step)
         while len(self.decisions) > _KEPT:
             del self.decisions[next(iter(self.decisions))]
-
-    def odd(self, decision_votes: Mapping[int, Vote]) -> tuple[int, ...]:
-        """Return who refers to another global value than most."""
-        counts: dict[int, int] = {}
-        for vote in decision_votes.values():
-            counts[vote.reference_hash] = counts.get(vote.reference_hash, 0) + 1
-        usual = max(counts, key=lambda value: counts[value], default=0)
-        return tuple(sorted(one for one, vote in decision_votes.items() if vote.reference_hash != usual))

@@ -25,6 +25,11 @@ class ElasticSeat:
         """Return the replicas that take part, this one among them."""
         return self._council.active()
 
+    def known_step(self) -> int:
+        """Return the furthest step at which somebody has launched a round."""
+        with self._council.changed:
+            return self._council.view.step
+
     def is_decided(self, round_id: int) -> bool:
         """Tell whether a round was decided without this replica."""
         with self._council.changed:

@@ -22,7 +22,7 @@ from thinwire.sync.engine_state import EngineState
 from thinwire.sync.in_flight import InFlight, launch
 from thinwire.sync.method import Method
 from thinwire.sync.oracle import BoundProgram
-from thinwire.sync.pace_maker import PaceMaker
+from thinwire.sync.pace_maker import FollowedPace, Pace, PaceMaker
 from thinwire.sync.schedule import Round
 from thinwire.sync.statistics import SyncStatistics
 from thinwire.sync.work import Work
@@ -83,7 +83,7 @@ class Engine(EngineState):
         self._settling: list[InFlight] = []
         self._reached_step = 0
         self._drift_steps = method.schedule.sync_interval * method.drift_intervals
-        self._pace_maker = PaceMaker(self.work, drift_steps=self._drift_steps)
+        self._pace_maker: Pace = PaceMaker(self.work, drift_steps=self._drift_steps)
         method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
 
     @property
@@ -322,6 +322,11 @@ class Engine(EngineState):
         self.deadlines.observe_round(flight.duration_s, num_bytes=flight.num_bytes)
         check_agreement(average.reference_hashes, round=flight.round)
         return average
+
+    def follow(self, known: Callable[[], int], *, patience_steps: float) -> None:
+        """Keep up with a step that somebody else tells, as in an elastic run; see `FollowedPace`."""
+        reached = partial(getattr, self, "_reached_step")
+        self._pace_maker = FollowedPace(known=known, reached=reached, patience_steps=patience_steps)
 
     def begin_at(self, step: int) -> None:
         """Go on from the global values that hold after a step: take part in the rounds that are in flight there."""

@@ -11,7 +11,7 @@ from thinwire.errors import CheckpointError
 from thinwire.sync.flight_state import flight_from_state, flight_to_state
 from thinwire.sync.in_flight import InFlight
 from thinwire.sync.method import Method
-from thinwire.sync.pace_maker import PaceMaker
+from thinwire.sync.pace_maker import Pace, PaceMaker
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundUpdate
 from thinwire.sync.views import BoundView
@@ -33,7 +33,7 @@ class EngineState:
     _settling: list[InFlight]
     _failed: Round | None
     _drift_steps: int
-    _pace_maker: PaceMaker
+    _pace_maker: Pace
 
     def _arrival(self, flight: InFlight) -> Average:
         raise NotImplementedError

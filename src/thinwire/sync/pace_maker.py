@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Protocol
 
 from thinwire.averaging.delivery import Progress
 from thinwire.errors import PayloadError
@@ -12,6 +14,28 @@ from thinwire.sync.work import Work
 # So many inner steps are a measure of speed, and so much faster must the others be to count as faster.
 _LEAST_STEPS = 4
 _LEAST_RATE = 1.25
+
+
+class Pace(Protocol):
+    """What an engine asks about where the others are."""
+
+    @property
+    def known_step(self) -> int:
+        """A step that the others have reached for certain, 0 where nothing is known."""
+        ...
+
+    @property
+    def closed_step(self) -> int:
+        """A step up to which all rounds are closed for certain."""
+        ...
+
+    def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
+        """Take in how far the others were just now; from any thread."""
+        ...
+
+    def target(self, *, stop: int | None) -> int:
+        """Return the step to be at before the next inner step, 0 where nothing is known."""
+        ...
 
 
 class PaceMaker:
@@ -99,3 +123,44 @@ class PaceMaker:
                 return self.known_step
             num_steps = self._work.num_steps - self._heard_at
             return min(stop, int(self.known_step + self.rate * num_steps + self.rate - 1))
+
+
+class FollowedPace:
+    """The step that somebody in an elastic run has come to: who is too far behind passes over what it lacks.
+
+    Nobody aims ahead of it: then those that only aim would drive the others on.
+
+    Args:
+        known: Returns the furthest step at which somebody has launched a round.
+        reached: Returns the step that this replica is at.
+        patience_steps: By so many steps it may be behind and still do all of them: the others wait that long.
+
+    Example:
+        >>> pace = FollowedPace(known=lambda: 30, reached=lambda: 25, patience_steps=3.0)
+        >>> pace.target(stop=100), pace.target(stop=28)
+        (30, 28)
+        >>> FollowedPace(known=lambda: 30, reached=lambda: 27, patience_steps=3.0).target(stop=None)
+        0
+    """
+
+    closed_step = 0
+
+    def __init__(self, *, known: Callable[[], int], reached: Callable[[], int], patience_steps: float) -> None:
+        self._known = known
+        self._reached = reached
+        self._patience_steps = patience_steps
+
+    @property
+    def known_step(self) -> int:
+        """See `Pace.known_step`."""
+        return self._known()
+
+    def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
+        """Nothing: the coordinator tells it to all."""
+
+    def target(self, *, stop: int | None) -> int:
+        """See `Pace.target`."""
+        known_step = self._known()
+        if known_step - self._reached() <= self._patience_steps:
+            return 0
+        return known_step if stop is None else min(stop, known_step)

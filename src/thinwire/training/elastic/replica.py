@@ -13,6 +13,7 @@ import torch
 from thinwire.errors import Expelled, ThinwireError
 from thinwire.membership.invitation import read_invitation
 from thinwire.membership.joining import Seated, join
+from thinwire.membership.rounds import grace_steps
 from thinwire.membership.view import View
 from thinwire.sync.elastic import elastic
 from thinwire.sync.optimizer import DistributedOptimizer
@@ -150,6 +151,8 @@ class _Life:
             model, make_inner_optimizer(config, model), method=method, transport=seated.transport, seed=config.seed,
             pace=False, seat=seated.seat,
         )  # fmt: skip
+        patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
+        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps)
         assert config.batch_size is not None and config.seq_len is not None
         batches = ShardBatches(
             corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
