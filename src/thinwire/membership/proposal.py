@@ -217,8 +217,9 @@ class Proposal:
         found_hash, round_id = _HEAD.unpack(bytes(blob[:HEAD_BYTES].numpy()))
         if round_id != self._round_id or found_hash != self._hash:
             raise PayloadError(f"round {self._round_id}: the part of replica {member} refers to another global value")
-        self._parts[member] = blob
-        self._shelf.publish(blob_name(self._round_id, member), blob)
+        if member not in self._parts:
+            self._parts[member] = blob
+            self._shelf.publish(blob_name(self._round_id, member), blob)
 
     def _offer(self, member: int, part: torch.Tensor) -> None:
         head = torch.frombuffer(bytearray(_HEAD.pack(self._hash, self._round_id)), dtype=torch.uint8)
@@ -235,9 +236,8 @@ class Proposal:
         """
         until_s = time.monotonic() + max(_LEAST_FETCH_S, 3 * self._council.transfers.limit_s)
         turn = 0
-        while missing := [member for member in decision.members if member not in self._parts]:
+        while missing := self._missing(decision):
             self._council.check()
-            self._collect()
             for member in missing:
                 sources = self._sources(decision, member)
                 if not sources or time.monotonic() > until_s:
@@ -246,6 +246,10 @@ class Proposal:
                     self._ask(sources[(turn + member) % len(sources)], member)
                     turn += 1
             self._pause()
+
+    def _missing(self, decision: Decision) -> list[int]:
+        self._collect()
+        return [member for member in decision.members if member not in self._parts]
 
     def _is_due(self, member: int) -> bool:
         """Tell whether a part is not on its way, or has been for so long that another one is asked."""
