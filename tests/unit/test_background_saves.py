@@ -154,8 +154,10 @@ def test_a_listener_hears_of_a_failure_and_nothing_is_raised(disk: Disk) -> None
     assert disk.taken == [(3, 3.0)]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_listener_that_fails_keeps_nobody_waiting(disk: Disk) -> None:
+def test_a_listener_that_fails_keeps_nobody_waiting(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: ended.set())
+
     def fail(words: str) -> None:
         raise RuntimeError(words)
 
@@ -163,7 +165,7 @@ def test_a_listener_that_fails_keeps_nobody_waiting(disk: Disk) -> None:
     disk.errors.append(CheckpointError("full"))
     disk.let(2)
     saves.hand_over(state_of(1))
-    assert saves.wait(SOON_S)
+    assert saves.wait(SOON_S) and ended.wait(SOON_S)
     saves.hand_over(state_of(2))
     assert saves.wait(SOON_S) and disk.taken == [(2, 2.0)]
 

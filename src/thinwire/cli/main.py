@@ -13,6 +13,7 @@ from thinwire.version import __version__
 COMMANDS = {
     "train": "train one model on several replicas",
     "compare": "put several runs side by side",
+    "checkpoints": "list an elastic run's checkpoints, and check whether they are whole",
     "methods": "list the methods",
     "bench": "compare methods on real sockets over thin wires",
     "probe": "measure the wires between hosts and what each can compute, as cluster.json",

@@ -1,0 +1,135 @@
+"""`thinwire checkpoints PATH_OR_URL`: which states of an elastic run are kept, and whether they are whole."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+
+from thinwire.cli.tables import plain, print_wide
+from thinwire.cli.words import read_words
+from thinwire.errors import CheckpointError, ThinwireError
+from thinwire.units import format_bytes, format_count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsOptions:
+    """List an elastic run's checkpoints: their steps, sizes, tokens seen, and whether they are whole.
+
+    The exit code is 1 where one is not.
+    """
+
+    place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH_OR_URL")]
+    """The run's folder, its folder of checkpoints, or a URL that fsspec knows, such as s3://bucket/run."""
+    verify: bool = False
+    """Read every file and check its SHA-256. Without it, only the JSON files and all sizes are checked."""
+    json: bool = False
+    """Print one JSON object on stdout instead of a table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """One checkpoint as it is listed.
+
+    Attributes:
+        step: Its step.
+        bytes: Of its tensors' files; None where it does not say.
+        tokens: Tokens seen by all replicas together, where its note says.
+        is_verified: Whether every file was read and is as it was written.
+        problem: What is wrong with it, or an empty text.
+    """
+
+    step: int
+    bytes: int | None
+    tokens: int | None
+    is_verified: bool
+    problem: str
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire checkpoints --help`.
+
+    Returns:
+        0, 1 where a checkpoint is not whole or the place cannot be read, 2 for wrong options.
+    """
+    try:
+        options = read_words(CheckpointsOptions, arguments, prog="thinwire checkpoints")
+        return run(options)
+    except ValueError as error:
+        return _fail(2, error)
+    except ThinwireError as error:
+        return _fail(1, error)
+    except SystemExit:  # after --help
+        return 0
+
+
+def run(options: CheckpointsOptions) -> int:
+    """Do what the options say and return the exit code.
+
+    Raises:
+        ValueError: The URL is of no known kind.
+        ThinwireError: The place cannot be read, or the package for its URL is missing.
+    """
+    from thinwire.training.global_checkpoints import GlobalCheckpoints
+
+    checkpoints = GlobalCheckpoints(_place(options.place))
+    found = [_look(checkpoints, step, verify=options.verify) for step in checkpoints.steps()]
+    if options.json:
+        print(json_format.dumps({"place": checkpoints.place, "checkpoints": [asdict(one) for one in found]}))
+    elif found:
+        print_wide(_table(found))
+    else:
+        print(f"thinwire checkpoints: {plain(checkpoints.place)} holds none of an elastic run", file=sys.stderr)
+    return int(any(one.problem for one in found))
+
+
+def _place(text: str) -> str:
+    if "://" in text:
+        return text
+    folder = Path(text)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {text}; name a run's folder, or a URL")
+    inner = folder / "checkpoints"
+    return str(inner if inner.is_dir() else folder)
+
+
+def _look(checkpoints: Any, step: int, *, verify: bool) -> Listed:
+    try:
+        told = checkpoints.describe(step)
+    except CheckpointError as error:
+        return Listed(step=step, bytes=None, tokens=None, is_verified=False, problem=str(error))
+    problem = checkpoints.problem(step) if verify else ""
+    tokens = told.note.get("tokens")
+    return Listed(
+        step=step,
+        bytes=told.num_bytes,
+        tokens=tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None,
+        is_verified=verify and not problem,
+        problem=problem,
+    )
+
+
+def _table(found: list[Listed]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("step", "size", "tokens seen"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("state")
+    for one in found:
+        table.add_row(
+            str(one.step),
+            "-" if one.bytes is None else format_bytes(one.bytes),
+            "-" if one.tokens is None else format_count(one.tokens),
+            plain(one.problem or ("verified" if one.is_verified else "complete, not verified")),
+        )
+    return table
+
+
+def _fail(code: int, words: object) -> int:
+    print(f"thinwire checkpoints: {plain(words)}", file=sys.stderr)
+    return code
