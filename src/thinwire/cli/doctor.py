@@ -1,0 +1,102 @@
+"""`thinwire doctor`: what would keep a run from starting here, and what to do about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from thinwire.cli.words import read_words
+from thinwire.units import parse_seconds
+
+USAGE, FAILED = 2, 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Look for what goes wrong in practice on this host, and on the way to another one; say what to do.
+
+    With an address such as 10.77.0.1:29400, the way there is looked at too. Run it on both hosts.
+
+    Nothing is changed. The exit code is 1 where something is wrong; warnings do not count.
+    """
+
+    target: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="ADDRESS")] = None
+    """HOST:PORT of another host, or the string to join a run by."""
+
+    interface: str | None = None
+    """Network interface that the other hosts reach, such as eth0."""
+
+    address: str | None = None
+    """Address of this host that the other hosts reach."""
+
+    secret: Path | None = None
+    """The job's secret, to be looked at too."""
+
+    out: Path = Path("runs")
+    """Where runs will go."""
+
+    cache_dir: Path = Path("~/.cache/thinwire")
+    """Where tokenizers and token files are kept."""
+
+    deadline: str = "5s"
+    """How long a connection may take."""
+
+    json: bool = False
+    """Print the checks as JSON on stdout."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire doctor --help`.
+
+    Returns:
+        0, 1 where something is wrong, 2 for wrong options.
+    """
+    try:
+        options = read_words(DoctorOptions, arguments, prog="thinwire doctor")
+        return _examine(options)
+    except ValueError as error:
+        print(f"thinwire doctor: error: {error}", file=sys.stderr)
+        return USAGE
+    except SystemExit:  # after --help
+        return 0
+
+
+def _examine(options: DoctorOptions) -> int:
+    from thinwire.training.doctor import Patient, examine, is_well
+
+    patient = Patient(
+        target=options.target, interface=options.interface, address=options.address,
+        gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"), secret=options.secret, out=options.out,
+        cache=options.cache_dir, deadline_s=parse_seconds(options.deadline),
+    )  # fmt: skip
+    checks = []
+    for check in examine(patient):
+        checks.append(check)
+        if not options.json:
+            _show(check.verdict.value, check.name, check.found, check.remedy)
+    if options.json:
+        print(json.dumps([check.to_json() for check in checks]))
+    else:
+        _sum_up([check.verdict.value for check in checks])
+    return 0 if is_well(checks) else FAILED
+
+
+def _show(verdict: str, name: str, found: str, remedy: str) -> None:
+    from thinwire.cli.tables import plain
+
+    mark = verdict.upper() if verdict == "wrong" else verdict
+    print(plain(f"{mark:<8} {name}: {found}"), flush=True)
+    if remedy:
+        print(plain(f"         -> {remedy}"), flush=True)
+
+
+def _sum_up(verdicts: list[str]) -> None:
+    counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("ok", "warning", "wrong", "skipped"))
+    print(f"{len(verdicts)} checks: {counts}")
