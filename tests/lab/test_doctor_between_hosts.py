@@ -79,6 +79,10 @@ def test_a_closed_port_a_cut_link_and_a_wrong_address_are_told_apart(lab: Lab) -
     code, found = ask(lab, 0, f"192.0.2.7:{PORT}")
     assert code == 1 and found["own address"]["found"] == "there is no route to 192.0.2.7"
 
+    code, found = ask(lab, 0)
+    assert code == 0 and "no default route" in found["own address"]["found"], "a switch of one's own needs none"
+    assert "eth0 (10.77.0.1)" in found["own address"]["found"]
+
     code, found = ask(lab, 0, f"no-such-host.invalid:{PORT}")
     assert code == 1 and found["name of the address"]["verdict"] == "wrong"
 

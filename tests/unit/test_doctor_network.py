@@ -88,8 +88,13 @@ def test_no_route_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "address_towards", nowhere)
     check = choose(target="10.9.9.9")
     assert isinstance(check, Check) and check.found == "there is no route to 10.9.9.9" and "--interface" in check.remedy
+    monkeypatch.setattr(network, "local_addresses", lambda: {"lo": ("127.0.0.1",), "eth1": ("10.0.0.5",)})
     check = choose()
-    assert isinstance(check, Check) and check.found == "there is no route out of this host"
+    assert isinstance(check, Check) and check.verdict is Verdict.WARNING and "eth1 (10.0.0.5)" in check.found
+    assert "give the ADDRESS" in check.remedy and "lo" not in check.found.split("which of ")[1].split(" others")[0]
+    monkeypatch.setattr(network, "local_addresses", lambda: {"lo": ("127.0.0.1",)})
+    check = choose()
+    assert isinstance(check, Check) and check.verdict is Verdict.WRONG and "no interface but loopback" in check.found
 
 
 @pytest.mark.parametrize(

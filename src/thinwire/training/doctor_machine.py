@@ -240,7 +240,9 @@ def usable_cores(limit: Path = _CPU_LIMIT) -> float:
     Args:
         limit: The kernel's file with the container's limit.
     """
-    cores = float(len(os.sched_getaffinity(0)))
+    # Linux alone says which cores a process is bound to
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = float(bound)
     try:
         quota, period = limit.read_text().split()
         return cores if quota == "max" else min(cores, int(quota) / int(period))

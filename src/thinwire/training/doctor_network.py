@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,15 @@ import psutil
 
 from thinwire.errors import ConnectError
 from thinwire.training.doctor_check import Check, ok, skipped, warning, wrong, wrong_by
-from thinwire.transport.addresses import address_of, address_towards, firewall_hint, interface_of, listen, resolve
+from thinwire.transport.addresses import (
+    address_of,
+    address_towards,
+    firewall_hint,
+    interface_of,
+    listen,
+    local_addresses,
+    resolve,
+)
 
 # RFC 8200: what every IPv6 link carries. VPNs go down to it, and below it is a mistake.
 LEAST_MTU = 1280
@@ -97,13 +105,23 @@ def choose(
             address=own, interface=interface_of(own), why=why, is_asked=bool(address or named or target)
         )  # fmt: skip
     except ConnectError:
-        where = f"to {target}" if target else "out of this host"
-        return wrong(
-            "own address", f"there is no route {where}",
-            remedy="bring the network up, or name an interface that the others reach: --interface",
-        )  # fmt: skip
+        return _no_route(target, local_addresses())
     except ValueError as error:
         return wrong_by("own address", error)
+
+
+def _no_route(target: str | None, addresses: Mapping[str, Sequence[str]]) -> Check:
+    outer = [f"{name} ({held[0]})" for name, held in addresses.items() if not held[0].startswith("127.")]
+    remedy = "bring the network up, or name an interface that the others reach: --interface"
+    if target is not None:
+        return wrong("own address", f"there is no route to {target}", remedy=remedy)
+    if not outer:
+        return wrong("own address", "no interface but loopback has an IPv4 address", remedy=remedy)
+    # a private switch needs no default route, so nothing is wrong yet
+    return warning(
+        "own address", f"there is no default route, and which of {', '.join(outer)} others reach cannot be told",
+        remedy="give the ADDRESS that is to be reached, or --interface",
+    )  # fmt: skip
 
 
 def check_own_address(chosen: Chosen, *, target: str | None) -> Check:
