@@ -148,7 +148,8 @@ def agreed(exchange: Exchange, *, seat: Seat, preserve_norm: bool, find: Callabl
     is_plain = isinstance(exchange, AllGather | TwoPhase) and exchange.memory is None
     is_mean = getattr(exchange, "aggregate", None) is None and getattr(exchange, "owner_memory", None) is None
     codec = getattr(exchange, "codec", None)
-    if not (is_plain and is_mean) or codec is None or isinstance(codec, Ramp) or getattr(exchange, "keeps_parts", False):
+    keeps_parts = getattr(exchange, "keeps_parts", False)
+    if not (is_plain and is_mean) or codec is None or isinstance(codec, Ramp) or keeps_parts:
         raise ValueError(
             f"{exchange!r} depends on who sent what before, or on each replica's own part, so replicas cannot come and "
             f"go; for elastic runs take diloco, streaming-diloco, local-sgd or slowmo, with a codec without memory"

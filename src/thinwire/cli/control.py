@@ -22,7 +22,7 @@ class ControlOptions:
     """Say something to the coordinator of a running job of `thinwire train --elastic`."""
 
     address: Annotated[str, tyro.conf.Positional]
-    """The words that the host printed which began the job, its HOST:PORT together with --secret, or its --out folder."""
+    """The words that the first host printed, its HOST:PORT together with --secret, or the run's folder."""
     secret: Path | None = None
     """File of the job's secret, where the address does not hold it."""
     replica: int | None = None

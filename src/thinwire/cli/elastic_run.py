@@ -1,4 +1,4 @@
-"""What `thinwire train --elastic` and `thinwire join` have in common: this host's processes, and what is told of them."""
+"""What `thinwire train --elastic` and `thinwire join` share: this host's processes, and what is told of them."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def _new(told: list[str], findings: list[str]) -> list[str]:
     return findings
 
 
-def run_here(
-    roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool,
-) -> int:  # fmt: skip
+def run_here(roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool) -> int:
     """Run this host's processes to the end; return the exit code."""
     say = _say_nothing if is_quiet else tell
     watch = Watch(invitation, secret=secret, say=say)
@@ -116,10 +114,10 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
     for one in status["members"]:
         paused = " (paused)" if one["paused"] else ""
         speed = f"{one['step_s']:.3f} s a step" if one["step_s"] else "-"
-        print(f"  replica {one['replica']:<4} {one['host']:<24} {one['standing']:<9} step {one['step']:<8} {speed}{paused}")
-    print(
-        f"deadlines: late replicas {status['grace_s']:g} s, votes {status['vote_s']:g} s, silence {status['silence_s']:g} s"
-    )
+        name = f"replica {one['replica']:<4} {one['host']:<24} {one['standing']:<9}"
+        print(f"  {name} step {one['step']:<8} {speed}{paused}")
+    grace_s, vote_s, silence_s = (f"{status[name]:g} s" for name in ("grace_s", "vote_s", "silence_s"))
+    print(f"deadlines: late replicas {grace_s}, votes {vote_s}, silence {silence_s}")
     for finding in status["findings"][-5:]:
         print(f"  {finding}")
 

@@ -51,8 +51,8 @@ def check_elastic(config: TrainConfig) -> None:
         raise ValueError("--pace does not go with --elastic: parts are fetched by those that need them; leave it out")
     if config.overlap_steps is not None and "," in config.overlap_steps:
         raise ValueError(
-            "--overlap-steps must be one number with --elastic, since nobody knows which replicas will come; a slow one "
-            "is not waited for anyway"
+            f"--overlap-steps must be one number with --elastic, got {config.overlap_steps}, since nobody knows which "
+            f"replicas will come; a slow one is not waited for anyway"
         )
     elastic(make_method(config), seat=_Nobody())
 

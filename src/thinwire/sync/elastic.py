@@ -1,4 +1,4 @@
-"""A method for replicas that come and go: the same schedule, view and step, with a council in the place of the peers."""
+"""A method for replicas that come and go: the same schedule, view and step, with a council in place of the peers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def elastic(
     """
     if not isinstance(method.topology, AllReplicas) or not method.has_common_value:
         raise ValueError(
-            f"{method.name} exchanges with chosen replicas, and they would have to be chosen anew whenever one comes or "
+            f"{method.name} exchanges with chosen replicas, which would have to be chosen anew whenever one comes or "
             f"goes; for elastic runs take diloco, streaming-diloco, local-sgd or slowmo"
         )
     if type(method.view) is not PseudoGradient:
@@ -83,8 +83,8 @@ def _keeping(update: Update, name: str) -> Update:
     if isinstance(update, OuterStep | KeepingOuterStep):
         return KeepingOuterStep(optimizer=update.optimizer, blend=update.blend)
     raise ValueError(
-        f"{name} applies means by {type(update).__name__}, which counts on its own part being in each; for elastic runs "
-        f"take diloco, streaming-diloco, local-sgd or slowmo"
+        f"{name} applies means by {type(update).__name__}, which counts on its own part being in each; for elastic "
+        f"runs take diloco, streaming-diloco, local-sgd or slowmo"
     )
 
 

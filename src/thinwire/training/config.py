@@ -17,7 +17,8 @@ from thinwire.version import __version__
 # Options that do not change what is computed: a resumed run may be given others, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
-    "join_deadline_s", "port", "checkpoint_to", "keep_checkpoints", "log_every", "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
+    "join_deadline_s", "port", "checkpoint_to", "keep_checkpoints", "log_every",
+    "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
     "expected_step_s",
 )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""What `thinwire train --elastic` and `thinwire join` run: replicas that come and go, and the coordinator beside them."""
+"""What `thinwire train --elastic` and `thinwire join` run: replicas that come and go, and their coordinator."""

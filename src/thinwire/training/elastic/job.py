@@ -18,7 +18,9 @@ from thinwire.version import __version__
 # A replica is lent so many batches of data at a time.
 _BATCHES_A_SHARD = 16
 # Options of the host that began the job, which mean nothing to another one.
-_LOCAL = ("out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan")
+_LOCAL = (
+    "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
+)  # fmt: skip
 LOCAL_FILE = "elastic.json"
 
 

@@ -1,4 +1,4 @@
-"""The processes of an elastic run on one host: each is started again when it dies, and none needs the others for that."""
+"""The processes of an elastic run on one host: each is started again when it dies, whatever the others do."""
 
 from __future__ import annotations
 

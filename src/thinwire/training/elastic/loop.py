@@ -21,7 +21,7 @@ _SEEN = 32
 
 
 class Left(ThinwireError):
-    """This replica was told to leave, and has."""
+    """A replica was told to leave, and has."""
 
 
 class ElasticTraining(Training):
