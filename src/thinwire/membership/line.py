@@ -98,8 +98,9 @@ class Line:
                 self._turn()
         self._flush()
         self._plug.setsockopt(zmq.LINGER, _LINGER_MS)
-        for plug in (self._plug, self._woken, self._wake):
-            plug.close()
+        with self._lock:  # who closes may be waking this thread still
+            for plug in (self._plug, self._woken, self._wake):
+                plug.close()
         self._context.term()
 
     def _flush(self) -> None:

@@ -133,6 +133,10 @@ class Training:
         self._model.train()
         return total / count, count
 
+    def lr_factor(self) -> float:
+        """Return the present step's learning rate as a share of its peak."""
+        return lr_factor(self.step, config=self._config)
+
     def share(self) -> tuple[int, int]:
         """Return which part of an evaluation is this replica's, and how many there are."""
         return self._optimizer.transport.replica, self._optimizer.transport.num_replicas
@@ -179,7 +183,7 @@ class Training:
             ) from error
 
     def _train_step(self) -> None:
-        factor = lr_factor(self.step, config=self._config)
+        factor = self.lr_factor()
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
         tokens, targets = (part.to(self._device) for part in next(self._batches))

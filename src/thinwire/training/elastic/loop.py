@@ -18,6 +18,8 @@ from thinwire.training.loop import Batch, Batches, Training
 from thinwire.training.metrics import Meter
 
 _SEEN = 32
+# AdamW without a past steps by the sign of each gradient; so a replica that comes in the middle of a run begins slowly.
+_MOST_RAMP_STEPS = 20
 
 
 class Left(ThinwireError):
@@ -50,11 +52,18 @@ class ElasticTraining(Training):
         self.step = self._reported_step = step
         self._seated = seated
         self._own_s: deque[float] = deque(maxlen=_SEEN)
+        self._own_steps = 0
+        self._ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step else 0
 
     def share(self) -> tuple[int, int]:
         """Return which part of an evaluation is this replica's, and how many there are: by those that are here."""
         active = self._seated.council.active()
         return active.index(self._seated.replica), len(active)
+
+    def lr_factor(self) -> float:
+        """Return the present step's learning rate as a share of its peak: less in this replica's own first steps."""
+        ramp = min(1.0, (self._own_steps + 1) / self._ramp_steps) if self._ramp_steps else 1.0
+        return ramp * super().lr_factor()
 
     def _train_step(self) -> None:
         council = self._seated.council
@@ -66,6 +75,7 @@ class ElasticTraining(Training):
             raise Left(f"replica {self._seated.replica} {council.view.leave_why}")
         began_s, stalled_s = time.monotonic(), self._optimizer.statistics.stalled_s
         super()._train_step()
+        self._own_steps += 1
         took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
         self._own_s.append(max(1e-6, took_s))
         council.step, council.step_s = max(council.step, self.step), statistics.median(self._own_s)

@@ -61,6 +61,7 @@ def run_replica(settings: LocalSettings, *, tell: Callable[[str], None], device_
         try:
             return life.live()
         except Left as left:
+            life.why = str(left).partition(" ")[2].partition(" ")[2]
             tell(str(left))
             return False
         except Expelled as expelled:
@@ -99,7 +100,7 @@ class _Life:
         self._seated: Seated | None = None
         self._keeper: StateKeeper | None = None
         self._meter: Meter | None = None
-        self._why = "left"
+        self.why = "left"
 
     def live(self) -> bool:
         """Join, train, and see the run to its end."""
@@ -118,7 +119,7 @@ class _Life:
         if self._meter is not None:
             self._meter.close()
         if self._seated is not None:
-            self._seated.close(why=self._why)
+            self._seated.close(why=self.why)
 
     def _join(self) -> tuple[Seated, Address]:
         invitation = read_invitation(self._settings.invitation)
@@ -221,7 +222,7 @@ class _Life:
         council.done_with("done")
         if finish["writer"] == seated.replica:
             self._write(parts, training, finish)
-        self._why = "has come to the end"
+        self.why = "has come to the end"
         return True
 
     def _write(self, parts: _Parts, training: ElasticTraining, finish: Mapping[str, Any]) -> None:

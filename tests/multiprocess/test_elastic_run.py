@@ -1,0 +1,157 @@
+"""`thinwire train --elastic` and its companions with real processes: killed, joined, told to leave, resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started
+
+from thinwire.membership.invitation import read_invitation
+from thinwire.membership.line import ask_once
+from thinwire.training.elastic.job import LocalSettings
+from thinwire.training.global_checkpoints import GlobalCheckpoints
+from thinwire.transport.secret import read_secret
+
+SOON_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for number, text in enumerate(DOCUMENTS):
+        (folder / f"{number}.txt").write_text(text)
+    return folder
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Started]]:
+    started: list[Started] = []
+    yield started
+    for run in started:
+        for process in run.family():
+            process.kill()
+
+
+def start(runs: list[Started], texts: Path, run: Path, *, steps: int, replicas: int = 2) -> Started:
+    words = ["--elastic", "--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(run)]
+    started = Started([*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *OPTIONS])
+    runs.append(started)
+    return started
+
+
+def status(run: Path) -> dict[str, Any]:
+    settings = LocalSettings.load(run)
+    secret = read_secret(Path(settings.secret))
+    answer = ask_once(read_invitation(settings.invitation), secret=secret, deadline_s=30, verb="status", target="")
+    found: dict[str, Any] = answer["status"]
+    return found
+
+
+def wait_until(run: Path, what: Callable[[dict[str, Any]], bool], started: Started) -> dict[str, Any]:
+    until_s = time.monotonic() + SOON_S
+    started.wait_for(run / "elastic.json")
+    while True:
+        assert started.process.poll() is None, started.process.communicate()
+        found = status(run)
+        if what(found):
+            return found
+        assert time.monotonic() < until_s, found
+        time.sleep(0.1)
+
+
+def active(found: dict[str, Any]) -> set[int]:
+    return {one["replica"] for one in found["members"] if one["standing"] == "active"}
+
+
+def processes(started: Started, module: str) -> list[psutil.Process]:
+    return [one for one in started.workers() if any(module in word for word in one.cmdline())]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "thinwire.cli.main", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def test_killed_replicas_and_a_killed_coordinator_stop_nobody(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run = tmp_path / "run"
+    started = start(runs, texts, run, steps=600)
+    wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 20, started)
+    processes(started, "elastic_worker")[1].kill()
+    wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
+    processes(started, "thinwire.cli.coordinator")[0].kill()
+    assert started.end() == 0, started.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    # the summary is refused where replicas end with different parameters
+    assert summary["steps"] == 600 and summary["replicas"] == 2
+    assert summary["elastic"]["replicas_ever"] == 3
+    latest = GlobalCheckpoints(run / "checkpoints").latest().state
+    assert latest is not None and latest.step == 600
+    assert latest.note["data"]["counted"] > 0
+
+
+def test_a_host_joins_a_running_job_and_leaves_it(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    started = start(runs, texts, run, steps=100_000)
+    wait_until(run, lambda found: found["step"] > 20, started)
+    settings = LocalSettings.load(run)
+    joining = subprocess.Popen(
+        [sys.executable, "-m", "thinwire.cli.main", "join", settings.invitation, "--secret", settings.secret, "--out",
+         str(other), "--threads", "1"], stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        found = wait_until(run, lambda found: active(found) == {0, 1, 2}, started)
+        step = found["step"]
+        wait_until(run, lambda found: found["step"] > step + 30, started)
+        told = command("leave", str(run), "--replica", "2")
+        assert told.returncode == 0 and "replica 2" in told.stderr, told
+        assert joining.wait(timeout=SOON_S) == 0
+    finally:
+        joining.kill()
+        joining.communicate()
+    wait_until(run, lambda found: active(found) == {0, 1}, started)
+    assert "was told to leave" in " ".join(status(run)["findings"])
+    refused = command("leave", str(run), "--replica", "77")
+    assert refused.returncode == 1 and "there is no replica or host '77'" in refused.stderr
+
+
+def test_a_stopped_run_goes_on_from_its_checkpoint_with_another_number_of_replicas(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run = tmp_path / "run"
+    started = start(runs, texts, run, steps=300)
+    wait_until(run, lambda found: found["step"] > 40, started)
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end() == 128 + signal.SIGTERM
+    assert not [one for one in started.family() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    latest = GlobalCheckpoints(run / "checkpoints").latest().state
+    assert latest is not None and 0 < latest.step < 300
+    again = Started(["--resume", str(run), "--quiet", "--json"])
+    runs.append(again)
+    assert again.end() == 0, again.stderr
+    assert json.loads((run / "summary.json").read_text())["steps"] == 300
+    said = " ".join(path.read_text() for path in (run / "logs").glob("replica-process-*.err"))
+    assert f"going on from the checkpoint of step {latest.step}" in said
+
+
+def test_a_stranger_and_a_wrong_secret_do_not_get_in(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
+    run, other = tmp_path / "run", tmp_path / "wrong.secret"
+    started = start(runs, texts, run, steps=100_000, replicas=1)
+    wait_until(run, lambda found: found["step"] > 5, started)
+    assert command("secret", str(other)).returncode == 0
+    words = LocalSettings.load(run).invitation
+    told = command("status", words, "--secret", str(other))
+    assert told.returncode == 1 and "no coordinator answered" in told.stderr, told
+    assert command("status", words).returncode == 2
+    before = status(run)["step"]
+    wait_until(run, lambda found: found["step"] > before, started)
