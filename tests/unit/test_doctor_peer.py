@@ -208,4 +208,4 @@ def test_who_does_not_answer_is_skipped_with_the_reason(error: Exception, said: 
     for check in peer.check_info(THERE, ask=mute, clock=clock()):
         assert check.verdict is Verdict.SKIPPED and said in check.found
     for check in peer.check_info(THERE, ask=None):
-        assert check.verdict is Verdict.SKIPPED and "does not tell its version" in check.found
+        assert check.verdict is Verdict.SKIPPED and "only a job" in check.found

@@ -8,12 +8,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from thinwire.cli.words import read_words
 from thinwire.units import parse_seconds
+
+if TYPE_CHECKING:
+    from thinwire.training.doctor_peer import Ask
+    from thinwire.transport.addresses import Address
 
 USAGE, FAILED = 2, 1
 
@@ -68,6 +72,31 @@ def main(arguments: Sequence[str]) -> int:
         return 0
 
 
+def _ask_of(options: DoctorOptions) -> Ask | None:
+    """Return how to ask a job's coordinator about itself, None where its secret is not known."""
+    from thinwire.membership.invitation import Invitation, read_invitation
+    from thinwire.training.doctor_peer import Info
+    from thinwire.transport.secret import read_secret
+
+    try:
+        secret = read_invitation(options.target or "").secret
+        if secret is None and options.secret is not None:
+            secret = read_secret(options.secret)
+        from thinwire.membership.line import ask_once
+    except (ValueError, ImportError):
+        return None
+    if secret is None:
+        return None
+    deadline_s = parse_seconds(options.deadline)
+
+    def ask(address: Address) -> Info:
+        invitation = Invitation(host=address.host, port=address.port)
+        answer = ask_once(invitation, secret=secret, deadline_s=deadline_s, verb="status", target="")
+        return Info(version=str(answer["status"]["thinwire"]), unix_s=float(answer["status"]["unix_s"]))
+
+    return ask
+
+
 def _examine(options: DoctorOptions) -> int:
     from thinwire.training.doctor import Patient, examine, is_well
 
@@ -77,7 +106,7 @@ def _examine(options: DoctorOptions) -> int:
         cache=options.cache_dir, deadline_s=parse_seconds(options.deadline),
     )  # fmt: skip
     checks = []
-    for check in examine(patient):
+    for check in examine(patient, ask=_ask_of(options)):
         checks.append(check)
         if not options.json:
             _show(check.verdict.value, check.name, check.found, check.remedy)

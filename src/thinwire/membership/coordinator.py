@@ -7,6 +7,7 @@ messages can be tried without a network.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -38,11 +39,13 @@ class Coordinator:
         generation: Names this process of the coordinator.
         founding_s: For how long those that are late are waited for at the beginning.
         from_disk: Whether the run goes on from a checkpoint.
+        clock: Gives the time of day, for those that compare theirs with it.
     """
 
     def __init__(
         self, *, job: Mapping[str, Any], planned: int, sync_interval: int, overlap_steps: int, shard_windows: int,
         send: Send, record: Record, generation: str, founding_s: float = 60.0, from_disk: bool = False,
+        clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.roster = Roster()
         self.book = RoundBook(sync_interval=sync_interval, overlap_steps=overlap_steps)
@@ -60,6 +63,7 @@ class Coordinator:
         self._founding_s = founding_s
         self._first_s: float | None = None
         self._from_disk = from_disk
+        self._clock = clock
         self._reviver: int | None = None
         self._corpus: tuple[str, int] | None = None
         self._used: dict[int, dict[int, dict[int, int]]] = {}
@@ -109,6 +113,7 @@ class Coordinator:
     def status(self) -> dict[str, Any]:
         """Return what people are shown."""
         return {
+            "thinwire": self._job.get("thinwire"), "unix_s": self._clock(),
             "step": self.book.step, "started": self.has_started, "paused": self.is_paused,
             "rounds": len(self.book.decisions), "members": [member.describe() for member in self.roster],
             "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
@@ -311,7 +316,11 @@ class Coordinator:
         self._tell_all("finish", {"writer": done[0].replica, "notes": notes, "note": self._run_note()})
 
     def _run_note(self) -> dict[str, Any]:
-        return {"data": self.ledger.state_dict(), "next_replica": self.roster.next_replica}
+        seq_len = self._job["config"].get("seq_len") or 0
+        return {
+            "tokens": self.ledger.counted * seq_len, "data": self.ledger.state_dict(),
+            "next_replica": self.roster.next_replica,
+        }  # fmt: skip
 
     def _show(self, cut: Cut, *, to: tuple[int, ...]) -> None:
         agreed = cut.agreed

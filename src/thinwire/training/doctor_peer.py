@@ -291,7 +291,7 @@ def check_info(address: Address, *, ask: Ask | None, clock: Callable[[], float] 
         clock: Ours, in seconds since 1970.
     """
     if ask is None:
-        reason = "what listens there does not tell its version and clock"
+        reason = "only a job's coordinator tells them, to those with its secret: give the words to join by, or --secret"
         return [skipped("other version", reason), skipped("clock", reason)]
     began_s, info = clock(), None
     problem = "it did not answer"

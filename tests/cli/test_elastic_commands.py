@@ -1,0 +1,84 @@
+"""The commands around elastic runs: their options, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli.main import main
+
+COMMANDS = ("join", "status", "pause", "resume", "leave")
+WORDS = "thinwire://127.0.0.1:1/" + 52 * "a"
+
+
+def options_of(command: str) -> list[str]:
+    told = subprocess.run(
+        [sys.executable, "-m", "thinwire.cli.main", command, "--help"],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"},
+    ).stdout  # fmt: skip
+    return sorted(set(re.findall(r"^│ (?:-h, )?(--[a-z][a-z-]*)", told, re.MULTILINE)))
+
+
+def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None:
+    frozen = Path(__file__).with_name("options_of_elastic.txt").read_text().splitlines()
+    found = [f"{command} {option}" for command in ("join", "status") for option in options_of(command)]
+    assert found == frozen, "an option is a promise: change tests/cli/options_of_elastic.txt and CHANGELOG.md with it"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["join", "nowhere"], "the address must be HOST:PORT or thinwire://HOST:PORT/SECRET, got 'nowhere'"),
+        (["join", "host:0"], "the port must be from 1 to 65535, got 0"),
+        (["join", "host:29400"], "the address holds no secret"),
+        (["join", "thinwire://host:29400/abc"], "must have 52 letters and digits, got 3"),
+        (["join", WORDS, "--replicas", "0"], "--replicas must be at least 1, got 0"),
+        (["join", WORDS, "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["join", WORDS, "--interface", "eth0", "--own-address", "1.2.3.4"], "give --interface or --own-address"),
+        (["leave", WORDS], "thinwire leave needs --replica N or --host NAME"),
+        (["pause", WORDS, "--replica", "1", "--host", "a"], "give --replica or --host, not both"),
+        (["status", "host:29400"], "the address holds no secret"),
+        (["train", "--elastic", "--method", "noloco"], "exchanges with chosen replicas"),
+        (["train", "--elastic", "--method", "sparse-loco"], "depends on who sent what before"),
+        (["train", "--elastic", "--method", "all-reduce"], "for elastic runs take diloco, streaming-diloco"),
+        (["train", "--elastic", "--pace"], "--pace does not go with --elastic"),
+        (["train", "--elastic", "--overlap-steps", "1,2"], "--overlap-steps must be one number with --elastic"),
+        (["train", "--elastic", "--keep-checkpoints", "0"], "--keep-checkpoints must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert said in told and len(told.strip().splitlines()) == 1, told
+
+
+def test_elastic_does_not_go_under_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--elastic"]) == 2
+    assert "run it without torchrun" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_of_an_elastic_run_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is no folder of an elastic run" in capsys.readouterr().err
+
+
+def test_a_coordinator_that_is_not_there_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.cli.control._DEADLINE_S", 0.3)
+    assert main(["status", WORDS]) == 1
+    assert "no coordinator answered at 127.0.0.1, port 1, within 0.3 s" in capsys.readouterr().err
