@@ -69,9 +69,7 @@ def test_elastic_does_not_go_under_torchrun(
     assert "run it without torchrun" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_none_of_an_elastic_run_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_folder_that_is_none_of_an_elastic_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["status", str(tmp_path)]) == 2
     assert "is no folder of an elastic run" in capsys.readouterr().err
 

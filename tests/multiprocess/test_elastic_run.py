@@ -81,45 +81,48 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
-def test_killed_replicas_and_a_killed_coordinator_stop_nobody(
-    texts: Path, tmp_path: Path, runs: list[Started]
-) -> None:
+def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=600)
-    wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 20, started)
+    started = start(runs, texts, run, steps=240)
+    wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
     processes(started, "elastic_worker")[1].kill()
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
     processes(started, "thinwire.cli.coordinator")[0].kill()
     assert started.end() == 0, started.stderr
     summary = json.loads((run / "summary.json").read_text())
     # the summary is refused where replicas end with different parameters
-    assert summary["steps"] == 600 and summary["replicas"] == 2
+    assert summary["steps"] == 240 and summary["replicas"] == 2
     assert summary["elastic"]["replicas_ever"] == 3
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
-    assert latest is not None and latest.step == 600
+    assert latest is not None and latest.step == 240
     assert latest.note["data"]["counted"] > 0
 
 
-def test_a_host_joins_a_running_job_and_leaves_it(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
-    run, other = tmp_path / "run", tmp_path / "other"
-    started = start(runs, texts, run, steps=100_000)
-    wait_until(run, lambda found: found["step"] > 20, started)
+def test_a_host_joins_a_running_job_and_leaves_it_and_a_wrong_secret_does_not_get_in(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run, other, wrong = tmp_path / "run", tmp_path / "other", tmp_path / "wrong.secret"
+    started = start(runs, texts, run, steps=100_000, replicas=1)
+    wait_until(run, lambda found: found["step"] > 5, started)
     settings = LocalSettings.load(run)
+    assert command("secret", str(wrong)).returncode == 0
+    told = command("status", settings.invitation, "--secret", str(wrong))
+    assert told.returncode == 1 and "no coordinator answered" in told.stderr, told
     joining = subprocess.Popen(
         [sys.executable, "-m", "thinwire.cli.main", "join", settings.invitation, "--secret", settings.secret, "--out",
          str(other), "--threads", "1"], stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        found = wait_until(run, lambda found: active(found) == {0, 1, 2}, started)
+        found = wait_until(run, lambda found: active(found) == {0, 1}, started)
         step = found["step"]
-        wait_until(run, lambda found: found["step"] > step + 30, started)
-        told = command("leave", str(run), "--replica", "2")
-        assert told.returncode == 0 and "replica 2" in told.stderr, told
+        wait_until(run, lambda found: found["step"] > step + 8, started)
+        told = command("leave", str(run), "--replica", "1")
+        assert told.returncode == 0 and "replica 1" in told.stderr, told
         assert joining.wait(timeout=SOON_S) == 0
     finally:
         joining.kill()
         joining.communicate()
-    wait_until(run, lambda found: active(found) == {0, 1}, started)
+    wait_until(run, lambda found: active(found) == {0}, started)
     assert "was told to leave" in " ".join(status(run)["findings"])
     refused = command("leave", str(run), "--replica", "77")
     assert refused.returncode == 1 and "there is no replica or host '77'" in refused.stderr
@@ -129,29 +132,16 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_with_another_number_of_replic
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=300)
-    wait_until(run, lambda found: found["step"] > 40, started)
+    started = start(runs, texts, run, steps=120)
+    wait_until(run, lambda found: found["step"] > 12, started)
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == 128 + signal.SIGTERM
     assert not [one for one in started.family() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
-    assert latest is not None and 0 < latest.step < 300
+    assert latest is not None and 0 < latest.step < 120
     again = Started(["--resume", str(run), "--quiet", "--json"])
     runs.append(again)
     assert again.end() == 0, again.stderr
-    assert json.loads((run / "summary.json").read_text())["steps"] == 300
+    assert json.loads((run / "summary.json").read_text())["steps"] == 120
     said = " ".join(path.read_text() for path in (run / "logs").glob("replica-process-*.err"))
     assert f"going on from the checkpoint of step {latest.step}" in said
-
-
-def test_a_stranger_and_a_wrong_secret_do_not_get_in(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
-    run, other = tmp_path / "run", tmp_path / "wrong.secret"
-    started = start(runs, texts, run, steps=100_000, replicas=1)
-    wait_until(run, lambda found: found["step"] > 5, started)
-    assert command("secret", str(other)).returncode == 0
-    words = LocalSettings.load(run).invitation
-    told = command("status", words, "--secret", str(other))
-    assert told.returncode == 1 and "no coordinator answered" in told.stderr, told
-    assert command("status", words).returncode == 2
-    before = status(run)["step"]
-    wait_until(run, lambda found: found["step"] > before, started)

@@ -10,14 +10,18 @@ from typing import Any
 
 from thinwire.cli.elastic_run import replica_roles, run_here, tell
 from thinwire.errors import ThinwireError
+from thinwire.files import write_whole
 from thinwire.membership.invitation import Invitation
+from thinwire.membership.journal import Journal
+from thinwire.membership.shards import Ledger
 from thinwire.sync.elastic import elastic
 from thinwire.training.assembly import make_method
 from thinwire.training.config import TrainConfig
-from thinwire.training.elastic.coordination import JOURNAL_FILE, PORT_FILE
-from thinwire.training.elastic.job import LocalSettings
+from thinwire.training.elastic.coordination import JOB_FILE, JOURNAL_FILE, PORT_FILE
+from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.own_address import own_address
+from thinwire.training.elastic.states import checkpoints_of
 from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret
 
 SECRET_FILE = "secret"
@@ -80,6 +84,9 @@ def run(config: TrainConfig, *, is_resumed: bool) -> tuple[int, dict[str, Any] |
         out=str(run_dir.resolve()), cache_dir=str(config.cache_dir), threads=config.threads or 1, device=config.device,
         data=config.data, address=address, quiet=config.quiet,
     ).save()  # fmt: skip
+    write_whole(run_dir / JOB_FILE, json.dumps(Job.of(config).to_json()) + "\n")
+    if is_resumed:
+        _take_over(config)
     if not config.quiet:
         where = " (this host has no address that others reach)" if address == "127.0.0.1" else ""
         tell(f"others join with: thinwire join {invitation.text()}{where}")
@@ -91,6 +98,20 @@ def run(config: TrainConfig, *, is_resumed: bool) -> tuple[int, dict[str, Any] |
     code = run_here(roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.quiet)
     path = run_dir / "summary.json"
     return code, json.loads(path.read_text()) if code == 0 and path.exists() else None
+
+
+def _take_over(config: TrainConfig) -> None:
+    """Go on with the account of the data that the newest checkpoint holds."""
+    state = checkpoints_of(config, warn=tell).latest().state
+    if state is None or "data" not in state.note:
+        return
+    ledger = Ledger(shard_windows=1)
+    ledger.load_state_dict(state.note["data"])
+    ledger.release_all()
+    journal = Journal(config.run_dir / JOURNAL_FILE)
+    journal.write("ledger", ledger.state_dict())
+    journal.write("numbers", {"next_replica": int(state.note.get("next_replica", 0))})
+    journal.close()
 
 
 def _free_port(address: str) -> int:

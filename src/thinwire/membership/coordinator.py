@@ -453,6 +453,8 @@ class Coordinator:
             self.roster.remove(line["replica"])
         elif kind == "ledger":
             self.ledger.load_state_dict(line)
+        elif kind == "numbers":
+            self.roster.next_replica = line["next_replica"]
         elif kind == "started":
             self.has_started = True
         elif kind == "revived":

@@ -13,11 +13,10 @@ import torch
 
 from thinwire.errors import TransportError
 from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.wire_bounds import MOST_WANTS
 from thinwire.transport.wire_frames import Cancel, FrameError, Want
 from thinwire.transport.wire_transfer import WireTransfer
 
-# Asks of one replica of another that have no whole answer yet.
-MOST_WANTS = 4096
 Later = Callable[[Callable[[], None]], None]
 
 

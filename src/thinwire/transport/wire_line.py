@@ -10,10 +10,9 @@ from typing import Any, Protocol
 
 import zmq
 
-from thinwire.transport.wire_asking import MOST_WANTS
+from thinwire.transport.wire_bounds import EARLY_BYTES, EARLY_MESSAGES, MOST_WANTS
 from thinwire.transport.wire_frames import MOST_FRAME_BYTES
 from thinwire.transport.wire_liveness import BEAT_S, TcpReading, read_tcp
-from thinwire.transport.wire_sending import EARLY_BYTES, EARLY_MESSAGES
 from thinwire.transport.wire_window import MOST_BYTES
 
 HANDSHAKE_S = 10.0

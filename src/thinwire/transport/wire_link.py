@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import PeerLost, TransportError
-from thinwire.transport.wire_asking import MOST_WANTS, AnswerTransfer, Asking, AskTransfer
+from thinwire.transport.wire_asking import AnswerTransfer, Asking, AskTransfer
+from thinwire.transport.wire_bounds import MOST_WANTS
 from thinwire.transport.wire_frames import (
     Ask,
     Bye,

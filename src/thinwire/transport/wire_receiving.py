@@ -11,6 +11,7 @@ import torch
 
 from thinwire.errors import PayloadError, TransportError
 from thinwire.transport.message import HEADER_BYTES, check_header
+from thinwire.transport.wire_bounds import EARLY_BYTES, EARLY_MESSAGES
 from thinwire.transport.wire_frames import (
     OPENING_BYTES,
     PART_BYTES,
@@ -24,7 +25,7 @@ from thinwire.transport.wire_frames import (
     Part,
     Refused,
 )
-from thinwire.transport.wire_sending import EARLY_BYTES, EARLY_MESSAGES, key_of
+from thinwire.transport.wire_sending import key_of
 from thinwire.transport.wire_transfer import WireTransfer
 from thinwire.transport.wire_window import Window
 

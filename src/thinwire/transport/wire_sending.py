@@ -10,6 +10,7 @@ import torch
 
 from thinwire.errors import PayloadError, TransportError
 from thinwire.transport.base import Envelope
+from thinwire.transport.wire_bounds import EARLY_BYTES, EARLY_MESSAGES
 from thinwire.transport.wire_frames import (
     OPENING_BYTES,
     PART_BYTES,
@@ -24,10 +25,6 @@ from thinwire.transport.wire_frames import (
     Refused,
 )
 from thinwire.transport.wire_transfer import WireTransfer
-
-# What a receiver keeps of messages that it has posted no receive for yet, for each peer.
-EARLY_MESSAGES = 1024
-EARLY_BYTES = 1 << 25
 
 
 def key_of(envelope: Envelope) -> Key:

@@ -1,4 +1,6 @@
-"""The process of the coordinator: its port, its journal, and what it writes down for people."""
+"""The process of the coordinator: its port, its journal, and what it writes down for people. Nothing here needs torch,
+so that one that died is back soon.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,10 @@ from thinwire.files import write_whole
 from thinwire.membership.coordinator import Coordinator
 from thinwire.membership.hub import Hub
 from thinwire.membership.journal import Journal
-from thinwire.training.config import TrainConfig, read_config
-from thinwire.training.elastic.job import Job
-from thinwire.training.global_checkpoints import GlobalCheckpoints
 from thinwire.transport.secret import read_secret
 
 JOURNAL_FILE = "coordinator.jsonl"
+JOB_FILE = "job.json"
 PORT_FILE = "coordinator.json"
 # After the end the last words must reach those that wait for them.
 _FAREWELL_S = 5.0
@@ -42,7 +42,7 @@ def coordinate(
     Raises:
         ThinwireError: The port cannot be had, or the journal not be written.
     """
-    job = Job.of(read_config(run_dir))
+    job = json.loads((run_dir / JOB_FILE).read_text())
     journal = Journal(run_dir / JOURNAL_FILE)
     known = read_port(run_dir)
     # one that takes the place of another that died must be where that was
@@ -50,12 +50,10 @@ def coordinate(
     hub = Hub(secret=read_secret(secret_path), address=address, port=wanted, say=say)
     write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
     coordinator = Coordinator(
-        job=job.to_json(), planned=job.config.num_replicas, sync_interval=job.sync_interval,
-        overlap_steps=job.overlap_steps, shard_windows=job.shard_windows, send=hub.send, record=journal.write,
-        generation=hub.generation, founding_s=job.config.join_deadline_s, from_disk=is_resumed,
+        job=job, planned=job["config"]["replicas"], sync_interval=job["sync_interval"],
+        overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=hub.send, record=journal.write,
+        generation=hub.generation, founding_s=job["config"]["join_deadline_s"], from_disk=is_resumed,
     )  # fmt: skip
-    if is_resumed and not journal.lines():
-        _take_over(coordinator, checkpoints_of(job.config), journal)
     coordinator.resume_from(journal.lines(), now_s=time.monotonic())
     end = _End(coordinator, until)
     try:
@@ -63,23 +61,6 @@ def coordinate(
     finally:
         hub.close()
         journal.close()
-
-
-def checkpoints_of(config: TrainConfig, *, warn: Callable[[str], None] | None = None) -> GlobalCheckpoints:
-    """Return a run's checkpoints on this host, or under its URL."""
-    place = config.checkpoint_to or config.run_dir / "checkpoints"
-    return GlobalCheckpoints(place, keep_last=config.keep_checkpoints, on_warning=warn)
-
-
-def _take_over(coordinator: Coordinator, checkpoints: GlobalCheckpoints, journal: Journal) -> None:
-    """Go on with the account of the data that the newest checkpoint holds."""
-    state = checkpoints.latest().state
-    if state is None or "data" not in state.note:
-        return
-    coordinator.ledger.load_state_dict(state.note["data"])
-    coordinator.ledger.release_all()
-    coordinator.roster.next_replica = int(state.note.get("next_replica", 0))
-    journal.write("ledger", coordinator.ledger.state_dict())
 
 
 class _End:

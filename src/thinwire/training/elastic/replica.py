@@ -21,10 +21,9 @@ from thinwire.training.assembly import make_inner_optimizer, make_method, make_m
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
-from thinwire.training.elastic.coordination import checkpoints_of
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.loop import ElasticTraining, Left
-from thinwire.training.elastic.states import StateKeeper, take_in
+from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
 from thinwire.training.metrics import Meter, open_loggers
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.training.worker import held_out_batches, open_data

@@ -15,6 +15,7 @@ from thinwire.membership.state_chunks import publish_state, withdraw_state
 from thinwire.membership.view import Offer
 from thinwire.sync.elastic import global_tensors, load_global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.config import TrainConfig
 from thinwire.training.global_checkpoints import GlobalCheckpoints
 from thinwire.training.global_state import GlobalState, pack, unpack
 
@@ -114,6 +115,12 @@ class StateKeeper:
             note = {}
         full = GlobalState(step=state.step, parameters=state.parameters, outer=state.outer, note=note)
         self._checkpoints.save(full, copy=False)
+
+
+def checkpoints_of(config: TrainConfig, *, warn: Callable[[str], None] | None = None) -> GlobalCheckpoints:
+    """Return a run's checkpoints on this host, or under its URL."""
+    place = config.checkpoint_to or config.run_dir / "checkpoints"
+    return GlobalCheckpoints(place, keep_last=config.keep_checkpoints, on_warning=warn)
 
 
 def state_name(step: int) -> bytes:
