@@ -51,7 +51,7 @@ def resident_optimizer(resident: Resident, name: str) -> tuple[nn.Module, thinwi
         model, torch.optim.SGD(model.parameters(), lr=0.05), method=elastic(method_of(name), seat=resident.seat),
         transport=transport, seat=resident.seat,
     )  # fmt: skip
-    optimizer.engine.follow(resident.seat.known_step, patience_steps=1.0)
+    optimizer.engine.follow(resident.seat.known_step, patience_steps=STEPS)  # threads are not alike in speed
     return model, optimizer
 
 

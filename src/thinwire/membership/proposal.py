@@ -15,17 +15,15 @@ from typing import Protocol
 import torch
 
 from thinwire.errors import Expelled, PayloadError, TransportError
+from thinwire.membership.bid import Action, Ask, Bid, CastVote, GiveUp, Seen
 from thinwire.membership.council import Council
 from thinwire.membership.rounds import Decision
 from thinwire.transport.base import Received
 
 _HEAD = struct.Struct("<IxxxxQ")
 HEAD_BYTES = _HEAD.size
-_LOOK_S = 0.02
-# After so long somebody is asked again who could not give a part.
-_AGAIN_S = 0.2
-# For so long, at least, parts of a decided round are sought.
-_LEAST_FETCH_S = 30.0
+# Blobs that come are looked for so often; words of the coordinator wake whoever waits for them.
+_LOOK_S, _WAIT_S = 0.02, 0.5
 
 
 class Fetch(Protocol):
@@ -86,7 +84,9 @@ def round_of(name: bytes) -> int | None:
 
 
 class Proposal:
-    """See the module. `wait` drives it, from any one thread; every wait in it ends by a measured time or by `Expelled`.
+    """See the module; what to do next is `Bid`'s business, and this does it.
+
+    `wait` drives it, from any one thread; every wait in it ends by a measured time or by `Expelled`.
 
     Args:
         council: This replica's seat.
@@ -105,18 +105,18 @@ class Proposal:
         self._council = council
         self._shelf = shelf
         self._round_id = round_id
-        self._launch_step = launch_step
         self._hash = reference_hash
         self._most_bytes = most_bytes + HEAD_BYTES
         self._parts: dict[int, torch.Tensor] = {}
         self._asked: dict[int, tuple[float, Fetch]] = {}
-        self._failed: dict[int, float] = {}
-        self._called_s: float | None = None
         self.agreed: Agreed | None = None
-        if part is not None and self._decision() is None:
+        is_offered = part is not None and self._seen().decision is None
+        self._bid = Bid(replica=council.replica, has_part=is_offered)
+        if is_offered:
+            assert part is not None
             self._offer(council.replica, part)
             council.launch(round_id, launch_step=launch_step)
-            self._ask_active()
+            self._move()
 
     def done(self) -> bool:
         """Tell whether it has come to its end; it does so in `wait` only."""
@@ -131,65 +131,50 @@ class Proposal:
         Raises:
             Expelled: The run goes on without this replica.
         """
-        decision = self._vote_and_wait() if self._parts else self._await_decision()
+        while (decision := self._move()) is None or not self._bid.is_complete(decision):
+            self._council.check()
+            self._pause()
         self._council.settle(self._round_id)
-        self._fetch_missing(decision)
         with self._council.changed:
             closed_step = self._council.view.closed_step
         parts = {member: self._parts[member][HEAD_BYTES:] for member in decision.members}
         self.agreed = Agreed(parts=parts, step=decision.step, closed_step=closed_step)
-        self._cancel_all()
+        for _, fetch in self._asked.values():
+            fetch.cancel()
+        self._asked.clear()
         return Received(payload=torch.empty(0, dtype=torch.uint8), reference_hash=self._hash)
 
-    # -- before the decision
+    def _move(self) -> Decision | None:
+        """Do what can be done; return the decision, None before."""
+        self._collect()
+        seen = self._seen()
+        if seen.decision is not None:
+            self._council.settle(self._round_id)
+        for action in self._bid.turn(seen, now_s=time.monotonic()):
+            self._do(action)
+        return seen.decision
 
-    def _vote_and_wait(self) -> Decision:
-        while (decision := self._decision()) is None:
-            self._council.check()
-            self._ask_active()
-            self._collect()
-            called = self._called()
-            if called is not None and self._has_enough(called):
-                has = tuple(sorted(self._parts))
+    def _seen(self) -> Seen:
+        with self._council.changed:
+            view = self._council.view
+            return Seen(
+                called=view.calls.get(self._round_id), decision=view.decisions.get(self._round_id),
+                active=self._council.active(), neighbours=tuple(view.neighbours),
+                limit_s=self._council.transfers.limit_s,
+            )  # fmt: skip
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Ask(source=source, member=member):
+                if member in self._asked:
+                    self._asked.pop(member)[1].cancel()
+                name = blob_name(self._round_id, member)
+                fetch = self._shelf.get(source, name, most_bytes=self._most_bytes)
+                self._asked[member] = time.monotonic(), fetch
+            case CastVote(has=has):
                 self._council.vote(self._round_id, has=has, reference_hash=self._hash)
-                return self._await_decision()
-            self._pause()
-        return decision
-
-    def _await_decision(self) -> Decision:
-        while (decision := self._decision()) is None:
-            self._council.check()
-            with self._council.changed:
-                self._council.changed.wait(0.5)
-        return decision
-
-    def _has_enough(self, called: tuple[int, ...]) -> bool:
-        assert self._called_s is not None
-        missing = [one for one in called if one not in self._parts]
-        return not missing or time.monotonic() > self._called_s + self._council.transfers.limit_s
-
-    def _called(self) -> tuple[int, ...] | None:
-        with self._council.changed:
-            called = self._council.view.calls.get(self._round_id)
-        if called is not None and self._called_s is None:
-            self._called_s = time.monotonic()
-        return called
-
-    def _decision(self) -> Decision | None:
-        with self._council.changed:
-            return self._council.view.decisions.get(self._round_id)
-
-    def _ask_active(self) -> None:
-        for peer in self._council.active():
-            is_other = peer != self._council.replica and peer not in self._parts and peer not in self._asked
-            if is_other and self._is_due(peer):
-                self._ask(peer, peer)
-
-    def _ask(self, source: int, member: int) -> None:
-        self._failed.pop(member, None)
-        name = blob_name(self._round_id, member)
-        fetch = self._shelf.get(source, name, most_bytes=self._most_bytes)
-        self._asked[member] = time.monotonic(), fetch
+            case GiveUp(member=member, sources=sources):
+                self._give_up(member, sources)
 
     def _collect(self) -> None:
         """Take in what has come."""
@@ -201,9 +186,10 @@ class Proposal:
             try:
                 self._take(member, fetch.wait(deadline_s=0.0))
             except TransportError:
-                self._failed[member] = now_s
+                self._bid.fail(member, now_s=now_s)
                 continue
-            since_s = now_s if self._called_s is None else max(asked_s, self._called_s)
+            called_s = self._bid.called_s
+            since_s = now_s if called_s is None else max(asked_s, called_s)
             self._council.transfers.observe(max(0.0, now_s - since_s))
 
     def _take(self, member: int, blob: torch.Tensor) -> None:
@@ -217,6 +203,7 @@ class Proposal:
         found_hash, round_id = _HEAD.unpack(bytes(blob[:HEAD_BYTES].numpy()))
         if round_id != self._round_id or found_hash != self._hash:
             raise PayloadError(f"round {self._round_id}: the part of replica {member} refers to another global value")
+        self._bid.take(member)
         if member not in self._parts:
             self._parts[member] = blob
             self._shelf.publish(blob_name(self._round_id, member), blob)
@@ -226,59 +213,18 @@ class Proposal:
         self._parts[member] = torch.cat([head, part])
         self._shelf.publish(blob_name(self._round_id, member), self._parts[member])
 
-    # -- after it
-
-    def _fetch_missing(self, decision: Decision) -> None:
-        """Get the parts of the mean that this replica lacks, from whoever holds them.
-
-        Raises:
-            Expelled: Nobody gives them.
-        """
-        until_s = time.monotonic() + max(_LEAST_FETCH_S, 3 * self._council.transfers.limit_s)
-        turn = 0
-        while missing := self._missing(decision):
-            self._council.check()
-            for member in missing:
-                sources = self._sources(decision, member)
-                if not sources or time.monotonic() > until_s:
-                    self._give_up(member, sources)
-                if self._is_due(member):
-                    self._ask(sources[(turn + member) % len(sources)], member)
-                    turn += 1
-            self._pause()
-
-    def _missing(self, decision: Decision) -> list[int]:
-        self._collect()
-        return [member for member in decision.members if member not in self._parts]
-
-    def _is_due(self, member: int) -> bool:
-        """Tell whether a part is not on its way, or has been for so long that another one is asked."""
-        if member in self._asked:
-            asked_s, fetch = self._asked[member]
-            if fetch.done() or time.monotonic() < asked_s + self._council.transfers.limit_s:
-                return False
-            del self._asked[member]
-            fetch.cancel()
-            return True
-        return time.monotonic() > self._failed.get(member, -_AGAIN_S) + _AGAIN_S
-
-    def _sources(self, decision: Decision, member: int) -> list[int]:
-        with self._council.changed:
-            there = set(self._council.view.neighbours)
-        return sorted((there & set(decision.holders)) | (there & {member}) - {self._council.replica})
-
-    def _give_up(self, member: int, sources: list[int]) -> None:
-        who = f"none of the replicas {sources} gave" if sources else "nobody that is left holds"
+    def _give_up(self, member: int, sources: tuple[int, ...]) -> None:
+        who = f"none of the replicas {list(sources)} gave" if sources else "nobody that is left holds"
         why = f"{who} the part of replica {member}"
         self._council.tell("stuck", round=self._round_id, why=why)
         self._council.settle(self._round_id)
         raise Expelled(f"replica {self._council.replica} could not get round {self._round_id}: {why}; it joins again")
 
-    def _cancel_all(self) -> None:
-        for _, fetch in self._asked.values():
-            fetch.cancel()
-        self._asked.clear()
-
     def _pause(self) -> None:
+        """Wait for news: words wake it, blobs are looked for."""
         with self._council.changed:
-            self._council.changed.wait(_LOOK_S)
+            is_decided = self._round_id in self._council.view.decisions
+            if self._bid.only_waits and not is_decided:
+                self._council.changed.wait(_WAIT_S)
+            else:
+                self._council.changed.wait(_LOOK_S)

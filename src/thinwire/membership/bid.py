@@ -1,0 +1,161 @@
+"""What one replica does in a round, as a pure machine: whom it asks for which part, when it votes, when it gives up.
+
+What it has got and what the coordinator said go in, with the time; what to do next comes out. `Proposal` does it with
+real blobs, and a model of a few replicas can go through all orders in which things may happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from thinwire.membership.rounds import Decision
+
+# After so long somebody is asked again who could not give a part.
+_AGAIN_S = 0.2
+# For so long, at least, parts of a decided round are sought.
+_LEAST_FETCH_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """To do: ask a replica for a part; one asked for it before is asked no longer."""
+
+    source: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CastVote:
+    """To do: say which parts are here."""
+
+    has: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveUp:
+    """To do: leave, because nobody gives a part of the mean."""
+
+    member: int
+    sources: tuple[int, ...]
+
+
+Action = Ask | CastVote | GiveUp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What the coordinator has said, and how long parts take.
+
+    Attributes:
+        called: Who gathers the round's parts, None before the call.
+        decision: What was decided, None before.
+        active: Who takes part in rounds.
+        neighbours: Who is there at all.
+        limit_s: For how long a part is waited for.
+    """
+
+    called: tuple[int, ...] | None
+    decision: Decision | None
+    active: Collection[int]
+    neighbours: Collection[int]
+    limit_s: float
+
+
+class Bid:
+    """See the module.
+
+    Args:
+        replica: This one's number.
+        has_part: Whether it offers a part of its own; one that does not only waits for the decision.
+
+    Example:
+        >>> bid = Bid(replica=0, has_part=True)
+        >>> words = dict(decision=None, active=(0, 1), neighbours=(0, 1), limit_s=2.0)
+        >>> bid.turn(Seen(called=None, **words), now_s=0.0)
+        [Ask(source=1, member=1)]
+        >>> bid.take(1)
+        >>> bid.turn(Seen(called=(0, 1), **words), now_s=0.1)
+        [CastVote(has=(0, 1))]
+    """
+
+    def __init__(self, *, replica: int, has_part: bool) -> None:
+        self._replica = replica
+        self._has = {replica} if has_part else set[int]()
+        self._asked: dict[int, float] = {}
+        self._failed: dict[int, float] = {}
+        self._called_s: float | None = None
+        self._until_s: float | None = None
+        self._has_voted = not has_part
+        self._turn = 0
+
+    @property
+    def has(self) -> tuple[int, ...]:
+        """Whose parts are here, in ascending order."""
+        return tuple(sorted(self._has))
+
+    @property
+    def called_s(self) -> float | None:
+        """When the call was seen, None before."""
+        return self._called_s
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether nothing is left to do but to wait for the decision."""
+        return self._has_voted
+
+    def take(self, member: int) -> None:
+        """Note that a part came."""
+        self._asked.pop(member, None)
+        self._has.add(member)
+
+    def fail(self, member: int, *, now_s: float) -> None:
+        """Note that whoever was asked for a part cannot give it."""
+        self._asked.pop(member, None)
+        self._failed[member] = now_s
+
+    def is_complete(self, decision: Decision) -> bool:
+        """Tell whether all parts of the mean are here."""
+        return self._has.issuperset(decision.members)
+
+    def turn(self, seen: Seen, *, now_s: float) -> list[Action]:
+        """Return what to do now; it counts as done."""
+        return self._gather(seen, now_s) if seen.decision is None else self._complete(seen.decision, seen, now_s)
+
+    def _gather(self, seen: Seen, now_s: float) -> list[Action]:
+        if self._has_voted:
+            return []
+        todo: list[Action] = []
+        for peer in seen.active:
+            if peer not in self._has and peer not in self._asked and self._is_due(peer, seen, now_s):
+                todo.append(self._ask(peer, peer, now_s))
+        if seen.called is not None:
+            self._called_s = now_s if self._called_s is None else self._called_s
+            if self._has.issuperset(seen.called) or now_s > self._called_s + seen.limit_s:
+                self._has_voted = True
+                todo.append(CastVote(has=self.has))
+        return todo
+
+    def _complete(self, decision: Decision, seen: Seen, now_s: float) -> list[Action]:
+        if self._until_s is None:
+            self._until_s = now_s + max(_LEAST_FETCH_S, 3 * seen.limit_s)
+        todo: list[Action] = []
+        for member in sorted(set(decision.members) - self._has):
+            sources = sorted((set(seen.neighbours) & {*decision.holders, member}) - {self._replica})
+            if not sources or now_s > self._until_s:
+                return [GiveUp(member=member, sources=tuple(sources))]
+            if self._is_due(member, seen, now_s):
+                todo.append(self._ask(sources[(self._turn + member) % len(sources)], member, now_s))
+                self._turn += 1
+        return todo
+
+    def _is_due(self, member: int, seen: Seen, now_s: float) -> bool:
+        """Tell whether a part is not on its way, or has been for so long that another one is asked."""
+        if member in self._asked:
+            return now_s >= self._asked[member] + seen.limit_s
+        return member not in self._failed or now_s > self._failed[member] + _AGAIN_S
+
+    def _ask(self, source: int, member: int, now_s: float) -> Ask:
+        self._failed.pop(member, None)
+        self._asked[member] = now_s
+        return Ask(source=source, member=member)
