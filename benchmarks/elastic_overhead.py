@@ -2,9 +2,9 @@
 
     python benchmarks/elastic_overhead.py --repeats 3 --steps 150
 
-Two replicas of nano on this machine, the same method and settings, with a secret in both cases, so that both go over the
-same wire. Tokens a second come from the runs' own metrics, from the first line to the last one, so that starting the
-processes does not count; of all pairs of neighbouring runs the ratio is taken.
+Two replicas of nano on this machine, the same method and settings, with a secret in both cases, so that both go over
+the same wire. Tokens a second come from the runs' own metrics, from the first line to the last one, so that starting
+the processes does not count; of all pairs of neighbouring runs the ratio is taken.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def rate(run: Path) -> float:
 def train(folder: Path, name: str, *, steps: int, is_elastic: bool, secret: Path) -> float:
     """Run one of the two and return its rate."""
     run = folder / name
-    words = ["--replicas", "2", "--steps", str(steps), "--eval-every", "0", "--final-eval-batches", "1", "--log-every",
-             "10", "--checkpoint-every", "0", "--threads", "1", "--quiet", "--secret", str(secret), "--out", str(run)]  # fmt: skip
+    words = (
+        f"--replicas 2 --steps {steps} --eval-every 0 --final-eval-batches 1 --log-every 10 --checkpoint-every 0 "
+        f"--threads 1 --quiet --secret {secret} --out {run}"
+    ).split()
     more = ["--elastic", "--port", "0", "--address", "127.0.0.1"] if is_elastic else []
     subprocess.run([sys.executable, "-m", "thinwire.cli.main", "train", *words, *more], check=True)
     return rate(run)

@@ -21,6 +21,8 @@ from thinwire.membership.rounds import Decision, RoundBook
 from thinwire.membership.shards import Lease, Ledger
 
 PROGRESS_S = 1.0
+# Intervals whose parts are kept for a replica that is behind.
+_MOST_BEHIND = 8
 Send = Callable[[bytes, str, dict[str, Any]], None]
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -57,6 +59,7 @@ class Coordinator:
         self.findings: list[str] = []
         self._job = dict(job)
         self._planned = planned
+        self._sync_interval = sync_interval
         self._send = send
         self._record = record
         self._generation = generation
@@ -302,8 +305,12 @@ class Coordinator:
         return max([self.book.step, *(member.step for member in self.roster)])
 
     def _floor(self) -> int:
-        """Return a step up to which nobody needs rounds any more, nor states from before it."""
-        steps = [member.step for member in self.roster.with_standing(Standing.ACTIVE)]
+        """Return a step up to which nobody needs rounds any more, nor states from before it.
+
+        One that is further behind than `_MOST_BEHIND` intervals, as after a long pause, joins again instead.
+        """
+        most_behind = self._furthest_step() - _MOST_BEHIND * self._sync_interval
+        steps = [max(member.step, most_behind) for member in self.roster.with_standing(Standing.ACTIVE)]
         needed = self.cuts.needed_step()
         return max(0, min([*steps, *([] if needed is None else [needed])], default=0) - 1)
 

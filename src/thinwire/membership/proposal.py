@@ -1,7 +1,7 @@
 """One round of an elastic run at one replica: offer the own part, gather the others', vote, and get what was decided.
 
-A part's blob is 8 bytes, the hash of the global value that it refers to and zeros, and the part itself. Whoever holds
-a blob offers it in turn, so that it can be had after its sender has gone.
+A part's blob is 16 bytes, the hash of the global value that it refers to, zeros and the round, and the part itself.
+Whoever holds a blob offers it in turn, so that it can be had after its sender has gone.
 """
 
 from __future__ import annotations
