@@ -1,0 +1,267 @@
+"""The parts of elastic runs around the protocol: jobs, shards of data, means of agreed parts, processes of a host."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire import methods
+from thinwire.averaging.agreed import AgreedMean, agreed
+from thinwire.averaging.delivery import Delivery
+from thinwire.averaging.exchange import AllGather, TwoPhase
+from thinwire.averaging.quorum_words import Offer, with_offer
+from thinwire.averaging.topology import Peers
+from thinwire.cli.elastic_run import _new
+from thinwire.codecs import float32
+from thinwire.codecs.memory import ErrorFeedback
+from thinwire.errors import ConnectError, Stopped, WorkerFailed
+from thinwire.sync.elastic import elastic
+from thinwire.training.config import TrainConfig, resolve
+from thinwire.training.corpora.sampler import Sampler
+from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.elastic.job import Job, LocalSettings
+from thinwire.training.elastic.launch import REFUSED, Role, launch
+from thinwire.training.elastic.own_address import own_address
+from thinwire.transport.loopback import single
+
+
+def config_of(tmp_path: Path, **more: object) -> TrainConfig:
+    given = TrainConfig(elastic=True, replicas=3, steps=60, out=tmp_path, secret=tmp_path / "secret", **more)  # type: ignore[arg-type]
+    return resolve(given, world_size=None, cores=2, home=tmp_path)
+
+
+def test_a_job_goes_over_the_wire_without_what_is_one_hosts_own(tmp_path: Path) -> None:
+    job = Job.of(config_of(tmp_path, overlap_steps="2"))
+    told = job.to_json()
+    assert (job.sync_interval, job.overlap_steps, job.shard_windows) == (30, 2, 16 * 8)
+    assert not {"out", "secret", "cache_dir", "address"} & set(told["config"]), "a joiner has its own"
+    again = Job.from_json(told)
+    assert again.config.steps == 60 and again.config.secret is None and again.to_json() == told
+
+
+@pytest.mark.parametrize("name", ["sync_interval", "config"])
+def test_a_job_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
+    told = Job.of(config_of(tmp_path)).to_json()
+    for wrong in ({**told, name: -1}, {key: value for key, value in told.items() if key != name}):
+        with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
+            Job.from_json(wrong)
+
+
+def test_a_host_keeps_its_own_settings(tmp_path: Path) -> None:
+    settings = LocalSettings(
+        invitation="thinwire://h:1", secret="s", out=str(tmp_path), cache_dir="c", threads=3, batch_size=2, data="here"
+    )
+    settings.save()
+    applied = LocalSettings.load(tmp_path).apply(Job.of(config_of(tmp_path / "first")).config)
+    assert (applied.batch_size, applied.data, applied.threads, applied.run_dir) == (2, "here", 3, tmp_path)
+    assert applied.steps == 60 and applied.device == "cpu"
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_two_replicas_read_each_window_of_an_epoch_once(batch_size: int) -> None:
+    tokens = np.arange(4 * 24 + 1)  # 24 windows, in shards of 6
+    shards = iter(range(100))
+    readers = [
+        ShardBatches(
+            tokens, batch_size=batch_size, seq_len=4, seed=3, shard_windows=6, lend=lambda number: (next(shards), 0)
+        )
+        for _ in range(2)
+    ]
+    seen: list[int] = []
+    for turn in range(24 // batch_size):
+        inputs, targets = next(readers[turn % 2])
+        assert torch.equal(targets, inputs + 1)
+        seen += [int(first) for first in inputs[:, 0]]
+    assert sorted(seen) == list(range(0, 96, 4))
+
+
+def test_shards_have_the_order_of_the_sampler() -> None:
+    tokens = np.arange(4 * 11 + 1)
+    sampler = Sampler(tokens, replica=0, num_replicas=1, batch_size=1, seq_len=4, seed=5)
+    batches = ShardBatches(tokens, batch_size=1, seq_len=4, seed=5, shard_windows=4, lend=lambda number: (number, 0))
+    for _ in range(30):  # over the ends of epochs and of shards
+        assert torch.equal(next(sampler)[0], next(batches)[0])
+
+
+def test_a_shard_is_gone_on_with_where_another_replica_left_it() -> None:
+    tokens = np.arange(4 * 11 + 1)
+    whole = ShardBatches(tokens, batch_size=1, seq_len=4, seed=5, shard_windows=4, lend=lambda number: (2, 0))
+    rest = ShardBatches(tokens, batch_size=1, seq_len=4, seed=5, shard_windows=4, lend=lambda number: (2, 3))
+    last = [next(whole)[0] for _ in range(4)][3]
+    assert torch.equal(next(rest)[0], last) and rest.used == {2: 4}
+
+
+class FixedSeat:
+    """Agrees on parts that the test gives."""
+
+    def __init__(self, parts: dict[int, torch.Tensor]) -> None:
+        self.agreed = self
+        self.parts, self.step, self.closed_step = parts, 9, 9
+
+    def active(self) -> tuple[int, ...]:
+        return tuple(self.parts)
+
+    def known_step(self) -> int:
+        return 9
+
+    def is_decided(self, round_id: int) -> bool:
+        return True
+
+    def propose(self, part: torch.Tensor | None, **rest: object) -> FixedSeat:
+        assert part is None, "a decided round takes no part"
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, *, deadline_s: float) -> None:
+        """Done."""
+
+
+def mean_of(
+    vectors: dict[int, torch.Tensor], *, tokens: dict[int, tuple[int, int]] | None = None, preserve_norm: bool = False
+) -> tuple[torch.Tensor, list[str]]:
+    offers = tokens or dict.fromkeys(vectors, (10, 2))
+    parts = {}
+    for member, vector in vectors.items():
+        num_tokens, num_steps = offers[member]
+        offer = Offer(num_tokens=num_tokens, num_steps=num_steps, has_part=True)
+        parts[member] = with_offer(offer, float32().encode(vector, seed=0))
+    found: list[str] = []
+    numel = next(iter(vectors.values())).numel()
+    exchange = AgreedMean(codec=float32(), seat=FixedSeat(parts), preserve_norm=preserve_norm, find=found.append)
+    bound = exchange.with_directions([[True]]).bind([[torch.Size([numel])]], replica=0, num_replicas=3)
+    delivery = Delivery(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
+    steps = bound.steps(torch.zeros(numel), delivery)
+    next(steps)
+    try:
+        steps.send([])
+    except StopIteration as stop:
+        return stop.value.mean, found
+    raise AssertionError("one wait is enough")
+
+
+def test_parts_weigh_by_their_tokens_and_speed() -> None:
+    vectors = {0: torch.tensor([1.0, 0.0]), 4: torch.tensor([0.0, 1.0])}
+    mean, _ = mean_of(vectors, tokens={0: (30, 3), 4: (10, 1)})
+    assert torch.equal(mean, torch.tensor([0.75, 0.25]))
+    assert torch.equal(mean_of(vectors)[0], torch.tensor([0.5, 0.5]))
+    kept, _ = mean_of(vectors, preserve_norm=True)
+    assert torch.allclose(kept, torch.full((2,), 0.5**0.5))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_part_that_is_not_finite_is_left_out_and_told(value: float) -> None:
+    vectors = {0: torch.tensor([1.0, 2.0]), 1: torch.tensor([value, 2.0]), 2: torch.tensor([3.0, 4.0])}
+    mean, found = mean_of(vectors)
+    assert torch.equal(mean, torch.tensor([2.0, 3.0]))
+    assert len(found) == 1 and "the part of replica 1 holds NaN or infinity and was left out" in found[0]
+    nothing, told = mean_of({1: vectors[1]})
+    assert torch.equal(nothing, torch.zeros(2)) and told
+
+
+def test_a_part_much_longer_than_the_median_is_shortened_and_told() -> None:
+    vectors = {number: torch.tensor([1.0, 0.0]) for number in range(3)} | {3: torch.tensor([0.0, 100.0])}
+    mean, found = mean_of(vectors)
+    assert torch.allclose(mean, torch.tensor([0.75, 0.75]))
+    assert len(found) == 1 and "replica 3 was 100.0 times as long as the median one" in found[0]
+    assert torch.equal(mean_of({0: vectors[0], 3: vectors[3]})[0], torch.tensor([0.5, 50.0])), "of two, none is odd"
+
+
+def test_a_replica_that_has_trained_nothing_counts_nothing() -> None:
+    vectors = {0: torch.tensor([1.0]), 1: torch.tensor([9.0])}
+    assert torch.equal(mean_of(vectors, tokens={0: (5, 1), 1: (0, 0)})[0], torch.tensor([1.0]))
+
+
+def test_exchanges_that_remember_are_refused() -> None:
+    seat = FixedSeat({})
+    assert agreed(TwoPhase(codec=float32()), seat=seat, preserve_norm=False, find=print).codec == float32()
+    with pytest.raises(ValueError, match="replicas cannot come and go"):
+        agreed(AllGather(codec=float32(), memory=ErrorFeedback()), seat=seat, preserve_norm=False, find=print)
+    with pytest.raises(ValueError, match=r"most_length must be at least 1, got 0\.5"):
+        AgreedMean(codec=float32(), most_length=0.5)
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "local_sgd", "slowmo"])
+def test_methods_that_average_pseudo_gradients_have_elastic_variants(name: str) -> None:
+    method = elastic(getattr(methods, name)(), seat=FixedSeat({0: torch.zeros(1), 5: torch.zeros(1)}))
+    assert method.topology.peers(round_id=0, me=5, alive=[0]).members == (0, 5)
+    assert type(method.exchanges(3)[0]) is AgreedMean
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "noloco", "co2", "sparse_loco", "decoupled_diloco"])
+def test_methods_that_depend_on_who_is_there_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="for elastic runs take diloco"):
+        elastic(getattr(methods, name)(), seat=FixedSeat({}))
+
+
+def test_what_is_new_is_told_once() -> None:
+    assert _new([], ["a", "b"]) == ["a", "b"]
+    assert _new(["a", "b"], ["a", "b"]) == []
+    assert _new(["a", "b", "c"], ["b", "c", "d"]) == ["d"], "the list moves on"
+    assert _new(["a"], ["x", "y"]) == ["x", "y"]
+
+
+def test_the_own_address_is_the_one_that_was_named_or_an_ipv4_address() -> None:
+    assert own_address(address="10.0.0.9", interface=None) == "10.0.0.9"
+    assert own_address(address=None, interface="lo") == "127.0.0.1"
+    assert len(own_address(address=None, interface=None).split(".")) == 4
+
+
+def role_of(tmp_path: Path, name: str, program: str, *, is_needed: bool = True) -> Role:
+    (tmp_path / f"{name}.py").write_text(program)
+    return Role(name=name, module=name, is_needed=is_needed)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("thinwire.training.elastic.launch._AGAIN_S", 0.05)
+    return tmp_path
+
+
+COUNTING = """
+import os, sys, time
+from pathlib import Path
+count = Path(sys.argv[1]) / "count"
+with count.open("a") as file:
+    file.write("x")
+"""
+
+
+def test_a_process_that_dies_is_started_again_until_it_ends_well(programs: Path) -> None:
+    said: list[str] = []
+    program = COUNTING + "sys.exit(0) if count.stat().st_size == 3 else os.kill(os.getpid(), 9)\n"
+    sleeper = role_of(programs, "sleeper", "import time\ntime.sleep(600)\n", is_needed=False)
+    began_s = time.monotonic()
+    launch([role_of(programs, "dying", program), sleeper], run_dir=programs, say=said.append, look=lambda: None)
+    assert (programs / "count").stat().st_size == 3
+    assert [text for text in said if "dying was ended by SIGKILL; starting it again" in text] == said and len(said) == 2
+    assert time.monotonic() - began_s < 60, "what is not needed is stopped with the rest"
+
+
+def test_a_process_that_cannot_go_on_ends_the_host_with_its_words(programs: Path) -> None:
+    program = f"import sys\nprint('error: no data here', file=sys.stderr)\nsys.exit({REFUSED})\n"
+    with pytest.raises(WorkerFailed, match="no data here"):
+        launch([role_of(programs, "refused", program)], run_dir=programs, say=print, look=lambda: None)
+
+
+def test_a_signal_stops_all_processes(programs: Path) -> None:
+    import os
+    import signal
+
+    program = COUNTING + "time.sleep(600)\n"
+
+    def look() -> None:
+        if (programs / "count").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped:
+        launch([role_of(programs, "waiting", program)], run_dir=programs, say=print, look=look)
+    assert stopped.value.signal_number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
