@@ -133,6 +133,9 @@ def test_who_is_removed_fails_at_once_and_never_comes_back() -> None:
             zero.library.get(1, b"never", most_bytes=1).wait(deadline_s=SOON_S)
         zero.wire.remove(1)
         zero.wire.remove(77)
+        start = time.monotonic()
+        assert zero.wire.wait_until_connected([1, 2, 50], deadline_s=SOON_S) == (2,)
+        assert time.monotonic() - start < 5, "who does not take part is not waited for"
         assert zero.wire.peers() == (2,)
         assert not zero.wire.add(1, address=one.address) and not zero.wire.add(77)
         until(lambda: one.library.num_waiting == 0)  # who asked is gone

@@ -13,6 +13,7 @@ from thinwire.membership.fetch_plan import (
     FIRST_LIMIT_S,
     FIRST_WINDOW,
     LEAST_LIMIT_S,
+    LEAST_WINDOW,
     MOST_LIMIT_S,
     MOST_UNDER_WAY,
     WINDOW,
@@ -149,7 +150,11 @@ def test_a_new_holder_gets_little_until_it_has_brought_something() -> None:
     plan.add_holder(1)
     assert len(list(plan.asks(now_s=0))) == FIRST_WINDOW
     plan.arrived(1, 0, now_s=1)
-    assert len(list(plan.asks(now_s=1))) == WINDOW - FIRST_WINDOW + 1
+    assert len(list(plan.asks(now_s=1))) == LEAST_WINDOW - FIRST_WINDOW + 1
+    for chunk in range(1, 20):  # ten a second
+        plan.arrived(1, chunk, now_s=1 + chunk / 10)
+        list(plan.asks(now_s=1 + chunk / 10))
+    assert len([chunk for chunk in plan.remove_holder(1) if chunk >= 20]) == WINDOW
 
 
 def test_limits_follow_measured_times_within_bounds() -> None:

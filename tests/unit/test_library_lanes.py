@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.transport.library_lanes import LONGEST_HOLD_S, LONGEST_PLACE_S, MOST_BULK, Lanes, Order
+from thinwire.transport.library_lanes import LEAST_BULK, LONGEST_HOLD_S, LONGEST_PLACE_S, MOST_BULK, Lanes, Order
 
 
 def order(number: int, *, peer: int = 1) -> Order:
@@ -21,6 +23,27 @@ def test_no_more_bulk_is_on_its_way_than_may_be_and_the_next_begins_when_one_end
     lanes.end_bulk(order(1), now_s=0)
     found = lanes.next_bulk(now_s=0)
     assert found is not None and found.number == 2 and lanes.next_bulk(now_s=0) is None
+
+
+def most_at_once(seconds_of: Callable[[int], float]) -> int:
+    """Have bulk go out for long, each taking what it takes beside so many; return how many go at a time in the end."""
+    lanes, now_s, going = Lanes(), 0.0, 0
+    for number in range(400):
+        lanes.add(order(number), now_s=0)
+    ends: list[tuple[float, Order]] = []
+    for _ in range(300):
+        while (found := lanes.next_bulk(now_s=now_s)) is not None:
+            ends.append((now_s, found))
+        going = len(ends)
+        began_s, found = ends.pop(0)
+        now_s = max(now_s, began_s + seconds_of(going))
+        lanes.end_bulk(found, now_s=now_s)
+    return going
+
+
+def test_more_bulk_goes_at_once_only_where_that_makes_it_come_faster() -> None:
+    assert most_at_once(lambda going: 0.4 * going) <= 2 * LEAST_BULK  # a thin wire, and its latest try
+    assert most_at_once(lambda going: 0.4) == MOST_BULK  # a far one
 
 
 def test_replicas_take_turns() -> None:

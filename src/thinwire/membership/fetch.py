@@ -153,7 +153,7 @@ class StateFetch:
         self._events.put(_Told(holder=holder, holds=False))
 
     def run(self, *, deadline_s: float, stall_s: float = math.inf, may_wait: bool = True) -> torch.Tensor:
-        """Fetch what is missing, in the calling thread.
+        """Fetch what is missing, in the calling thread; one at a time.
 
         Args:
             deadline_s: Seconds from now.

@@ -1,6 +1,7 @@
 """Which chunk is asked of whom: pure, told what happened and when.
 
-A holder has a few chunks under way and gets the next when one has come, so the faster one brings more. Whoever takes
+A holder has a few chunks under way, as many as it brings in a second, and gets the next when one has come, so the
+faster one brings more. Whoever takes
 longer than its own times allow is slow: its chunks are asked for elsewhere too, and it rests for a while. At the end,
 where nothing else is left, the times of the quickest other holder count.
 """
@@ -12,7 +13,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-WINDOW = 4
+# What a holder brings in `_AHEAD_S` may be under way from it, within these bounds.
+LEAST_WINDOW, WINDOW = 4, 12
+_AHEAD_S = 1.0
 # Of a holder that has brought nothing yet: it may be slow, or bring wrong bytes.
 FIRST_WINDOW = 2
 # Over all holders, so that memory is bounded however many there are.
@@ -36,12 +39,17 @@ class _Holder:
     lost_until_s: float = 0.0
     rests_until_s: float = 0.0
     strikes: int = 0
+    width: int = FIRST_WINDOW
 
     @property
     def window(self) -> int:
-        if self.strikes:
-            return 1
-        return WINDOW if self.times_s else FIRST_WINDOW
+        return 1 if self.strikes else self.width
+
+    def observe(self, took_s: float) -> None:
+        """Note how long a chunk took, and how many should be under way."""
+        self.times_s.append(took_s)
+        per_s = self.width / max(1e-3, statistics.median(self.times_s))
+        self.width = min(max(LEAST_WINDOW, 2 + round(per_s * _AHEAD_S)), WINDOW)
 
     def limit_s(self) -> float | None:
         """How long one of its chunks may take, None where too little was measured."""
@@ -132,7 +140,7 @@ class FetchPlan:
         found = self._holders.get(holder)
         if found is not None and chunk in found.under_way:
             took_s = now_s - found.under_way.pop(chunk)
-            found.times_s.append(took_s)
+            found.observe(took_s)
             self._all_times_s.append(took_s)
             found.slow.discard(chunk)
             found.strikes, found.rests_until_s = 0, 0.0

@@ -17,7 +17,7 @@ from thinwire.transport.wire_frames import MOST_NAME_BYTES
 
 HASH_BYTES = 32
 CHUNK_BYTES = 1 << 18
-MOST_CHUNKS = 1 << 24
+MOST_CHUNKS = 1 << 20
 _HEADER = struct.Struct("<4sIQQ")
 _MAGIC = b"TWST"
 _VERSION = 1
@@ -98,7 +98,7 @@ def publish_state(library: Library, name: bytes, vector: torch.Tensor, *, chunk_
         library: Of this replica.
         name: Of the state: it never stands for another one.
         vector: uint8, `(num_bytes,)`, contiguous, on the CPU.
-        chunk_bytes: Of a chunk.
+        chunk_bytes: Of a chunk. All bytes are read for checksum and hash before this returns.
 
     Returns:
         The root: 32 bytes that whoever fetches it must know from somebody it trusts.

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-MOST_BULK = 2
+from thinwire.transport.wire_window import Window
+
+# Of bulk on its way at a time: on a thin wire the least, on a far one as many as make it come faster.
+LEAST_BULK, MOST_BULK = 2, 8
 # How long bulk may be held back by others.
 LONGEST_HOLD_S = 1.0
 # An answer that takes longer goes on, but a replica that does not take it keeps nobody else from theirs.
@@ -30,8 +33,8 @@ class Order:
 class Lanes:
     """The answers that are on their way, and the bulk that waits; replicas take turns.
 
-    A bulk answer begins while fewer than `MOST_BULK` of them are on their way, and no other answer; where others are,
-    one at a time begins all the same after `LONGEST_HOLD_S` in which no bulk was on its way.
+    A bulk answer begins while fewer of them than a window are on their way, and no other answer; where others are, one
+    at a time begins all the same after `LONGEST_HOLD_S` in which no bulk was on its way.
 
     Example:
         >>> lanes = Lanes()
@@ -47,6 +50,7 @@ class Lanes:
     def __init__(self) -> None:
         self._waiting: dict[int, deque[Order]] = {}
         self._began_s: dict[Order, float] = {}
+        self._window = Window(least=LEAST_BULK, most=MOST_BULK)  # it counts answers here
         self._others = 0
         self._held_since_s = 0.0
 
@@ -89,8 +93,12 @@ class Lanes:
 
     def end_bulk(self, order: Order, *, now_s: float) -> None:
         """Count a bulk answer no longer."""
-        self._began_s.pop(order, None)
+        del self._began_s[order]
         self._held_since_s = now_s
+        if self._others or not self._waiting:
+            self._window.pause()  # what it would measure is not the wire
+        else:
+            self._window.observe(1, now_s=now_s)
 
     def drop(self, order: Order) -> bool:
         """Forget a bulk answer that waits; tell whether there was one."""
@@ -112,7 +120,7 @@ class Lanes:
             return None
         places_s = sorted(began_s + LONGEST_PLACE_S for began_s in self._began_s.values())
         current_s = [place_s for place_s in places_s if place_s > now_s]
-        allowed = 1 if self._others else MOST_BULK
+        allowed = 1 if self._others else self._window.num_bytes
         if len(current_s) >= allowed:
             return current_s[len(current_s) - allowed]
         if self._others:

@@ -242,10 +242,10 @@ class WireTransport:
         return link is not None and link.is_up
 
     def wait_until_connected(self, peers: Iterable[int], *, deadline_s: float) -> tuple[int, ...]:
-        """Wait until there are connections to all of these replicas.
+        """Wait until there are connections to all of these replicas that take part.
 
         Args:
-            peers: Their numbers.
+            peers: Their numbers; one that is not added, or is removed meanwhile, is not waited for.
             deadline_s: Seconds after which to go on with those that there are.
 
         Returns:
@@ -256,7 +256,7 @@ class WireTransport:
             while True:
                 there = tuple(peer for peer in wanted if self.is_connected(peer))
                 left_s = end - time.monotonic()
-                if len(there) == len(wanted) or left_s <= 0 or self._is_closed:
+                if set(wanted) & self._peers <= set(there) or left_s <= 0 or self._is_closed:
                     return there
                 self._loop.changed.wait(min(left_s, 0.2))
 

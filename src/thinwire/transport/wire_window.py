@@ -13,6 +13,13 @@ class Window:
 
     On a thin wire it stays small: what is on its way stands in a queue there, and a short message waits behind it.
 
+    Args:
+        least: Bytes at the start, and always.
+        most: Bytes at the most.
+
+    Attributes:
+        num_bytes: How many may be on their way now.
+
     Example:
         >>> window, now_s = Window(), 0.0
         >>> for _ in range(8):  # a wire of 10 MB/s whatever the window
@@ -22,8 +29,9 @@ class Window:
         True
     """
 
-    def __init__(self) -> None:
-        self.num_bytes = LEAST_BYTES
+    def __init__(self, *, least: int = LEAST_BYTES, most: int = MOST_BYTES) -> None:
+        self.num_bytes = least
+        self._least, self._most = least, most
         self._arrived_bytes = 0
         self._began_s: float | None = None
         self._smaller_bytes_per_s: float | None = None
@@ -53,13 +61,13 @@ class Window:
     def _judge(self, bytes_per_s: float) -> None:
         before, self._smaller_bytes_per_s = self._smaller_bytes_per_s, None
         if before is not None and bytes_per_s < _GAIN * before:
-            self.num_bytes = max(LEAST_BYTES, self.num_bytes // 2)
+            self.num_bytes = max(self._least, self.num_bytes // 2)
             self._left_epochs = _EPOCHS_UNTIL_RETRY
             return
         if before is None:
             self._left_epochs -= 1
             if self._left_epochs > 0:
                 return
-        if self.num_bytes < MOST_BYTES:
+        if self.num_bytes < self._most:
             self._smaller_bytes_per_s = bytes_per_s
             self.num_bytes *= 2
