@@ -178,7 +178,7 @@ class Council:
         self._say(kind, **full)
 
     def _ignore(self, message: Message) -> None:
-        """What is for others, such as the answer to a person's command."""
+        """Leave to others what is for them, such as the answer to a person's command."""
 
     def _on_roster(self, message: Message) -> None:
         found = {}

@@ -54,7 +54,7 @@ def decide(votes: Mapping[int, Vote]) -> Choice:
         >>> decide({0: Vote(has=whole), 1: Vote(has=whole | cut_off), 2: Vote(has=cut_off)})
         Choice(members=(0, 1), holders=(0, 1))
         >>> decide({0: Vote(has=frozenset({0, 7})), 1: Vote(has=frozenset({0, 1, 7}))})  # 1 has not reached 0
-        Choice(members=(0, 7), holders=(0,))
+        Choice(members=(0, 1, 7), holders=(1,))
     """
     if not votes:
         raise ValueError("votes must hold at least one vote, got none")

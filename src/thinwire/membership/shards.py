@@ -1,6 +1,6 @@
 """Which samples a replica trains on: shards of the shuffled data, lent one at a time and counted.
 
-A shard is so many windows of the order in which an epoch's windows are shuffled; shards are numbered through all epochs.
+A shard is so many windows of the order in which an epoch's windows are shuffled; the numbers go on through all epochs.
 A replica trains on a shard that it was lent from where it begins to its end. What of it was in a round that counted is
 *counted*. When the replica goes, the rest is lent to another one; what it had trained on beyond what was counted is
 trained on again, and that is counted too, as *repeated*. So no sample is lost, and none is used twice unsaid.
