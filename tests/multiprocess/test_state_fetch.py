@@ -285,8 +285,8 @@ def test_arguments_that_cannot_be_are_refused() -> None:
             StateFetch(new.library, NAME, num_bytes=1, chunk_bytes=0, root=bytes(32))
         with pytest.raises(ValueError, match="take larger chunks"):
             num_chunks_of(1 << 40, chunk_bytes=1)
-        with pytest.raises(ValueError, match="has 1 to 55 bytes, got 56"):
-            publish_state(holder.library, b"x" * 56, state_of(1))
+        with pytest.raises(ValueError, match="has 1 to 56 bytes, got 57"):
+            publish_state(holder.library, b"x" * 57, state_of(1))
         with pytest.raises(ValueError, match="an empty state has the root"):
             fetch_state(new.library, [1], NAME, num_bytes=0, root=bytes(32), deadline_s=1)
         with pytest.raises(NotThere):
