@@ -43,7 +43,9 @@ def runs() -> Iterator[list[Started]]:
 
 def start(runs: list[Started], texts: Path, run: Path, *, steps: int, replicas: int = 2) -> Started:
     words = ["--elastic", "--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(run)]
-    started = Started([*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *OPTIONS])
+    options = [*OPTIONS]
+    options[options.index("--checkpoint-every") + 1] = "20"  # a state is 24 MB here
+    started = Started([*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options])
     runs.append(started)
     return started
 
@@ -132,16 +134,16 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_with_another_number_of_replic
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=80)
-    wait_until(run, lambda found: found["step"] > 12, started)
+    started = start(runs, texts, run, steps=100)
+    wait_until(run, lambda found: found["step"] > 42, started)
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == 128 + signal.SIGTERM
     assert not [one for one in started.family() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
-    assert latest is not None and 0 < latest.step < 80
+    assert latest is not None and 0 < latest.step < 100
     again = Started(["--resume", str(run), "--quiet", "--json"])
     runs.append(again)
     assert again.end() == 0, again.stderr
-    assert json.loads((run / "summary.json").read_text())["steps"] == 80
+    assert json.loads((run / "summary.json").read_text())["steps"] == 100
     said = " ".join(path.read_text() for path in (run / "logs").glob("replica-process-*.err"))
     assert f"going on from the checkpoint of step {latest.step}" in said
