@@ -59,6 +59,10 @@ class Expelled(ThinwireError):
     """An elastic run goes on without this replica; it may join again, with a new number."""
 
 
+class RunOver(ThinwireError):
+    """An elastic run has come to its end; whoever comes now is too late."""
+
+
 class DesyncError(ThinwireError):
     """Replicas that must hold the same global parameters do not."""
 

@@ -75,12 +75,15 @@ def _new(told: list[str], findings: list[str]) -> list[str]:
     return findings
 
 
-def run_here(roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool) -> int:
+def run_here(
+    roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool,
+    part: Callable[[], None] = lambda: None,
+) -> int:  # fmt: skip
     """Run this host's processes to the end; return the exit code."""
     say = _say_nothing if is_quiet else tell
     watch = Watch(invitation, secret=secret, say=say)
     try:
-        launch(roles, run_dir=run_dir, say=tell, look=watch.look)
+        launch(roles, run_dir=run_dir, say=tell, look=watch.look, part=part)
     except Stopped as stop:
         tell(f"{stop}; this host's replicas have left")
         return 128 + stop.signal_number

@@ -17,7 +17,7 @@ from thinwire.membership.shards import Ledger
 from thinwire.sync.elastic import elastic
 from thinwire.training.assembly import make_method
 from thinwire.training.config import TrainConfig
-from thinwire.training.elastic.coordination import JOB_FILE, JOURNAL_FILE, PORT_FILE
+from thinwire.training.elastic.coordination import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.own_address import own_address
@@ -74,7 +74,7 @@ def run(config: TrainConfig, *, is_resumed: bool) -> tuple[int, dict[str, Any] |
     run_dir = config.run_dir
     address = own_address(address=config.address, interface=config.interface)
     secret, secret_path = _secret(config)
-    for name in (PORT_FILE, JOURNAL_FILE):
+    for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     # the replicas wait for the coordinator by themselves, but must know where it will be
     port = config.port or _free_port(address)
@@ -95,7 +95,10 @@ def run(config: TrainConfig, *, is_resumed: bool) -> tuple[int, dict[str, Any] |
         words=(str(secret_path), address, str(port), "resume" if is_resumed else "start"),
     )  # fmt: skip
     roles = [coordinator, *replica_roles(config.num_replicas)]
-    code = run_here(roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.quiet)
+    code = run_here(
+        roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.quiet,
+        part=(run_dir / ALONE_FILE).touch,
+    )  # fmt: skip
     path = run_dir / "summary.json"
     return code, json.loads(path.read_text()) if code == 0 and path.exists() else None
 

@@ -15,7 +15,7 @@ from typing import Any
 from thinwire.errors import PayloadError
 from thinwire.membership.cuts import Cut, Cuts
 from thinwire.membership.decide import Vote
-from thinwire.membership.protocol import VERSION, Message, numbers, windows_of
+from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, windows_of
 from thinwire.membership.roster import Member, Roster, Standing
 from thinwire.membership.rounds import Decision, RoundBook
 from thinwire.membership.shards import Lease, Ledger
@@ -71,6 +71,7 @@ class Coordinator:
         self._corpus: tuple[str, int] | None = None
         self._used: dict[int, dict[int, dict[int, int]]] = {}
         self._notes: dict[int, dict[str, Any]] = {}
+        self._finish: dict[str, Any] | None = None
         self._next_progress_s = 0.0
         self._lent: dict[int, tuple[int, Lease]] = {}
 
@@ -104,6 +105,7 @@ class Coordinator:
         if now_s >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_S
             self._tell_progress()
+            self._ask_again()
 
     def resume_from(self, lines: list[dict[str, Any]], *, now_s: float) -> None:
         """Take back what an earlier process of the coordinator wrote down."""
@@ -135,7 +137,7 @@ class Coordinator:
             self._send(token, "refused", {"why": why})
             return
         if self.has_finished:
-            self._send(token, "refused", {"why": "the run has come to its end"})
+            self._send(token, "refused", {"why": RUN_OVER})
             return
         if member is None:
             member = self.roster.add(token, host=message["host"][:200], now_s=now_s)
@@ -185,6 +187,8 @@ class Coordinator:
     def _on_beat(self, member: Member, message: Message, now_s: float) -> None:
         member.step = max(member.step, message["step"])
         member.step_s = float(message["step_s"])
+        if message["roster"] != self._roster_number() and member.standing is not Standing.ARRIVING:
+            self._tell_roster(to=member)  # the last one was lost on its way
 
     def _on_launch(self, member: Member, message: Message, now_s: float) -> None:
         used = windows_of(message["used"])
@@ -194,6 +198,9 @@ class Coordinator:
         decision = self.book.launch(member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s)
         if decision is None:
             self._used.setdefault(round_id, {})[member.replica] = used
+            called = self.book.open_rounds[round_id].called
+            if called is not None:  # the call was lost on its way, or it comes late
+                self._send(member.token, "call", {"round": round_id, "members": list(called)})
             if self.book.step > before:  # those that are behind learn at once that they are
                 self._tell_progress()
         else:
@@ -238,6 +245,8 @@ class Coordinator:
 
     def _on_done(self, member: Member, message: Message, now_s: float) -> None:
         self._notes[member.replica] = message["note"]
+        if self._finish is not None:
+            self._send(member.token, "finish", self._finish)
         member.standing = Standing.DONE
         self._write_member(member)
 
@@ -267,7 +276,7 @@ class Coordinator:
             self._tell_roster()
 
     def _help_joiners(self, active: tuple[int, ...]) -> None:
-        if not self.has_started or not self.cuts.waiting:
+        if not self.has_started or self.has_finished or not self.cuts.waiting:
             return
         if not active:
             self._begin_anew()
@@ -276,6 +285,13 @@ class Coordinator:
         if cut is not None and cut.step > 0:
             for replica in active:
                 self._tell(replica, "capture", {"step": cut.step})
+
+    def _ask_again(self) -> None:
+        """Say again to those that have not answered which state is to be kept, and what there is to fetch."""
+        for cut in self.cuts.wanted():
+            for replica in set(cut.asked) - set(cut.holders) - cut.missed:
+                self._tell(replica, "capture", {"step": cut.step})
+            self._show(cut, to=tuple(cut.joiners))
 
     def _begin_anew(self) -> None:
         """Let those begin that wait: from the seed where nothing has been trained yet, else one from its disk."""
@@ -311,16 +327,24 @@ class Coordinator:
         """
         most_behind = self._furthest_step() - _MOST_BEHIND * self._sync_interval
         steps = [max(member.step, most_behind) for member in self.roster.with_standing(Standing.ACTIVE)]
+        # what they fetch is of this step, also where another process of the coordinator told them of it
+        steps += [member.step for member in self.roster.with_standing(Standing.LOADING) if member.step]
         needed = self.cuts.needed_step()
         return max(0, min([*steps, *([] if needed is None else [needed])], default=0) - 1)
 
     def _finish_when_all_are_done(self) -> None:
         done = self.roster.with_standing(Standing.DONE)
-        if self.has_finished or not done or self.roster.with_standing(Standing.ACTIVE):
-            return
-        self.has_finished = True
-        notes = [self._notes[member.replica] for member in done]
-        self._tell_all("finish", {"writer": done[0].replica, "notes": notes, "note": self._run_note()})
+        # after another process of the coordinator heard them, they say it again
+        has_notes = done and all(member.replica in self._notes for member in done)
+        if self._finish is None and has_notes and not self.roster.with_standing(Standing.ACTIVE):
+            notes = [self._notes[member.replica] for member in done]
+            self._finish = {"writer": done[0].replica, "notes": notes, "note": self._run_note()}
+            self._record("finished", {})
+            self.has_finished = True
+            self._tell_all("finish", self._finish)
+        if self.has_finished:
+            for late in self.roster.with_standing(Standing.ARRIVING, Standing.LOADING):
+                self._expel(late.replica, why=RUN_OVER)
 
     def _run_note(self) -> dict[str, Any]:
         seq_len = self._job["config"].get("seq_len") or 0
@@ -423,9 +447,14 @@ class Coordinator:
         for member in self.roster:
             self._send(member.token, kind, fields)
 
-    def _tell_roster(self) -> None:
+    def _tell_roster(self, *, to: Member | None = None) -> None:
         there = [member.describe() for member in self.roster if member.standing is not Standing.ARRIVING]
-        self._tell_all("roster", {"members": there, "started": self.has_started})
+        fields = {"members": there, "started": self.has_started, "number": self._roster_number()}
+        for member in self.roster if to is None else (to,):
+            self._send(member.token, "roster", fields)
+
+    def _roster_number(self) -> int:
+        return 2 * self.roster.number + self.has_started
 
     def _tell_decision(self, decision: Decision, *, to: Member) -> None:
         fields = {
@@ -455,6 +484,7 @@ class Coordinator:
             self.roster.put(Member(
                 replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
                 address=line["address"], port=line["port"], standing=Standing(line["standing"]), step=line["step"],
+                is_awaited=True,
             ))  # fmt: skip
         elif kind == "gone":
             self.roster.remove(line["replica"])
@@ -464,6 +494,8 @@ class Coordinator:
             self.roster.next_replica = line["next_replica"]
         elif kind == "started":
             self.has_started = True
+        elif kind == "finished":
+            self.has_finished = True
         elif kind == "revived":
             self.book.decisions.clear()
             self.book.step = line["step"]

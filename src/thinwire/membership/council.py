@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.errors import ConnectError, Expelled
+from thinwire.errors import ConnectError, Expelled, RunOver
 from thinwire.membership.patience import Patience
-from thinwire.membership.protocol import Message, numbers
+from thinwire.membership.protocol import RUN_OVER, Message, numbers
 from thinwire.membership.rounds import Decision
 from thinwire.membership.view import Neighbour, Offer, View
 
@@ -75,7 +75,10 @@ class Council:
 
         Raises:
             Expelled: It does not.
+            RunOver: The run has come to its end without it.
         """
+        if self.view.expelled_why == RUN_OVER:
+            raise RunOver(RUN_OVER)
         if self.view.expelled_why:
             raise Expelled(f"replica {self.replica} {self.view.expelled_why}; it joins again")
 
@@ -156,7 +159,7 @@ class Council:
         now_s = self._now()
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + 1.0
-            self._say("beat", step=self.step, step_s=round(self.step_s, 6))
+            self._say("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
         with self.changed:
             due = [said for said in self._unanswered.values() if now_s - said.at_s > _AGAIN_S]
             for said in due:
@@ -189,7 +192,10 @@ class Council:
             )  # fmt: skip
             found[neighbour.replica] = neighbour
         self.view.neighbours = found
+        if self.replica in found:
+            self._unanswered.pop(("here", -1), None)
         self.view.has_started = message["started"]
+        self.view.roster_number = message["number"]
         self._meet(found)
 
     def _on_call(self, message: Message) -> None:
@@ -223,6 +229,8 @@ class Council:
         self.view.captures.add(message["step"])
 
     def _on_state(self, message: Message) -> None:
+        if message["root"] in ("disk", "seed"):  # what was decided after that state is for those that are gone
+            self.view.decisions.clear()
         offer = Offer(
             step=message["step"], root=message["root"], num_bytes=message["bytes"],
             holders=numbers(message["holders"], what="the holders of a state"), note=message["note"],

@@ -126,6 +126,10 @@ class Cuts:
         for cut in self._cuts.values():
             cut.joiners.discard(joiner)
 
+    def wanted(self) -> list[Cut]:
+        """Return the cuts that somebody fetches, or will."""
+        return [cut for cut in self._cuts.values() if cut.joiners]
+
     def needed_step(self) -> int | None:
         """Return the earliest step whose state, and the rounds after it, somebody needs."""
         return min((cut.step for cut in self._cuts.values() if cut.joiners), default=None)

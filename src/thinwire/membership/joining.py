@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.errors import ConnectError
+from thinwire.errors import ConnectError, RunOver
 from thinwire.membership.council import Council
 from thinwire.membership.invitation import Invitation
 from thinwire.membership.line import Line
-from thinwire.membership.protocol import VERSION, Message
+from thinwire.membership.protocol import RUN_OVER, VERSION, Message
 from thinwire.membership.seat import ElasticSeat
 from thinwire.membership.view import Neighbour
 from thinwire.transport.addresses import Address, address_towards
@@ -53,7 +53,7 @@ class Seated:
 
     def arrive(self, *, corpus: str, num_windows: int, address: str, port: int) -> None:
         """Tell the others where this replica is, and what it reads."""
-        self.council.tell("here", address=address, port=port, corpus=corpus, windows=num_windows)
+        self.council.insist("here", address=address, port=port, corpus=corpus, windows=num_windows)
 
     def close(self, *, why: str = "") -> None:
         """Leave, and give sockets and threads back."""
@@ -117,6 +117,7 @@ def join(
 
     Raises:
         ConnectError: The coordinator did not answer, or refused; with the remedy.
+        RunOver: The run has come to its end.
     """
     own_address = address_towards(invitation.host) if address is None else address
     greeting = _Greeting()
@@ -157,6 +158,8 @@ def _ask_to_join(line: Line, greeting: _Greeting, invitation: Invitation, *, dea
                 f"not there, a firewall drops it, or the secret is another one; look with: thinwire doctor "
                 f"{invitation.host}:{invitation.port}"
             )
+    if greeting.refusal == RUN_OVER:
+        raise RunOver(RUN_OVER)
     if greeting.welcome is None:
         raise ConnectError(f"the coordinator at {invitation.host} refused this replica: {greeting.refusal}")
     return greeting.welcome

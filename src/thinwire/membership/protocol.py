@@ -16,6 +16,9 @@ VERSION = 1
 MOST_BYTES = 1 << 20
 _MOST_TEXT = 1 << 16
 
+# Why nobody is taken in any more.
+RUN_OVER = "the run has come to its end"
+
 Message = dict[str, Any]
 
 _NUMBERS = (int, float)
@@ -23,7 +26,7 @@ _TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
     "join": {"version": int, "thinwire": str, "host": str},
     "here": {"address": str, "port": int, "corpus": str, "windows": int},
     "active": {"step": int},
-    "beat": {"step": int, "step_s": _NUMBERS},
+    "beat": {"step": int, "step_s": _NUMBERS, "roster": int},
     "launch": {"round": int, "step": int, "used": dict},
     "vote": {"round": int, "step": int, "has": list, "hash": int},
     "lease": {"number": int},
@@ -39,7 +42,7 @@ _TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
 _TO_MEMBER: dict[str, dict[str, type | tuple[type, ...]]] = {
     "welcome": {"replica": int, "generation": str, "job": dict},
     "refused": {"why": str},
-    "roster": {"members": list, "started": bool},
+    "roster": {"members": list, "started": bool, "number": int},
     "call": {"round": int, "members": list},
     "decision": {"round": int, "launch_step": int, "members": list, "holders": list, "step": int, "closed": int},
     "progress": {"step": int, "closed": int, "floor": int, "generation": str},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -43,6 +44,7 @@ class Member:
         step_s: Seconds that its steps take, 0 where it has not said so.
         is_suspect: Whether another replica has lost its connection to it.
         is_paused: Whether it was told to pause.
+        is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
     """
 
     replica: int
@@ -56,6 +58,7 @@ class Member:
     step_s: float = 0.0
     is_suspect: bool = False
     is_paused: bool = False
+    is_awaited: bool = False
 
     def describe(self) -> dict[str, object]:
         """Return what other replicas and people are told of it."""
@@ -122,10 +125,10 @@ class Roster:
 
     def hear(self, member: Member, *, now_s: float, is_beat: bool) -> None:
         """Note a sign of life."""
-        if is_beat:
+        if is_beat and not member.is_awaited:
             self._gaps.observe(now_s - member.heard_s)
         member.heard_s = now_s
-        member.is_suspect = False
+        member.is_suspect = member.is_awaited = False
 
     @property
     def silence_s(self) -> float:
@@ -134,11 +137,18 @@ class Roster:
 
     def silent(self, *, now_s: float) -> list[Member]:
         """Return those that have been silent for too long."""
-        return [
-            member
-            for member in self._members.values()
-            if now_s - member.heard_s > (SUSPECT_SILENCE_S if member.is_suspect else self.silence_s)
-        ]
+        return [member for member in self._members.values() if now_s - member.heard_s > self._borne_s(member)]
+
+    def _borne_s(self, member: Member) -> float:
+        if member.is_awaited:  # it dials again, less and less often, for as long as nobody was there
+            return MOST_SILENCE_S
+        return SUSPECT_SILENCE_S if member.is_suspect else self.silence_s
+
+    @property
+    def number(self) -> int:
+        """A number that differs where other replicas take part, or from elsewhere; the same in each process."""
+        known = [(m.replica, m.host, m.address, m.port, str(m.standing)) for m in self._members.values()]
+        return zlib.crc32(repr(sorted(known)).encode())
 
     def with_standing(self, *standings: Standing) -> list[Member]:
         """Return those that have come so far, in the order of their numbers."""

@@ -54,6 +54,7 @@ class View:
 
     neighbours: dict[int, Neighbour] = field(default_factory=dict)
     has_started: bool = False
+    roster_number: int = 0
     calls: dict[int, tuple[int, ...]] = field(default_factory=dict)
     decisions: dict[int, Decision] = field(default_factory=dict)
     step: int = 0

@@ -49,12 +49,14 @@ class Engine(EngineState):
 
     Attributes:
         on_exchanged: Told of each step whose rounds are all launched and applied, also of those passed over.
+        on_applied: Told of each round that was applied, and of the mean that was.
 
     Raises:
         ValueError: The method does not fit the model or the number of replicas.
     """
 
     on_exchanged: Callable[[int], None]
+    on_applied: Callable[[Round, Average], None]
 
     def __init__(
         self, model: nn.Module, *, method: Method, transport: Transport, deadlines: Deadlines, seed: int = 0,
@@ -79,6 +81,7 @@ class Engine(EngineState):
         self._pace = pace
         self._failed: Round | None = None
         self.on_exchanged = lambda step: None
+        self.on_applied = lambda round, average: None
         self.work = Work(num_fragments=self.num_fragments)
         self._settling: list[InFlight] = []
         self._reached_step = 0
@@ -295,6 +298,7 @@ class Engine(EngineState):
         else:
             self.update.apply(flight.round, average)
         self.statistics.applying_s += time.perf_counter() - began_s
+        self.on_applied(flight.round, average)
 
     def _land(self, number: int) -> Average:
         """Wait for a round's result, and take the round from those in flight."""

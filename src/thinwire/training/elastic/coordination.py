@@ -19,6 +19,8 @@ from thinwire.transport.secret import read_secret
 JOURNAL_FILE = "coordinator.jsonl"
 JOB_FILE = "job.json"
 PORT_FILE = "coordinator.json"
+# There once this host has no replicas any more: the coordinator ends when the others have none either.
+ALONE_FILE = "coordinator.alone"
 # After the end the last words must reach those that wait for them.
 _FAREWELL_S = 5.0
 _LONGEST_FAREWELL_S = 600.0
@@ -55,7 +57,7 @@ def coordinate(
         generation=hub.generation, founding_s=job["config"]["join_deadline_s"], from_disk=is_resumed,
     )  # fmt: skip
     coordinator.resume_from(journal.lines(), now_s=time.monotonic())
-    end = _End(coordinator, until)
+    end = _End(coordinator, until, alone=run_dir / ALONE_FILE)
     try:
         hub.serve(coordinator, until=end.has_come)
     finally:
@@ -66,16 +68,17 @@ def coordinate(
 class _End:
     """Whether the coordinator has nothing left to do."""
 
-    def __init__(self, coordinator: Coordinator, until: threading.Event) -> None:
+    def __init__(self, coordinator: Coordinator, until: threading.Event, *, alone: Path) -> None:
         self._coordinator = coordinator
         self._until = until
+        self._alone = alone
         self._finished_s: float | None = None
 
     def has_come(self) -> bool:
         """Tell whether to end."""
         if self._until.is_set():
             return True
-        if not self._coordinator.has_finished:
+        if not self._coordinator.has_finished and (len(self._coordinator.roster) or not self._alone.exists()):
             return False
         now_s = time.monotonic()
         if self._finished_s is None:

@@ -18,7 +18,7 @@ from thinwire.errors import Stopped, WorkerFailed
 # A worker that ends with this code has said why, and would end so again.
 REFUSED = 3
 _AGAIN_S, _LONGEST_AGAIN_S = 0.5, 30.0
-_SHORT_LIFE_S = 60.0
+_SHORT_LIFE_S = 10.0
 _LOOK_S = 0.1
 _STOP_S = 15.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,7 +32,7 @@ class Role:
         name: For people and for its log.
         module: What `python -m` runs.
         words: Its arguments, behind the run's folder and this process's id.
-        is_needed: Whether the host's part in the run lasts until it has ended well.
+        is_needed: Whether it does this host's part in the run, and does not only serve the others.
     """
 
     name: str
@@ -118,8 +118,11 @@ class _Worker:
         return said[-1] if said else ""
 
 
-def launch(roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], look: Callable[[], None]) -> None:
-    """Run processes until all that are needed have ended well.
+def launch(
+    roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], look: Callable[[], None],
+    part: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Run processes until all have ended well.
 
     Must be called from the main thread: it handles SIGINT, SIGTERM and SIGHUP meanwhile.
 
@@ -128,6 +131,7 @@ def launch(roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], 
         run_dir: The run's folder.
         say: Told what people should know.
         look: Called several times a second.
+        part: Called once when all that are needed have ended well, so that the others can end when they may.
 
     Raises:
         WorkerFailed: One cannot go on, and said why; the others have ended too.
@@ -135,6 +139,7 @@ def launch(roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], 
     """
     workers = [_Worker(role, run_dir=run_dir) for role in roles]
     signals: list[int] = []
+    has_parted = False
 
     def take(number: int, frame: FrameType | None) -> None:
         signals.append(number)
@@ -147,8 +152,11 @@ def launch(roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], 
             problems = [worker.problem for worker in workers if worker.problem]
             if problems:
                 raise WorkerFailed(problems[0])
-            if all(worker.has_ended for worker in workers if worker.role.is_needed):
+            if all(worker.has_ended for worker in workers):
                 return
+            if not has_parted and all(worker.has_ended for worker in workers if worker.role.is_needed):
+                has_parted = True
+                part()
             look()
             time.sleep(_LOOK_S)
         raise Stopped(signals[0])

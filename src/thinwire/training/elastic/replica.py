@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import Expelled, ThinwireError
+from thinwire.errors import Expelled, RunOver, ThinwireError
 from thinwire.membership.invitation import read_invitation
 from thinwire.membership.joining import Seated, join
 from thinwire.membership.rounds import grace_steps
@@ -23,6 +23,7 @@ from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.loop import ElasticTraining, Left
+from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
 from thinwire.training.metrics import Meter, open_loggers
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
@@ -63,6 +64,9 @@ def run_replica(settings: LocalSettings, *, tell: Callable[[str], None], device_
             life.why = str(left).partition(" ")[2].partition(" ")[2]
             tell(str(left))
             return False
+        except RunOver as over:
+            tell(str(over))
+            return True
         except Expelled as expelled:
             tell(str(expelled))
         finally:
@@ -99,6 +103,7 @@ class _Life:
         self._seated: Seated | None = None
         self._keeper: StateKeeper | None = None
         self._meter: Meter | None = None
+        self._round_log: RoundLog | None = None
         self.why = "left"
 
     def live(self) -> bool:
@@ -117,6 +122,8 @@ class _Life:
             self._keeper.close()
         if self._meter is not None:
             self._meter.close()
+        if self._round_log is not None:
+            self._round_log.close()
         if self._seated is not None:
             self._seated.close(why=self.why)
 
@@ -205,6 +212,7 @@ class _Life:
         )
         self._meter = Meter(config.run_dir, replica=seated.replica, log=seated.transport.log, loggers=loggers)
         self._meter.start()
+        self._round_log = RoundLog(config.run_dir, replica=seated.replica, engine=parts.optimizer.engine)
         return ElasticTraining(
             config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from torch import nn
 
-from thinwire.errors import ConnectError, Expelled, ThinwireError
+from thinwire.errors import ConnectError, Expelled, NotThere, ThinwireError
 from thinwire.membership.fetch import StateFetch
 from thinwire.membership.joining import Seated
 from thinwire.membership.state_chunks import publish_state, withdraw_state
-from thinwire.membership.view import Offer
+from thinwire.membership.view import Offer, View
 from thinwire.sync.elastic import global_tensors, load_global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
@@ -51,6 +51,7 @@ class StateKeeper:
         self._last_step = last_step
         self._warn = warn
         self._published: dict[int, tuple[bytes, int]] = {}
+        self._begun: set[int] = set()
         self._tasks: queue.SimpleQueue[tuple[GlobalState, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-states", daemon=True)
         self._thread.start()
@@ -72,12 +73,21 @@ class StateKeeper:
             missed = [cut for cut in council.view.captures if cut < step]
             council.view.captures -= {step, *missed}
         for cut in missed:
-            council.tell("missed", step=cut)
+            self._answer_late(cut)
         is_due = bool(self._every and step % self._every == 0) or step == self._last_step
         if wanted or (is_due and self._checkpoints is not None):
             parameters, outer = global_tensors(self._optimizer.engine, self._model)
             state = GlobalState(step=step, parameters=parameters, outer=outer)
+            self._begun.add(step)
             self._tasks.put((state, is_due))
+
+    def _answer_late(self, cut: int) -> None:
+        """Say of a step that is over what became of it: that it is kept, will be, or was missed."""
+        if cut in self._published:
+            root, num_bytes = self._published[cut]
+            self._seated.council.tell("captured", step=cut, root=root.hex(), bytes=num_bytes)
+        elif cut not in self._begun:
+            self._seated.council.tell("missed", step=cut)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -99,6 +109,7 @@ class StateKeeper:
         for old in sorted(self._published)[:-_KEPT]:
             if old < self._seated.council.view.floor_step:
                 _, num_bytes = self._published.pop(old)
+                self._begun.discard(old)
                 withdraw_state(self._seated.library, state_name(old), num_bytes=num_bytes)
 
     def _write(self, state: GlobalState) -> None:
@@ -161,6 +172,7 @@ def take_in(
         tell(f"going on from the checkpoint of step {state.step}")
     else:
         state = _fetch(offer, seated=seated, tell=tell)
+        seated.council.step = state.step
     if state.step == 0:
         return 0
     load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
@@ -168,21 +180,38 @@ def take_in(
 
 
 def _fetch(offer: Offer, *, seated: Seated, tell: Callable[[str], None]) -> GlobalState:
+    """Fetch a state; where all that hold it go, a newer one."""
     council = seated.council
-    fetch = StateFetch(
-        seated.library, state_name(offer.step), num_bytes=offer.num_bytes, root=bytes.fromhex(offer.root),
-        on_finding=lambda found: council.tell("note", level="warning", text=found.describe()),
-    )  # fmt: skip
-    watch = _HolderWatch(fetch, offer=offer, seated=seated)
-    try:
-        vector = fetch.run(deadline_s=_FETCH_S, stall_s=_STALL_S)
-    except ThinwireError as error:
-        council.check()
-        raise Expelled(f"the state of step {offer.step} could not be fetched: {error}; joining again") from None
-    finally:
-        watch.close()
+    while True:
+        council.step = offer.step  # so that the others keep the rounds after it
+        fetch = StateFetch(
+            seated.library, state_name(offer.step), num_bytes=offer.num_bytes, root=bytes.fromhex(offer.root),
+            on_finding=lambda found: council.tell("note", level="warning", text=found.describe()),
+        )  # fmt: skip
+        watch = _HolderWatch(fetch, offer=offer, seated=seated)
+        try:
+            vector = fetch.run(deadline_s=_FETCH_S, stall_s=_STALL_S, may_wait=False)
+            break
+        except NotThere:
+            watch.close()
+            council.check()
+            with council.changed:
+                council.view.offers.pop(offer.step, None)
+            tell(f"nobody holds the state of step {offer.step} any more; waiting for another one")
+            offer = council.wait_for(_held_offer, deadline_s=None, why="")
+        except ThinwireError as error:
+            council.check()
+            raise Expelled(f"the state of step {offer.step} could not be fetched: {error}; joining again") from None
+        finally:
+            watch.close()
     tell(f"fetched the state of step {offer.step} ({offer.num_bytes} bytes) from {watch.num_holders} replicas")
     return unpack(vector, source=f"the state of step {offer.step}")
+
+
+def _held_offer(view: View) -> Offer | None:
+    """Return the newest state that somebody holds who is there."""
+    held = [offer for offer in view.offers.values() if set(offer.holders) & set(view.neighbours)]
+    return max(held, key=lambda offer: offer.step, default=None)
 
 
 class _HolderWatch:
@@ -212,7 +241,8 @@ class _HolderWatch:
         with self._seated.council.changed:
             view = self._seated.council.view
             newest = view.offers.get(self._offer.step, self._offer)
-            present = set(newest.holders) & set(view.neighbours)
+            # one that does not take part any more ends its fetch at once
+            present = set() if view.expelled_why else set(newest.holders) & set(view.neighbours)
         for holder in present - self._known:
             self._fetch.add_holder(holder)
         for holder in self._known - present:

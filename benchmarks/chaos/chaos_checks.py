@@ -1,0 +1,67 @@
+"""What a run's files say: rounds that hang, replicas that differ, how long coming back took, how much of the work counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chaos_job import Life
+
+from thinwire.units import parse_rate
+
+
+def applied(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return what each replica wrote of its rounds."""
+    found = {}
+    for path in sorted(folder.glob("host-*/rounds-replica-*.jsonl")):
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        found[int(path.stem.rpartition("-")[2])] = [json.loads(line) for line in lines]
+    return found
+
+
+def desyncs(rounds: dict[int, list[dict[str, Any]]]) -> tuple[int, list[dict[str, Any]]]:
+    """Return how many rounds were compared, and those that two replicas hold differently."""
+    by_round: dict[int, dict[int, tuple[Any, ...]]] = {}
+    for replica, lines in rounds.items():
+        for line in lines:
+            by_round.setdefault(line["round"], {})[replica] = (line["crc"], tuple(line["members"]))
+    shared = {number: found for number, found in by_round.items() if len(found) > 1}
+    odd = [{"round": number, "found": found} for number, found in shared.items() if len(set(found.values())) > 1]
+    return len(shared), odd
+
+
+def gaps(rounds: dict[int, list[dict[str, Any]]], *, end_s: float) -> list[tuple[float, float]]:
+    """Return when a round was applied first, and the seconds to the next one's first time, longest first."""
+    first: dict[int, float] = {}
+    for lines in rounds.values():
+        for line in lines:
+            first[line["round"]] = min(first.get(line["round"], line["at_s"]), line["at_s"])
+    times = sorted(first.values())
+    return sorted(zip(times, (b - a for a, b in zip(times, [*times[1:], end_s], strict=True))), key=lambda p: -p[1])
+
+
+def rejoins(lives: list[Life], rounds: dict[int, list[dict[str, Any]]], *, rates: list[str]) -> list[dict[str, Any]]:
+    """Return, of each life that fetched a state, how long it took until a round counted it, and what its bytes take."""
+    counted: dict[int, float] = {}
+    for lines in rounds.values():
+        for line in lines:
+            for member in line["members"]:
+                counted[member] = min(counted.get(member, line["at_s"]), line["at_s"])
+    found = []
+    for life in lives:
+        if life.state_bytes and life.replica is not None:
+            transfer_s = life.state_bytes * 8 / parse_rate(rates[life.host])
+            took_s = counted[life.replica] - life.began_s if life.replica in counted else None
+            live_s = None if life.live_s is None else round(life.live_s - life.began_s, 2)
+            found.append({
+                "host": life.host, "replica": life.replica, "transfer_s": round(transfer_s, 2), "live_s": live_s,
+                "took_s": None if took_s is None else round(took_s, 2),
+                "is_in_time": took_s is not None and took_s <= 1.5 * transfer_s + 5,
+            })  # fmt: skip
+    return found
+
+
+def live_s(lives: list[Life], *, end_s: float) -> float:
+    """Return the seconds that replicas took part, without those in which they were stopped."""
+    return sum((life.ended_s or end_s) - life.live_s - life.stopped_s for life in lives if life.live_s is not None)
