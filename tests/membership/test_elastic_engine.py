@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 from torch import nn
+from town import Resident, Town
 
 import thinwire
-from town import Resident, Town
 from thinwire.sync.elastic import elastic
 from thinwire.transport.loopback import run_replicas
 

@@ -188,6 +188,9 @@ class Coordinator:
             self._used.setdefault(round_id, {})[member.replica] = used
             if self.book.step > before:  # those that are behind learn at once that they are
                 self._tell_progress()
+            called = self.book.open_rounds[round_id].called
+            if called is not None:  # late, or the call was lost on its way
+                self._send(member.token, "call", {"round": round_id, "members": list(called)})
         else:
             self._tell_decision(decision, to=member)
 
