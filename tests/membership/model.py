@@ -5,9 +5,10 @@ modelled. A state is all of these; an event takes one step: a message arrives, a
 passes, something breaks. Messages of one connection keep their order, those of different ones do not.
 """
 
+import contextlib
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,21 +147,23 @@ class World:
         for number, replica in self.replicas.items():
             if self.up[number]:
                 yield "up", number
-            if not replica.is_here:
-                continue
-            if self.down[number]:
-                yield "down", number
-            if len(replica.bids) < self.rounds and len(replica.applied) == len(replica.bids):
-                yield "launch", number
-            for round_id, member in sorted(replica.sources):
-                if self._is_served(replica, round_id, member) is not None:
-                    yield "pull", number, round_id, member
+            if replica.is_here:
+                yield from self._events_of(replica)
         if self.is_quiet():
             yield from (("time", name) for name in TIMES)
         elif self.faults and "hurry" in self.kinds:
             yield from (("hurry", name) for name in TIMES)
         if self.faults:
             yield from self._faults()
+
+    def _events_of(self, replica: Replica) -> Iterator[Event]:
+        if self.down[replica.number]:
+            yield "down", replica.number
+        if len(replica.bids) < self.rounds and len(replica.applied) == len(replica.bids):
+            yield "launch", replica.number
+        for round_id, member in sorted(replica.sources):
+            if self._is_served(replica, round_id, member) is not None:
+                yield "pull", replica.number, round_id, member
 
     def is_quiet(self) -> bool:
         """Tell whether nothing is on its way: then time passes, and else only as a fault, since wires are quick."""
@@ -215,10 +218,8 @@ class World:
                 self._restart(is_heard=is_heard)
             case ("crash in", number, after):
                 self.crash_after = after
-                try:
+                with contextlib.suppress(Crash):
                     self._arrive(number, self.up[number].pop(0))
-                except Crash:
-                    pass
                 self.crash_after = -1
                 self._restart(is_heard=True)
 
@@ -334,7 +335,8 @@ class World:
         rounds = [
             (
                 number, sorted(one.launched), one.called, one.launch_step,
-                sorted((n, sorted(v.has)) for n, v in one.votes.items()), now_s > one.first_s + book.grace_s(step_s=0.01),
+                sorted((n, sorted(v.has)) for n, v in one.votes.items()),
+                now_s > one.first_s + book.grace_s(step_s=0.01),
                 bool(one.votes) and now_s >= one.first_vote_s + book.vote_s,
             )
             for number, one in sorted(book.open_rounds.items())
@@ -392,58 +394,78 @@ class Found:
     stuck: list[list[Event]]
 
 
-def search(
-    start: World, *, most_states: int, allow: Callable[[World, Event], bool] = lambda world, event: True
-) -> Found:
-    """Go through all states that can be reached; checks each, and that an end without more faults can be reached."""
-    first = start.key()
-    frozen, numbers, came_from = [pickle.dumps(start)], {first: 0}, [(-1, ("start",))]
-    before: list[list[int]] = [[]]
-    ends: list[int] = [0] if start.is_over() else []
-    at, is_complete = 0, True
-    while at < len(frozen):
-        raw, frozen[at] = frozen[at], b""
-        for event in list(pickle.loads(raw).events()):
-            world = pickle.loads(raw)
-            if not allow(world, event):
-                continue
-            faults = world.faults
-            try:
-                world.do(event)
-                world.check()
-            except AssertionError as error:
-                raise AssertionError(f"{error}: {_path(came_from, at)} then {event}") from error
-            key = world.key()
-            number = numbers.get(key)
-            if number is None:
-                if len(numbers) >= most_states:
-                    is_complete = False
-                    continue
-                number = numbers[key] = len(frozen)
-                frozen.append(pickle.dumps(world))
-                came_from.append((at, event))
-                before.append([])
-                if world.is_over():
-                    ends.append(number)
-            if world.faults == faults:
-                before[number].append(at)
-        at += 1
-    reached, todo = set(ends), list(ends)
-    while todo:
-        for number in before[todo.pop()]:
-            if number not in reached:
-                reached.add(number)
-                todo.append(number)
-    stuck = [_path(came_from, number) for number in range(len(frozen)) if number not in reached]
-    return Found(states=len(frozen), over=len(ends), is_complete=is_complete, stuck=stuck if is_complete else [])
+class Search:
+    """A search through all states that can be reached, nearest first.
 
+    Args:
+        start: The first state.
+        most_states: It ends there.
+    """
 
-def _path(came_from: list[tuple[int, Event]], number: int) -> list[Event]:
-    path = []
-    while number > 0:
-        number, event = came_from[number]
-        path.append(event)
-    return path[::-1]
+    def __init__(self, start: World, *, most_states: int) -> None:
+        self._most_states = most_states
+        self._is_complete = True
+        self._frozen: list[bytes] = []
+        self._numbers: dict[bytes, int] = {}
+        self._came_from: list[tuple[int, Event]] = []
+        self._before: list[list[int]] = []
+        self._ends: list[int] = []
+        self._number(start, -1, ("start",))
+
+    def run(self) -> Found:
+        """Check each state, and that from each an end can be reached without more faults."""
+        at = 0
+        while at < len(self._frozen):
+            raw, self._frozen[at] = self._frozen[at], b""
+            for event in list(pickle.loads(raw).events()):
+                self._take(raw, at, event)
+            at += 1
+        stuck = sorted(set(range(at)) - self._ending()) if self._is_complete else []
+        paths = [self._path(number) for number in stuck]
+        return Found(states=at, over=len(self._ends), is_complete=self._is_complete, stuck=paths)
+
+    def _take(self, raw: bytes, at: int, event: Event) -> None:
+        world = pickle.loads(raw)
+        faults = world.faults
+        try:
+            world.do(event)
+            world.check()
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self._path(at)} then {event}") from error
+        number = self._number(world, at, event)
+        if number is not None and world.faults == faults:
+            self._before[number].append(at)
+
+    def _number(self, world: World, at: int, event: Event) -> int | None:
+        key = world.key()
+        if key not in self._numbers:
+            if len(self._numbers) >= self._most_states:
+                self._is_complete = False
+                return None
+            self._numbers[key] = len(self._frozen)
+            self._frozen.append(pickle.dumps(world))
+            self._came_from.append((at, event))
+            self._before.append([])
+            if world.is_over():
+                self._ends.append(self._numbers[key])
+        return self._numbers[key]
+
+    def _ending(self) -> set[int]:
+        """Return the states from which an end can be reached."""
+        reached, todo = set(self._ends), list(self._ends)
+        while todo:
+            for number in self._before[todo.pop()]:
+                if number not in reached:
+                    reached.add(number)
+                    todo.append(number)
+        return reached
+
+    def _path(self, number: int) -> list[Event]:
+        path = []
+        while number > 0:
+            number, event = self._came_from[number]
+            path.append(event)
+        return path[::-1]
 
 
 def finish(world: World, *, turns: int = 60) -> bool:
