@@ -53,7 +53,7 @@ class Seated:
 
     def arrive(self, *, corpus: str, num_windows: int, address: str, port: int) -> None:
         """Tell the others where this replica is, and what it reads."""
-        self.council.tell("here", address=address, port=port, corpus=corpus, windows=num_windows)
+        self.council.insist("here", address=address, port=port, corpus=corpus, windows=num_windows)
 
     def close(self, *, why: str = "") -> None:
         """Leave, and give sockets and threads back."""

@@ -151,4 +151,6 @@ class Roster:
 
     def step_s(self) -> float:
         """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""
-        return min((m.step_s for m in self._members.values() if m.standing is Standing.ACTIVE and m.step_s), default=0.0)
+        return min(
+            (m.step_s for m in self._members.values() if m.standing is Standing.ACTIVE and m.step_s), default=0.0
+        )
