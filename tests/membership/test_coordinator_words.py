@@ -1,4 +1,4 @@
-"""What the coordinator says when a word was lost, when it comes back from its journal, and when all who knew are gone."""
+"""What the coordinator says when a word was lost, when it comes back from its journal, when all who knew are gone."""
 
 from typing import Any
 

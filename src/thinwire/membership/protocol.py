@@ -14,7 +14,8 @@ from typing import Any
 from thinwire.errors import PayloadError
 
 VERSION = 1
-MOST_BYTES = 1 << 20
+# To a replica, and to the coordinator, which has less to hear.
+MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MOST_TEXT = 1 << 16
 _MOST_DEPTH = 16
 _LEAST_STEP_S, _MOST_STEP_S = 1e-6, 1e6
@@ -88,8 +89,9 @@ def decode(raw: bytes, *, to_member: bool) -> Message:
     Raises:
         PayloadError: It is no message of this form; names what is wrong.
     """
-    if len(raw) > MOST_BYTES:
-        raise PayloadError(f"a message of {len(raw)} bytes, at most {MOST_BYTES} are allowed")
+    most = MOST_BYTES if to_member else MOST_BYTES_HERE
+    if len(raw) > most:
+        raise PayloadError(f"a message of {len(raw)} bytes, at most {most} are allowed")
     try:
         message = json.loads(raw)
     except (ValueError, RecursionError):
