@@ -23,6 +23,9 @@ from thinwire.membership.shards import Lease, Ledger
 PROGRESS_S = 1.0
 # Intervals whose parts are kept for a replica that is behind.
 _MOST_BEHIND = 8
+# Of one replica, so many findings are written down, and so many shards are lent to it that no round has counted yet.
+_MOST_NOTICES, _MOST_LENT = 100, 256
+_MOST_OPEN, _MOST_MEMBERS = 256, 1024
 Send = Callable[[bytes, str, dict[str, Any]], None]
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -71,6 +74,7 @@ class Coordinator:
         self._corpus: tuple[str, int] | None = None
         self._used: dict[int, dict[int, dict[int, int]]] = {}
         self._notes: dict[int, dict[str, Any]] = {}
+        self._notices: dict[int, int] = {}
         self._finish: dict[str, Any] | None = None
         self._next_progress_s = 0.0
         self._lent: dict[int, tuple[int, Lease]] = {}
@@ -139,6 +143,9 @@ class Coordinator:
         if self.has_finished:
             self._send(token, "refused", {"why": RUN_OVER})
             return
+        if member is None and len(self.roster) >= _MOST_MEMBERS:
+            self._send(token, "refused", {"why": f"the job has {_MOST_MEMBERS} replicas, which is the most"})
+            return
         if member is None:
             member = self.roster.add(token, host=message["host"][:200], now_s=now_s)
             self._write_member(member)
@@ -147,9 +154,13 @@ class Coordinator:
         self._send(token, "welcome", welcome)
 
     def _on_here(self, member: Member, message: Message, now_s: float) -> None:
+        if member.standing is not Standing.ARRIVING:
+            self._answer_again(member)
+            return
         corpus = message["corpus"], message["windows"]
         if self._corpus is None:
             self._corpus = corpus
+            self._record("corpus", {"corpus": corpus[0], "windows": corpus[1]})
         if corpus != self._corpus:
             self._send(member.token, "refused", {
                 "why": "this host reads another corpus than the others; give it the same files (stdlib is another one "
@@ -158,9 +169,8 @@ class Coordinator:
             self._remove(member, why="reads another corpus", is_told=False)
             return
         member.address, member.port = message["address"], message["port"]
-        if member.standing is Standing.ARRIVING:
-            member.standing = Standing.LOADING
-            self.cuts.wait(member.replica)
+        member.standing = Standing.LOADING
+        self.cuts.wait(member.replica)
         self._write_member(member)
         if self._first_s is None:
             self._first_s = now_s
@@ -168,15 +178,29 @@ class Coordinator:
         for decision in self.book.decisions.values():
             self._tell_decision(decision, to=member)
 
+    def _answer_again(self, member: Member) -> None:
+        """Say again what a replica still waits for that has said where it is: the first answer was lost on its way."""
+        self._tell_roster(to=member)
+        if member.standing is not Standing.LOADING:
+            return
+        cut = self.cuts.of(member.replica)
+        if cut is not None:
+            self._show(cut, to=(member.replica,))
+        elif self._reviver == member.replica:
+            self._tell(member.replica, "state", _first_state("disk"))
+        else:
+            self.cuts.wait(member.replica)
+
     def _on_active(self, member: Member, message: Message, now_s: float) -> None:
         member.step = message["step"]
         self.cuts.loaded(member.replica)
         if self._reviver == member.replica:
             self._reviver = None
             self._from_disk = False
-            self.book.decisions.clear()
-            self.book.step = member.step
-            self._record("revived", {"step": member.step})
+            self.book.begin_anew(member.step)
+            self._record("revived", {"step": member.step, "is_begun": True})
+        if member.standing is Standing.ACTIVE:
+            self._tell_roster(to=member)
         if member.standing is Standing.LOADING:
             member.standing = Standing.ACTIVE
             self.book.late.discard(member.replica)
@@ -192,22 +216,27 @@ class Coordinator:
 
     def _on_launch(self, member: Member, message: Message, now_s: float) -> None:
         used = windows_of(message["used"])
+        is_open = message["round"] in self.book.open_rounds
+        if not is_open and len(self.book.open_rounds) >= _MOST_OPEN:
+            raise PayloadError(f"a launch of round {message['round']}: at most {_MOST_OPEN} are open at a time")
         self.ledger.use(member.replica, used)
         member.step = max(member.step, message["step"])
         round_id, before = message["round"], self.book.step
         decision = self.book.launch(member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s)
         if decision is None:
             self._used.setdefault(round_id, {})[member.replica] = used
-            called = self.book.open_rounds[round_id].called
-            if called is not None:  # the call was lost on its way, or it comes late
-                self._send(member.token, "call", {"round": round_id, "members": list(called)})
             if self.book.step > before:  # those that are behind learn at once that they are
                 self._tell_progress()
+            called = self.book.open_rounds[round_id].called
+            if called is not None:  # late, or the call was lost on its way
+                self._send(member.token, "call", {"round": round_id, "members": list(called)})
         else:
             self._tell_decision(decision, to=member)
 
     def _on_vote(self, member: Member, message: Message, now_s: float) -> None:
         has = numbers(message["has"], what="the parts that a replica holds")
+        if any(one >= self.roster.next_replica for one in has):
+            raise PayloadError(f"a vote of replica {member.replica} for parts of replicas that nobody has heard of")
         vote = Vote(has=frozenset(has), reference_hash=message["hash"])
         self.book.vote(member.replica, vote, round_id=message["round"], step=message["step"], now_s=now_s)
         decision = self.book.decisions.get(message["round"])
@@ -217,6 +246,8 @@ class Coordinator:
     def _on_lease(self, member: Member, message: Message, now_s: float) -> None:
         number = message["number"]
         if number != self._lent.get(member.replica, (-1, None))[0]:  # else the answer was lost on its way
+            if self.ledger.num_lent(member.replica) >= _MOST_LENT:
+                raise PayloadError(f"replica {member.replica} asks for more shards than the {_MOST_LENT} at most")
             self._lent[member.replica] = number, self.ledger.lend(member.replica)
             self._record("ledger", self.ledger.state_dict())
         lease = self._lent[member.replica][1]
@@ -241,14 +272,18 @@ class Coordinator:
         self._expel(member.replica, why=f"could not get round {message['round']}: {message['why'][:300]}")
 
     def _on_note(self, member: Member, message: Message, now_s: float) -> None:
-        self._find(f"replica {member.replica} on {member.host}: {message['text'][:400]}")
+        self._notices[member.replica] = self._notices.get(member.replica, 0) + 1
+        if self._notices[member.replica] <= _MOST_NOTICES:
+            self._find(f"replica {member.replica} on {member.host}: {message['text'][:400]}")
 
     def _on_done(self, member: Member, message: Message, now_s: float) -> None:
-        self._notes[member.replica] = message["note"]
-        if self._finish is not None:
+        if member.standing is not Standing.DONE:
+            self._notes[member.replica] = message["note"]
+            self._record("note", {"replica": member.replica, "note": message["note"]})
+            member.standing = Standing.DONE
+            self._write_member(member)
+        if self._finish is not None:  # the word was lost on its way
             self._send(member.token, "finish", self._finish)
-        member.standing = Standing.DONE
-        self._write_member(member)
 
     def _on_leave(self, member: Member, message: Message, now_s: float) -> None:
         self._remove(member, why=message["why"][:300] or "left", is_told=False)
@@ -297,7 +332,7 @@ class Coordinator:
         """Let those begin that wait: from the seed where nothing has been trained yet, else one from its disk."""
         if not self._from_disk and not self.book.decisions and self.book.step == 0:
             for joiner in self.cuts.waiting:
-                self._tell(joiner, "state", {"step": 0, "root": "seed", "bytes": 0, "holders": [], "note": {}})
+                self._tell(joiner, "state", _first_state("seed"))
                 self.cuts.loaded(joiner)
             return
         is_waited_for = self._reviver is not None and self.roster.get(self._reviver) is not None
@@ -305,17 +340,25 @@ class Coordinator:
             return
         self._reviver = min(self.cuts.waiting)
         self._find(f"no replica holds the state any more; replica {self._reviver} goes on from its last checkpoint")
-        self._tell(self._reviver, "state", {"step": 0, "root": "disk", "bytes": 0, "holders": [], "note": {}})
+        # what was decided after its checkpoint is not the past any more, for those that wait either
+        self._from_disk = True
+        self.book.begin_anew(0)
+        self._record("revived", {"step": 0, "is_begun": False})
+        self._tell_all("anew", {})
+        self._tell(self._reviver, "state", _first_state("disk"))
 
     def _announce(self, decision: Decision) -> None:
-        used = self._used.pop(decision.round_id, {})
-        for replica in decision.members:
-            if replica in used:
-                self.ledger.count(replica, used[replica])
-        self._record("decision", asdict(decision))
+        found = self._used.pop(decision.round_id, {})
+        used = {str(replica): found[replica] for replica in decision.members if replica in found}
+        self._record("decision", {**asdict(decision), "used": used})
+        self._count(used)
         for member in self.roster:
             if member.standing is not Standing.ARRIVING:
                 self._tell_decision(decision, to=member)
+
+    def _count(self, used: Mapping[str, Mapping[Any, int]]) -> None:
+        for replica, windows in used.items():
+            self.ledger.count(int(replica), {int(shard): window for shard, window in windows.items()})
 
     def _furthest_step(self) -> int:
         return max([self.book.step, *(member.step for member in self.roster)])
@@ -378,6 +421,9 @@ class Coordinator:
         self.cuts.forget(member.replica)
         self.ledger.release(member.replica)
         self._lent.pop(member.replica, None)
+        self._notes.pop(member.replica, None)
+        self._notices.pop(member.replica, None)
+        self._used = {number: used for number, used in self._used.items() if number in self.book.open_rounds}
         self._record("gone", {"replica": member.replica})
         self._record("ledger", self.ledger.state_dict())
         goes_on = "" if self.has_finished else "; the others go on without it"
@@ -479,7 +525,9 @@ class Coordinator:
         kind = line.pop("what")
         if kind == "decision":
             members, holders = tuple(line.pop("members")), tuple(line.pop("holders"))
+            used = line.pop("used", {})
             self.book.adopt(Decision(members=members, holders=holders, **line))
+            self._count(used)
         elif kind == "member":
             self.roster.put(Member(
                 replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
@@ -497,7 +545,16 @@ class Coordinator:
         elif kind == "finished":
             self.has_finished = True
         elif kind == "revived":
-            self.book.decisions.clear()
-            self.book.step = line["step"]
+            self.book.begin_anew(line["step"])
+            self._from_disk = not line["is_begun"]
+        elif kind == "corpus":
+            self._corpus = line["corpus"], line["windows"]
+        elif kind == "note":
+            self._notes[line["replica"]] = line["note"]
         elif kind == "finding":
             self.findings.append(line["text"])
+
+
+def _first_state(root: str) -> dict[str, Any]:
+    """Return the offer of a state that nobody shows: the seed's, or that on a replica's own disk."""
+    return {"step": 0, "root": root, "bytes": 0, "holders": [], "note": {}}

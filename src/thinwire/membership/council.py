@@ -229,6 +229,7 @@ class Council:
         self.view.captures.add(message["step"])
 
     def _on_state(self, message: Message) -> None:
+        self._unanswered.pop(("here", -1), None)
         if message["root"] in ("disk", "seed"):  # what was decided after that state is for those that are gone
             self.view.decisions.clear()
         offer = Offer(
@@ -241,6 +242,12 @@ class Council:
         # one that is being fetched is not left for a newer one: it would never come to an end
         if self.view.offer is None or self.view.offer.step == offer.step:
             self.view.offer = offer
+
+    def _on_anew(self, message: Message) -> None:
+        """Forget what was decided: nobody holds that state any more, and the run goes on from an earlier one."""
+        self.view.decisions.clear()
+        self.view.calls.clear()
+        self.view.step = self.view.closed_step = self.view.floor_step = 0
 
     def _on_leased(self, message: Message) -> None:
         self._unanswered.pop(("lease", message["number"]), None)

@@ -130,6 +130,10 @@ class Cuts:
         """Return the cuts that somebody fetches, or will."""
         return [cut for cut in self._cuts.values() if cut.joiners]
 
+    def of(self, joiner: int) -> Cut | None:
+        """Return the cut whose state a replica is to fetch, None where there is none yet."""
+        return next((cut for cut in self._cuts.values() if joiner in cut.joiners), None)
+
     def needed_step(self) -> int | None:
         """Return the earliest step whose state, and the rounds after it, somebody needs."""
         return min((cut.step for cut in self._cuts.values() if cut.joiners), default=None)

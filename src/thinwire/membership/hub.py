@@ -12,20 +12,26 @@ import zmq
 from zmq.utils import z85
 
 from thinwire.errors import PayloadError
+from thinwire.membership.callers import Allowance, Callers
 from thinwire.membership.coordinator import Coordinator
-from thinwire.membership.protocol import MOST_BYTES, decode, encode
+from thinwire.membership.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire_door import WELCOME, Door
+from thinwire.transport.wire_door import WELCOME, Delivered, Door
 from thinwire.transport.wire_keys import KeyPair
 from thinwire.transport.wire_line import HANDSHAKE_S
 from thinwire.transport.wire_liveness import BEAT_S
 
 TOKEN_BYTES = 16
 _QUEUE = 20_000
-_TURN_S = 0.05
+# What one connection may have waiting here, in messages.
+_MOST_WAITING = 256
+_TURN_S, _GUARD_S = 0.05, 0.5
 _LINGER_MS = 1000
 # Of one connection that sends what is no message, so many are borne: it may be of another version.
 _MOST_SLIPS = 16
+# Of what is wrong at the port, so much is told.
+_TOLD_A_SECOND, _TOLD_AT_ONCE = 0.2, 64.0
+_MOST_TEXT = 300
 
 
 def hub_keys(secret: Secret) -> KeyPair:
@@ -74,6 +80,9 @@ class Hub:
     def __init__(self, *, secret: Secret, address: str, port: int, say: Callable[[str], None]) -> None:
         self._say = say
         self._slips: dict[bytes, int] = {}
+        self._callers = Callers()
+        self._told = Allowance(a_second=_TOLD_A_SECOND, at_once=_TOLD_AT_ONCE)
+        self._guard_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.generation = secrets.token_hex(8)
         callers = {caller_keys(secret).public_bytes: 0}
@@ -104,17 +113,17 @@ class Hub:
         last_s = 0.0
         while not until():
             poller.poll(round(1000 * _TURN_S))
-            for _ in self._door.departed():
-                pass  # a connection that ends says nothing about its replica: it comes back
+            for fd in self._door.departed():
+                self._callers.ended(fd)  # it says nothing about its replica: that comes back
             self._door.decisions()
             for found in self._door.delivered():
-                self._take(coordinator, found.caller, found.frame)
+                self._take(coordinator, found)
                 self._door.know(found.fd)
             now_s = time.monotonic()
             if now_s - last_s >= _TURN_S:
                 last_s = now_s
                 coordinator.tick(now_s)
-                self._door.guard()
+                self._guard(now_s)
 
     def close(self) -> None:
         """Give the sockets back."""
@@ -123,20 +132,40 @@ class Hub:
         with contextlib.suppress(zmq.ZMQError):
             self._context.term()
 
-    def _take(self, coordinator: Coordinator, caller: bytes, frame: memoryview | None) -> None:
+    def _guard(self, now_s: float) -> None:
+        self._door.guard()
+        if now_s - self._guard_s < _GUARD_S:
+            return
+        self._guard_s = now_s
+        for _ in range(self._callers.guard(now_s=now_s)):
+            self._complain("a connection sent a message without an end, and was cut off")
+
+    def _take(self, coordinator: Coordinator, found: Delivered) -> None:
+        now_s, caller = time.monotonic(), found.caller
+        size = 0 if found.frame is None else len(found.frame)
+        if not self._callers.heard(found.fd, num_bytes=size, now_s=now_s):
+            if self._callers.is_news(found.fd):
+                self._complain("a connection sends more than a replica has to say; what is too much is not heard")
+            return
         try:
-            if frame is None:
+            if found.frame is None:
                 raise PayloadError("a message of several frames")
-            coordinator.handle(caller, decode(bytes(frame), to_member=False), now_s=time.monotonic())
+            coordinator.handle(caller, decode(bytes(found.frame), to_member=False), now_s=now_s)
         except PayloadError as error:
             self._slips[caller] = self._slips.get(caller, 0) + 1
             if self._slips[caller] <= _MOST_SLIPS:
-                self._say(f"a connection sent {error}")
+                self._complain(f"a connection sent {error}")
             if len(self._slips) > _QUEUE:
                 self._slips.clear()
+
+    def _complain(self, text: str) -> None:
+        if self._told.take(now_s=time.monotonic()):
+            self._say(text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ...")
 
 
 def _prepare(plug: zmq.Socket[bytes]) -> None:
     set_up_hub(plug)
+    plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES_HERE + 64)
+    plug.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     # a replica that dials again under its token takes the place of its old connection
     plug.setsockopt(zmq.ROUTER_HANDOVER, 1)

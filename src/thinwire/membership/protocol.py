@@ -7,14 +7,21 @@ fit is refused with the field's name. Bytes are bounded, and nothing in a messag
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from thinwire.errors import PayloadError
 
 VERSION = 1
-MOST_BYTES = 1 << 20
+# To a replica, and to the coordinator, which has less to hear.
+MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MOST_TEXT = 1 << 16
+_MOST_DEPTH = 16
+_LEAST_STEP_S, _MOST_STEP_S = 1e-6, 1e6
+
+# A name or an IPv4 address, and SHA-256 in hexadecimal digits.
+_ADDRESS, _ROOT = re.compile(r"[A-Za-z0-9._-]{1,253}"), re.compile(r"[0-9a-f]{64}")
 
 # Why nobody is taken in any more.
 RUN_OVER = "the run has come to its end"
@@ -48,6 +55,7 @@ _TO_MEMBER: dict[str, dict[str, type | tuple[type, ...]]] = {
     "progress": {"step": int, "closed": int, "floor": int, "generation": str},
     "capture": {"step": int},
     "state": {"step": int, "root": str, "bytes": int, "holders": list, "note": dict},
+    "anew": {},
     "leased": {"number": int, "shard": int, "start": int},
     "pause": {"paused": bool},
     "leave": {"why": str},
@@ -84,8 +92,9 @@ def decode(raw: bytes, *, to_member: bool) -> Message:
     Raises:
         PayloadError: It is no message of this form; names what is wrong.
     """
-    if len(raw) > MOST_BYTES:
-        raise PayloadError(f"a message of {len(raw)} bytes, at most {MOST_BYTES} are allowed")
+    most = MOST_BYTES if to_member else MOST_BYTES_HERE
+    if len(raw) > most:
+        raise PayloadError(f"a message of {len(raw)} bytes, at most {most} are allowed")
     try:
         message = json.loads(raw)
     except (ValueError, RecursionError):
@@ -98,10 +107,29 @@ def decode(raw: bytes, *, to_member: bool) -> Message:
     if fields is None:
         raise PayloadError(f"a message of the unknown kind {kind[:40]!r}; run the same thinwire on all hosts")
     if set(message) - {"kind"} != set(fields):
-        raise PayloadError(f"a message {kind!r} with the fields {sorted(map(str, message))[:20]}")
+        raise PayloadError(f"a message {kind!r} with the fields {str(sorted(message))[:200]}")
+    if _is_deep(message, _MOST_DEPTH):
+        raise PayloadError(f"a message {kind!r} that is nested more than {_MOST_DEPTH} deep")
     for name, expected in fields.items():
         _check(kind, name, message[name], expected)
+    if not to_member:
+        _check_values(kind, message)
     return message
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(one, most - 1) for one in inner if isinstance(one, dict | list))
+
+
+def _check_values(kind: str, message: Message) -> None:
+    """Refuse what others would stumble over that it is passed on to."""
+    if kind == "here" and not (0 < message["port"] < 1 << 16 and _ADDRESS.fullmatch(message["address"])):
+        raise PayloadError(f"a replica at {message['address'][:40]!r}, port {message['port']}, which is no address")
+    if kind == "captured" and not _ROOT.fullmatch(message["root"]):
+        raise PayloadError(f"root of a message 'captured' must be 64 digits, got {message['root'][:40]!r}")
+    if kind == "beat" and message["step_s"] and not _LEAST_STEP_S <= message["step_s"] <= _MOST_STEP_S:
+        raise PayloadError(f"step_s of a message 'beat' must be 0, or from {_LEAST_STEP_S:g} to {_MOST_STEP_S:g}")
 
 
 def _check(kind: str, name: str, value: Any, expected: type | tuple[type, ...]) -> None:

@@ -194,6 +194,12 @@ class RoundBook:
             found.append(decision)
         return found
 
+    def begin_anew(self, step: int) -> None:
+        """Forget all rounds: the run goes on from an earlier state."""
+        self.decisions.clear()
+        self._open.clear()
+        self.step = step
+
     def adopt(self, decision: Decision) -> None:
         """Take a decision in: one of its own, or one read from the journal."""
         self._open.pop(decision.round_id, None)

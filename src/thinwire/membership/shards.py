@@ -82,6 +82,10 @@ class Ledger:
         self._leases.setdefault(replica, {})[shard] = lease
         return lease
 
+    def num_lent(self, replica: int) -> int:
+        """Return how many shards a replica has that are not counted whole."""
+        return len(self._leases.get(replica, {}))
+
     def use(self, replica: int, used: Mapping[int, int]) -> None:
         """Note up to which window of its shards a replica has trained; what cannot be is left out."""
         for shard, lease in self._held(replica, used):

@@ -14,7 +14,7 @@ from thinwire.training.corpora.sampler import count_windows, shuffled, windows
 from thinwire.training.corpora.token_files import TokenArray
 
 # How many shards' use is told: a round counts all that was used before it, so older ones are counted long since.
-_TOLD = 32
+_TOLD = 64
 
 
 class ShardBatches:

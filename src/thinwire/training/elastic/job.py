@@ -15,7 +15,8 @@ from thinwire.training.assembly import make_method
 from thinwire.training.config import TrainConfig, from_json, to_json
 from thinwire.version import __version__
 
-# A replica is lent so many batches of data at a time.
+# A replica is lent so many batches of data at a time, or a quarter of an interval's, so that what no round has counted
+# yet is no more than a few shards.
 _BATCHES_A_SHARD = 16
 # Options of the host that began the job, which mean nothing to another one.
 _LOCAL = (
@@ -49,7 +50,7 @@ class Job:
         return cls(
             config=config, sync_interval=method.schedule.sync_interval,
             overlap_steps=max(overlap) if isinstance(overlap, tuple) else overlap,
-            shard_windows=_BATCHES_A_SHARD * config.batch_size,
+            shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) * config.batch_size,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:

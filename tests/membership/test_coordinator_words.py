@@ -1,0 +1,167 @@
+"""What the coordinator says when a word was lost, when it comes back from its journal, when all who knew are gone."""
+
+from typing import Any
+
+import pytest
+
+from thinwire.errors import PayloadError
+from thinwire.membership.coordinator import Coordinator
+from thinwire.membership.protocol import VERSION, Message, decode, encode
+from thinwire.version import __version__
+
+
+class Desk:
+    """A coordinator without wires."""
+
+    def __init__(self, journal: list[dict[str, Any]] | None = None, *, planned: int = 2) -> None:
+        self.journal: list[dict[str, Any]] = [] if journal is None else journal
+        self.said: list[tuple[bytes, Message]] = []
+        self.now_s = 0.0
+        self.coordinator = Coordinator(
+            job={"thinwire": __version__}, planned=planned, sync_interval=10, overlap_steps=1, shard_windows=8,
+            send=self._send, record=lambda what, fields: self.journal.append({"what": what, **fields}), generation="g",
+        )  # fmt: skip
+        self.coordinator.resume_from([dict(line) for line in self.journal], now_s=0.0)
+
+    def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
+        self.said.append((token, decode(encode(kind, **fields), to_member=True)))
+
+    def hear(self, token: bytes, kind: str, **fields: Any) -> None:
+        message = decode(encode(kind, **fields), to_member=False)
+        self.coordinator.handle(token, message, now_s=self.now_s)
+
+    def words(self, token: bytes, kind: str) -> list[Message]:
+        """Return what was said of a kind to a connection, and forget it."""
+        found = [message for to, message in self.said if to == token and message["kind"] == kind]
+        self.said = [one for one in self.said if one[1] not in found or one[0] != token]
+        return found
+
+    def come(self, token: bytes, *, corpus: str = "c") -> None:
+        self.hear(token, "join", version=VERSION, thinwire=__version__, host=token.decode())
+        self.hear(token, "here", address="127.0.0.1", port=1, corpus=corpus, windows=100)
+
+    def begun(self) -> "Desk":
+        for token in (b"a", b"b"):
+            self.come(token)
+        for token in (b"a", b"b"):
+            self.hear(token, "active", step=0)
+            self.hear(token, "beat", step=0, step_s=0.1)
+        self.said.clear()
+        return self
+
+    def again(self) -> "Desk":
+        """Return the coordinator that comes after this one was killed."""
+        return Desk(self.journal)
+
+    def decide(self, *, used: dict[str, int]) -> None:
+        for token in (b"a", b"b"):
+            self.hear(token, "launch", round=0, step=10, used=used if token == b"a" else {})
+        for token in (b"a", b"b"):
+            self.hear(token, "vote", round=0, step=10, has=[0, 1], hash=0)
+
+
+def test_a_lost_call_is_said_again_to_who_launches_again() -> None:
+    desk = Desk().begun()
+    for token in (b"a", b"b"):
+        desk.hear(token, "launch", round=0, step=10, used={})
+    assert len(desk.words(b"a", "call")) == 1
+    desk.hear(b"a", "launch", round=0, step=10, used={})
+    assert desk.words(b"a", "call") == [{"kind": "call", "round": 0, "members": [0, 1]}]
+
+
+def test_a_lost_state_is_offered_again_to_who_says_again_where_it_is() -> None:
+    desk = Desk(planned=1)
+    desk.come(b"a")
+    assert [one["root"] for one in desk.words(b"a", "state")] == ["seed"]
+    desk.hear(b"a", "here", address="127.0.0.1", port=1, corpus="c", windows=100)
+    assert [one["root"] for one in desk.words(b"a", "state")] == ["seed"]
+    desk.hear(b"a", "active", step=0)
+    desk.come(b"b")
+    step = desk.words(b"a", "capture")[0]["step"]
+    desk.hear(b"a", "captured", step=step, root="ab" * 32, bytes=5)
+    assert [one["step"] for one in desk.words(b"b", "state")] == [step]
+    desk.hear(b"b", "here", address="127.0.0.1", port=1, corpus="c", windows=100)
+    assert [one["step"] for one in desk.words(b"b", "state")] == [step]
+
+
+def test_who_says_again_that_it_takes_part_is_told_again_that_it_does() -> None:
+    desk = Desk().begun()
+    desk.hear(b"a", "active", step=0)
+    standings = {one["replica"]: one["standing"] for one in desk.words(b"a", "roster")[0]["members"]}
+    assert standings == {0: "active", 1: "active"}
+
+
+def test_the_end_is_told_again_and_after_a_crash_among_those_that_are_done() -> None:
+    desk = Desk().begun()
+    for number, token in enumerate((b"a", b"b")):
+        desk.hear(token, "done", note={"number": number})
+    assert desk.words(b"b", "finish")[0]["notes"] == [{"number": 0}, {"number": 1}]
+    desk.hear(b"b", "done", note={"number": 1})
+    assert len(desk.words(b"b", "finish")) == 1
+    after = desk.again()
+    after.coordinator.tick(0.1)
+    assert after.words(b"a", "finish")[0]["notes"] == [{"number": 0}, {"number": 1}]
+
+
+def test_what_a_round_counted_is_counted_also_after_a_crash() -> None:
+    desk = Desk().begun()
+    desk.hear(b"a", "lease", number=0)
+    desk.decide(used={"0": 5})
+    assert desk.coordinator.ledger.counted == 5
+    after = desk.again()
+    assert after.coordinator.ledger.state_dict() == desk.coordinator.ledger.state_dict()
+    after.hear(b"a", "leave", why="")
+    assert (after.coordinator.ledger.counted, after.coordinator.ledger.repeated) == (5, 0)
+    after.hear(b"b", "lease", number=0)
+    assert after.words(b"b", "leased")[0]["start"] == 5
+
+
+def test_another_corpus_is_refused_also_after_a_crash() -> None:
+    after = Desk().begun().again()
+    after.come(b"x", corpus="another")
+    assert "another corpus" in after.words(b"x", "refused")[0]["why"]
+
+
+def test_decisions_that_nobody_holds_any_more_are_forgotten_by_all() -> None:
+    desk = Desk().begun()
+    desk.decide(used={})
+    desk.come(b"x")
+    assert len(desk.words(b"x", "decision")) == 1
+    desk.hear(b"a", "leave", why="")
+    desk.hear(b"b", "leave", why="")
+    assert desk.words(b"x", "anew") and [one["root"] for one in desk.words(b"x", "state")] == ["disk"]
+    assert not desk.coordinator.book.decisions and desk.coordinator.book.step == 0
+    for found in (desk, desk.again()):  # also one that comes back must not offer the seed
+        found.hear(b"x", "leave", why="")
+        found.come(b"y")
+        assert [one["root"] for one in found.words(b"y", "state")] == ["disk"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("vote", {"round": 0, "step": 10, "has": [0, 1, 2], "hash": 0}),
+        ("lease", {"number": 1000}),
+        ("launch", {"round": 10_000, "step": 10, "used": {}}),
+    ],
+)
+def test_what_cannot_be_is_refused_and_takes_no_memory(kind: str, fields: dict[str, Any]) -> None:
+    desk = Desk().begun()
+    desk.hear(b"a", "launch", round=0, step=10, used={})
+    if kind == "lease":
+        for number in range(256):
+            desk.hear(b"a", "lease", number=number)
+    if kind == "launch":
+        for number in range(1, 256):
+            desk.hear(b"a", "launch", round=number, step=10, used={})
+    with pytest.raises(PayloadError, match=r"at most|nobody"):
+        desk.hear(b"a", kind, **fields)
+
+
+def test_notes_without_an_end_are_cut_off() -> None:
+    desk = Desk().begun()
+    for number in range(1000):
+        desk.hear(b"a", "note", level="warning", text=str(number))
+    assert len([line for line in desk.journal if line["what"] == "finding"]) < 200
+    desk.hear(b"b", "note", level="warning", text="heard")
+    assert desk.coordinator.findings[-1].endswith("heard")
