@@ -127,7 +127,7 @@ class World:
     def _settle_in(self) -> None:
         for number in self.replicas:
             self._arrive(number, encode("active", step=0))
-            self._arrive(number, encode("beat", step=0, step_s=0.01))
+            self._arrive(number, encode("beat", step=0, step_s=0.01, roster=0))
         for number in self.replicas:
             while self.down[number]:
                 self._hear(number)

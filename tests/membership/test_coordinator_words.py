@@ -45,7 +45,7 @@ class Desk:
             self.come(token)
         for token in (b"a", b"b"):
             self.hear(token, "active", step=0)
-            self.hear(token, "beat", step=0, step_s=0.1)
+            self.hear(token, "beat", step=0, step_s=0.1, roster=0)
         self.said.clear()
         return self
 

@@ -1,4 +1,4 @@
-"""What the coordinator says may be lost on its way, and itself be killed: nobody waits forever for what was said once."""
+"""Words of the coordinator may be lost, and itself be killed: nobody waits forever for what was said once."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ def test_who_is_to_keep_a_state_is_asked_again_until_it_answers() -> None:
     desk.forget()
     desk.wait(2, beating=(b"a", b"b", b"c"))
     assert desk.told(b"a", "capture") and desk.told(b"b", "capture")
-    desk.say(b"a", "captured", step=step, root="aa", bytes=5)
+    desk.say(b"a", "captured", step=step, root="aa" * 32, bytes=5)
     desk.say(b"b", "missed", step=step)
     desk.forget()
     desk.wait(2, beating=(b"a", b"b", b"c"))
@@ -134,11 +134,6 @@ def test_a_coordinator_that_is_killed_at_the_end_lets_all_come_to_it() -> None:
     desk.say(b"a", "done", note={"n": 1})
     desk.restart()
     desk.say(b"b", "done", note={"n": 2})
-    assert not desk.told(b"a", "finish"), "what replica 0 noted is not known any more"
-    desk.restart()
-    desk.wait(1)
-    for token, number in ((b"b", 2), (b"a", 1)):
-        desk.say(token, "done", note={"n": number})
     assert desk.told(b"b", "finish")[0]["notes"] == [{"n": 1}, {"n": 2}]
     desk.restart()
     assert desk.coordinator.has_finished

@@ -390,7 +390,7 @@ class Coordinator:
                 self._expel(late.replica, why=RUN_OVER)
 
     def _run_note(self) -> dict[str, Any]:
-        seq_len = self._job["config"].get("seq_len") or 0
+        seq_len = self._job.get("config", {}).get("seq_len") or 0
         return {
             "tokens": self.ledger.counted * seq_len, "data": self.ledger.state_dict(),
             "next_replica": self.roster.next_replica,
