@@ -187,3 +187,17 @@ def test_where_a_replica_is_is_said_until_the_roster_names_it() -> None:
     seconds[0] = 10.0
     council.turn()
     assert said.count("here") == 2
+
+
+def test_a_coordinator_that_most_fall_silent_to_at_once_takes_itself_for_the_one_that_is_cut_off() -> None:
+    desk = Desk(planned=4)
+    tokens = (b"a", b"b", b"c", b"d")
+    desk.begin(*tokens)
+    desk.wait(60, beating=tokens)
+    desk.wait(2 * LEAST_SILENCE_S, beating=tokens[:1])
+    assert desk.coordinator.roster.active == (0, 1, 2, 3)
+    desk.wait(1, beating=tokens)
+    desk.wait(2 * LEAST_SILENCE_S, beating=tokens[:3])
+    assert desk.coordinator.roster.active == (0, 1, 2), "a single one is gone"
+    desk.wait(MOST_SILENCE_S + 1, beating=tokens[:1])
+    assert desk.coordinator.roster.active == (0,), "and the others are too, at last"
