@@ -24,8 +24,8 @@ HEAD_BYTES = _HEAD.size
 _LOOK_S = 0.02
 # After so long somebody is asked again who could not give a part.
 _AGAIN_S = 0.2
-# For so long, at least, parts of a decided round are sought.
-_LEAST_FETCH_S = 30.0
+# For so long, at least, parts of a decided round are sought while none comes.
+_LEAST_FETCH_S = 60.0
 
 
 class Fetch(Protocol):
@@ -109,7 +109,7 @@ class Proposal:
         self._hash = reference_hash
         self._most_bytes = most_bytes + HEAD_BYTES
         self._parts: dict[int, torch.Tensor] = {}
-        self._asked: dict[int, tuple[float, Fetch]] = {}
+        self._asked: dict[tuple[int, int], tuple[float, Fetch]] = {}  # by whose part it is, and who was asked
         self._failed: dict[int, float] = {}
         self._called_s: float | None = None
         self.agreed: Agreed | None = None
@@ -181,22 +181,22 @@ class Proposal:
 
     def _ask_active(self) -> None:
         for peer in self._council.active():
-            is_other = peer != self._council.replica and peer not in self._parts and peer not in self._asked
-            if is_other and self._is_due(peer):
+            is_wanted = peer != self._council.replica and peer not in self._parts
+            if is_wanted and (peer, peer) not in self._asked and self._is_due(peer):
                 self._ask(peer, peer)
 
     def _ask(self, source: int, member: int) -> None:
         self._failed.pop(member, None)
         name = blob_name(self._round_id, member)
         fetch = self._shelf.get(source, name, most_bytes=self._most_bytes)
-        self._asked[member] = time.monotonic(), fetch
+        self._asked[member, source] = time.monotonic(), fetch
 
     def _collect(self) -> None:
         """Take in what has come."""
-        for member, (asked_s, fetch) in list(self._asked.items()):
-            if not fetch.done():
+        for (member, source), (asked_s, fetch) in list(self._asked.items()):
+            if (member, source) not in self._asked or not fetch.done():
                 continue
-            del self._asked[member]
+            del self._asked[member, source]
             now_s = time.monotonic()
             try:
                 self._take(member, fetch.wait(deadline_s=0.0))
@@ -205,6 +205,7 @@ class Proposal:
                 continue
             since_s = now_s if self._called_s is None else max(asked_s, self._called_s)
             self._council.transfers.observe(max(0.0, now_s - since_s))
+            self._cancel(member)
 
     def _take(self, member: int, blob: torch.Tensor) -> None:
         """Check a blob and offer it in turn.
@@ -234,16 +235,19 @@ class Proposal:
         Raises:
             Expelled: Nobody gives them.
         """
-        until_s = time.monotonic() + max(_LEAST_FETCH_S, 3 * self._council.transfers.limit_s)
-        turn = 0
+        idle_s = max(_LEAST_FETCH_S, 3 * self._council.transfers.limit_s)
+        until_s, num_parts, turn = time.monotonic() + idle_s, len(self._parts), 0
         while missing := self._missing(decision):
             self._council.check()
+            if len(self._parts) > num_parts:
+                until_s, num_parts = time.monotonic() + idle_s, len(self._parts)
             for member in missing:
                 sources = self._sources(decision, member)
                 if not sources or time.monotonic() > until_s:
                     self._give_up(member, sources)
-                if self._is_due(member):
-                    self._ask(sources[(turn + member) % len(sources)], member)
+                free = [source for source in sources if (member, source) not in self._asked]
+                if free and self._is_due(member):
+                    self._ask(free[(turn + member) % len(free)], member)
                     turn += 1
             self._pause()
 
@@ -252,14 +256,13 @@ class Proposal:
         return [member for member in decision.members if member not in self._parts]
 
     def _is_due(self, member: int) -> bool:
-        """Tell whether a part is not on its way, or has been for so long that another one is asked."""
-        if member in self._asked:
-            asked_s, fetch = self._asked[member]
-            if fetch.done() or time.monotonic() < asked_s + self._council.transfers.limit_s:
-                return False
-            del self._asked[member]
-            fetch.cancel()
-            return True
+        """Tell whether a part is not on its way, or has been for so long that another one is asked too.
+
+        Those that were asked before go on: on a wire that has become slow, a part that is asked for anew never comes.
+        """
+        asked = [asked_s for (one, _), (asked_s, _) in self._asked.items() if one == member]
+        if asked:
+            return time.monotonic() > max(asked) + self._council.transfers.limit_s * 2.0 ** (len(asked) - 1)
         return time.monotonic() > self._failed.get(member, -_AGAIN_S) + _AGAIN_S
 
     def _sources(self, decision: Decision, member: int) -> list[int]:
@@ -275,9 +278,12 @@ class Proposal:
         raise Expelled(f"replica {self._council.replica} could not get round {self._round_id}: {why}; it joins again")
 
     def _cancel_all(self) -> None:
-        for _, fetch in self._asked.values():
-            fetch.cancel()
-        self._asked.clear()
+        for member, _ in list(self._asked):
+            self._cancel(member)
+
+    def _cancel(self, member: int) -> None:
+        for key in [key for key in self._asked if key[0] == member]:
+            self._asked.pop(key)[1].cancel()
 
     def _pause(self) -> None:
         with self._council.changed:
