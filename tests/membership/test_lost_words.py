@@ -1,4 +1,4 @@
-"""What the coordinator says may be lost on its way, and itself be killed: nobody waits forever for what was said once."""
+"""The coordinator's words may be lost, and itself be killed: nobody waits forever for what was said once."""
 
 from typing import Any
 
