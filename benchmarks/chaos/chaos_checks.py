@@ -1,4 +1,4 @@
-"""What a run's files say: rounds that hang, replicas that differ, how long coming back took, how much of the work counted."""
+"""What a run's files say: rounds that hang, replicas that differ, how long coming back took, how much was trained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def gaps(rounds: dict[int, list[dict[str, Any]]], *, end_s: float) -> list[tuple
         for line in lines:
             first[line["round"]] = min(first.get(line["round"], line["at_s"]), line["at_s"])
     times = sorted(first.values())
-    return sorted(zip(times, (b - a for a, b in zip(times, [*times[1:], end_s], strict=True))), key=lambda p: -p[1])
+    found = [(a, b - a) for a, b in zip(times, [*times[1:], end_s], strict=True)]
+    return sorted(found, key=lambda pair: -pair[1])
 
 
 def rejoins(lives: list[Life], rounds: dict[int, list[dict[str, Any]]], *, rates: list[str]) -> list[dict[str, Any]]:

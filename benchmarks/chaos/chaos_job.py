@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +23,7 @@ _WORKER, _COORDINATOR = "thinwire.cli.elastic_worker", "thinwire.cli.coordinator
 
 @dataclass(slots=True)
 class Life:
-    """One stay of a replica: `began_s` is the start of its process or of its joining again, all in seconds of the clock."""
+    """One stay of a replica, which began with its process or with its joining again; in seconds of the clock."""
 
     host: int
     began_s: float
@@ -146,6 +148,16 @@ class ChaosJob:
 
     def stop(self, host: int) -> int | None:
         return self._signal(host, signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def stopped(self, host: int) -> Iterator[None]:
+        """Stop a host's replica for as long as a block lasts."""
+        pid = self.stop(host)
+        try:
+            yield
+        finally:
+            if pid is not None:
+                os.kill(pid, signal.SIGCONT)
 
     def _signal(self, host: int, number: int) -> int | None:
         pid = self.processes().get(host)

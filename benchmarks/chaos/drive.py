@@ -33,7 +33,7 @@ RATES = ("50mbit", "20mbit", "20mbit", "10mbit", "5mbit", "20mbit")
 SPARE = 2
 BATCH, SEQ = 1, 64
 HANG_S = 30.0
-_LOOK_S = 0.1
+_LOOK_S = 0.25
 _END_S = 240.0
 
 
@@ -132,8 +132,8 @@ def main() -> None:
     kinds = tuple(filter(None, options.kinds.split(",")))
     shared = {"hosts": options.hosts, "step_s": options.step_s, "seed": options.seed}
     found = run(
-        options.out / "chaos", steps=steps, every_s=options.events_every, kinds=kinds, limit_s=90 + 60 * options.minutes,
-        **shared,
+        options.out / "chaos", steps=steps, every_s=options.events_every, kinds=kinds,
+        limit_s=90 + 60 * options.minutes, **shared,
     )  # fmt: skip
     if options.calm and found["tokens_counted"]:
         same = round(found["tokens_counted"] / (options.hosts * BATCH * SEQ))

@@ -1,4 +1,4 @@
-"""Makes each step of an elastic replica take CHAOS_STEP_S longer, as if an accelerator computed: many fit on a core."""
+"""Makes each step of an elastic replica take CHAOS_STEP_S longer, so that many fit on a core."""
 
 import os
 import sys

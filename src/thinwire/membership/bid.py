@@ -13,13 +13,13 @@ from thinwire.membership.rounds import Decision
 
 # After so long somebody is asked again who could not give a part.
 _AGAIN_S = 0.2
-# For so long, at least, parts of a decided round are sought.
-_LEAST_FETCH_S = 30.0
+# For so long, at least, parts of a decided round are sought while none comes.
+_LEAST_FETCH_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """To do: ask a replica for a part; one asked for it before is asked no longer."""
+    """To do: ask a replica for a part; those that were asked for it before go on."""
 
     source: int
     member: int
@@ -82,12 +82,12 @@ class Bid:
     def __init__(self, *, replica: int, has_part: bool) -> None:
         self._replica = replica
         self._has = {replica} if has_part else set[int]()
-        self._asked: dict[int, float] = {}
+        self._asked: dict[int, dict[int, float]] = {}  # by whose part it is: who was asked, and when
         self._failed: dict[int, float] = {}
         self._called_s: float | None = None
-        self._until_s: float | None = None
+        self._until_s, self._num_parts = 0.0, -1
         self._has_voted = not has_part
-        self._turn = 0
+        self._turns: dict[int, int] = {}
 
     @property
     def has(self) -> tuple[int, ...]:
@@ -109,10 +109,13 @@ class Bid:
         self._asked.pop(member, None)
         self._has.add(member)
 
-    def fail(self, member: int, *, now_s: float) -> None:
-        """Note that whoever was asked for a part cannot give it."""
-        self._asked.pop(member, None)
-        self._failed[member] = now_s
+    def fail(self, member: int, *, now_s: float, source: int | None = None) -> None:
+        """Note that a replica that was asked for a part cannot give it, or none of those that were."""
+        asked = self._asked.get(member, {})
+        asked.pop(source, None) if source is not None else asked.clear()
+        if not asked:
+            self._asked.pop(member, None)
+            self._failed[member] = now_s
 
     def is_complete(self, decision: Decision) -> bool:
         """Tell whether all parts of the mean are here."""
@@ -137,25 +140,31 @@ class Bid:
         return todo
 
     def _complete(self, decision: Decision, seen: Seen, now_s: float) -> list[Action]:
-        if self._until_s is None:
-            self._until_s = now_s + max(_LEAST_FETCH_S, 3 * seen.limit_s)
+        if len(self._has) > self._num_parts:  # something comes, however slowly
+            self._num_parts, self._until_s = len(self._has), now_s + max(_LEAST_FETCH_S, 3 * seen.limit_s)
         todo: list[Action] = []
         for member in sorted(set(decision.members) - self._has):
             sources = sorted((set(seen.neighbours) & {*decision.holders, member}) - {self._replica})
             if not sources or now_s > self._until_s:
                 return [GiveUp(member=member, sources=tuple(sources))]
-            if self._is_due(member, seen, now_s):
-                todo.append(self._ask(sources[(self._turn + member) % len(sources)], member, now_s))
-                self._turn += 1
+            free = [source for source in sources if source not in self._asked.get(member, {})]
+            if free and self._is_due(member, seen, now_s):
+                turn = self._turns.get(member, member)  # each part from another source first
+                self._turns[member] = turn + 1
+                todo.append(self._ask(free[turn % len(free)], member, now_s))
         return todo
 
     def _is_due(self, member: int, seen: Seen, now_s: float) -> bool:
-        """Tell whether a part is not on its way, or has been for so long that another one is asked."""
-        if member in self._asked:
-            return now_s >= self._asked[member] + seen.limit_s
+        """Tell whether a part is not on its way, or has been for so long that another one is asked too.
+
+        Those that were asked before go on: on a wire that has become slow, a part that is asked for anew never comes.
+        """
+        asked = self._asked.get(member)
+        if asked:
+            return now_s >= max(asked.values()) + seen.limit_s * 2.0 ** (len(asked) - 1)
         return member not in self._failed or now_s > self._failed[member] + _AGAIN_S
 
     def _ask(self, source: int, member: int, now_s: float) -> Ask:
         self._failed.pop(member, None)
-        self._asked[member] = now_s
+        self._asked.setdefault(member, {})[source] = now_s
         return Ask(source=source, member=member)

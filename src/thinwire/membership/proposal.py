@@ -108,7 +108,7 @@ class Proposal:
         self._hash = reference_hash
         self._most_bytes = most_bytes + HEAD_BYTES
         self._parts: dict[int, torch.Tensor] = {}
-        self._asked: dict[int, tuple[float, Fetch]] = {}
+        self._asked: dict[tuple[int, int], tuple[float, Fetch]] = {}  # by whose part it is, and who was asked
         self.agreed: Agreed | None = None
         is_offered = part is not None and self._seen().decision is None
         self._bid = Bid(replica=council.replica, has_part=is_offered)
@@ -139,9 +139,8 @@ class Proposal:
             closed_step = self._council.view.closed_step
         parts = {member: self._parts[member][HEAD_BYTES:] for member in decision.members}
         self.agreed = Agreed(parts=parts, step=decision.step, closed_step=closed_step)
-        for _, fetch in self._asked.values():
-            fetch.cancel()
-        self._asked.clear()
+        for member in {member for member, _ in self._asked}:
+            self._cancel(member)
         return Received(payload=torch.empty(0, dtype=torch.uint8), reference_hash=self._hash)
 
     def _move(self) -> Decision | None:
@@ -166,11 +165,9 @@ class Proposal:
     def _do(self, action: Action) -> None:
         match action:
             case Ask(source=source, member=member):
-                if member in self._asked:
-                    self._asked.pop(member)[1].cancel()
                 name = blob_name(self._round_id, member)
                 fetch = self._shelf.get(source, name, most_bytes=self._most_bytes)
-                self._asked[member] = time.monotonic(), fetch
+                self._asked[member, source] = time.monotonic(), fetch
             case CastVote(has=has):
                 self._council.vote(self._round_id, has=has, reference_hash=self._hash)
             case GiveUp(member=member, sources=sources):
@@ -178,19 +175,25 @@ class Proposal:
 
     def _collect(self) -> None:
         """Take in what has come."""
-        for member, (asked_s, fetch) in list(self._asked.items()):
-            if not fetch.done():
+        for (member, source), (asked_s, fetch) in list(self._asked.items()):
+            if (member, source) not in self._asked or not fetch.done():
                 continue
-            del self._asked[member]
+            del self._asked[member, source]
             now_s = time.monotonic()
             try:
                 self._take(member, fetch.wait(deadline_s=0.0))
             except TransportError:
-                self._bid.fail(member, now_s=now_s)
+                self._bid.fail(member, now_s=now_s, source=source)
                 continue
+            self._cancel(member)
             called_s = self._bid.called_s
             since_s = now_s if called_s is None else max(asked_s, called_s)
             self._council.transfers.observe(max(0.0, now_s - since_s))
+
+    def _cancel(self, member: int) -> None:
+        """Ask for a part no longer."""
+        for key in [key for key in self._asked if key[0] == member]:
+            self._asked.pop(key)[1].cancel()
 
     def _take(self, member: int, blob: torch.Tensor) -> None:
         """Check a blob and offer it in turn.

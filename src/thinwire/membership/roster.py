@@ -137,7 +137,11 @@ class Roster:
 
     def silent(self, *, now_s: float) -> list[Member]:
         """Return those that have been silent for too long."""
-        return [member for member in self._members.values() if now_s - member.heard_s > self._borne_s(member)]
+        found = [member for member in self._members.values() if now_s - member.heard_s > self._borne_s(member)]
+        if len(found) > 1 and 2 * len(found) >= len(self._members):
+            # so many at once: rather this host's own link is cut, and all of them are there behind it
+            return [member for member in found if now_s - member.heard_s > MOST_SILENCE_S]
+        return found
 
     def _borne_s(self, member: Member) -> float:
         if member.is_awaited:  # it dials again, less and less often, for as long as nobody was there
