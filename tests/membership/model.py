@@ -54,7 +54,7 @@ class Replica:
     is_alive: bool = True
     is_gone: bool = False  # was let go, or left
     bids: dict[int, Bid] = field(default_factory=dict)
-    sources: dict[tuple[int, int], int] = field(default_factory=dict)
+    sources: set[tuple[int, int, int]] = field(default_factory=set)
     blobs: set[tuple[int, int]] = field(default_factory=set)
     applied: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
@@ -161,9 +161,9 @@ class World:
             yield "down", replica.number
         if len(replica.bids) < self.rounds and len(replica.applied) == len(replica.bids):
             yield "launch", replica.number
-        for round_id, member in sorted(replica.sources):
-            if self._is_served(replica, round_id, member) is not None:
-                yield "pull", replica.number, round_id, member
+        for round_id, member, source in sorted(replica.sources):
+            if self._is_served(replica, round_id, member, source) is not None:
+                yield "pull", replica.number, round_id, member, source
 
     def is_quiet(self) -> bool:
         """Tell whether nothing is on its way: then time passes, and else only as a fault, since wires are quick."""
@@ -192,8 +192,8 @@ class World:
                 self._hear(number)
             case ("launch", number):
                 self._launch(self.replicas[number])
-            case ("pull", number, round_id, member):
-                self._pull(self.replicas[number], round_id, member)
+            case ("pull", number, round_id, member, source):
+                self._pull(self.replicas[number], round_id, member, source)
             case ("time", name):
                 self._pass(TIMES[name])
             case _:
@@ -258,20 +258,21 @@ class World:
             replica.council.step = 10 * (round_id + 1)
             replica.council.launch(round_id, launch_step=10 * (round_id + 1))
 
-    def _is_served(self, replica: Replica, round_id: int, member: int) -> bool | None:
+    def _is_served(self, replica: Replica, round_id: int, member: int, asked: int) -> bool | None:
         """Tell whether an ask ends with a part, or in vain; None for not yet."""
-        source = self.replicas[replica.sources[round_id, member]]
+        source = self.replicas[asked]
         if not source.is_here or frozenset({replica.number, source.number}) in self.cut:
             return False
         return True if (round_id, member) in source.blobs else None
 
-    def _pull(self, replica: Replica, round_id: int, member: int) -> None:
-        if self._is_served(replica, round_id, member):
+    def _pull(self, replica: Replica, round_id: int, member: int, source: int) -> None:
+        if self._is_served(replica, round_id, member, source):
             replica.blobs.add((round_id, member))
             replica.bids[round_id].take(member)
+            replica.sources = {one for one in replica.sources if one[:2] != (round_id, member)}
         else:
-            replica.bids[round_id].fail(member, now_s=self.now_s)
-        del replica.sources[round_id, member]
+            replica.bids[round_id].fail(member, now_s=self.now_s, source=source)
+            replica.sources.remove((round_id, member, source))
 
     def _move(self, replica: Replica) -> None:
         """Do what `Proposal.wait` does in a turn."""
@@ -290,7 +291,7 @@ class World:
         for action in bid.turn(seen, now_s=self.now_s):
             match action:
                 case Ask(source=source, member=member):
-                    replica.sources[round_id, member] = source
+                    replica.sources.add((round_id, member, source))
                 case CastVote(has=has):
                     council.vote(round_id, has=has, reference_hash=0)
                 case GiveUp():
@@ -302,8 +303,7 @@ class World:
 
     def _apply(self, replica: Replica, round_id: int, decision: Decision) -> None:
         replica.applied[round_id] = decision.members
-        for asked in [asked for asked in replica.sources if asked[0] == round_id]:
-            del replica.sources[asked]
+        replica.sources = {one for one in replica.sources if one[0] != round_id}
 
     def _go(self, replica: Replica) -> None:
         replica.is_gone = True
@@ -353,16 +353,18 @@ class World:
         view, now_s = replica.council.view, self.now_s
         bids = [
             (
-                bid.has, sorted((n, now_s >= at + LIMIT_S) for n, at in bid._asked.items()),
+                bid.has,
+                sorted((n, tuple(asked), bid._is_late(asked, LIMIT_S, now_s)) for n, asked in bid._asked.items()),
                 sorted((n, now_s > at + 0.2) for n, at in bid._failed.items()), bid._has_voted,
                 bid._called_s is not None and now_s > bid._called_s + LIMIT_S,
-                bid._until_s is not None, bid._until_s is not None and now_s > bid._until_s, bid._turn % 6,
+                bid._num_parts, bid._num_parts >= 0 and now_s > bid._until_s,
+                sorted((n, turn % 6) for n, turn in bid._turns.items()),
             )
             for bid in replica.bids.values()
         ]  # fmt: skip
         active = sorted((one.replica, one.is_active) for one in view.neighbours.values())
         return (
-            replica.is_alive, replica.is_gone, bids, sorted(replica.sources.items()), sorted(replica.blobs),
+            replica.is_alive, replica.is_gone, bids, sorted(replica.sources), sorted(replica.blobs),
             sorted(replica.applied.items()), sorted(view.calls.items()), sorted(view.decisions), active,
             sorted(replica.council._unanswered),
         )  # fmt: skip

@@ -6,7 +6,7 @@ real blobs, and a model of a few replicas can go through all orders in which thi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from thinwire.membership.rounds import Decision
@@ -161,8 +161,12 @@ class Bid:
         """
         asked = self._asked.get(member)
         if asked:
-            return now_s >= max(asked.values()) + seen.limit_s * 2.0 ** (len(asked) - 1)
+            return self._is_late(asked, seen.limit_s, now_s)
         return member not in self._failed or now_s > self._failed[member] + _AGAIN_S
+
+    @staticmethod
+    def _is_late(asked: Mapping[int, float], limit_s: float, now_s: float) -> bool:
+        return now_s >= max(asked.values()) + limit_s * 2.0 ** (len(asked) - 1)
 
     def _ask(self, source: int, member: int, now_s: float) -> Ask:
         self._failed.pop(member, None)
