@@ -356,7 +356,7 @@ class World:
                 bid.has, sorted((n, now_s >= at + LIMIT_S) for n, at in bid._asked.items()),
                 sorted((n, now_s > at + 0.2) for n, at in bid._failed.items()), bid._has_voted,
                 bid._called_s is not None and now_s > bid._called_s + LIMIT_S,
-                bid._until_s is not None, bid._until_s is not None and now_s > bid._until_s, bid._turn % 6,
+                bid._until_s is not None, bid._until_s is not None and now_s > bid._until_s, sorted((n, turn % 6) for n, turn in bid._turns.items()),
             )
             for bid in replica.bids.values()
         ]  # fmt: skip

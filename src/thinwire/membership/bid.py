@@ -87,7 +87,7 @@ class Bid:
         self._called_s: float | None = None
         self._until_s: float | None = None
         self._has_voted = not has_part
-        self._turn = 0
+        self._turns: dict[int, int] = {}
 
     @property
     def has(self) -> tuple[int, ...]:
@@ -145,8 +145,9 @@ class Bid:
             if not sources or now_s > self._until_s:
                 return [GiveUp(member=member, sources=tuple(sources))]
             if self._is_due(member, seen, now_s):
-                todo.append(self._ask(sources[(self._turn + member) % len(sources)], member, now_s))
-                self._turn += 1
+                turn = self._turns.get(member, member)  # each part from another source first
+                self._turns[member] = turn + 1
+                todo.append(self._ask(sources[turn % len(sources)], member, now_s))
         return todo
 
     def _is_due(self, member: int, seen: Seen, now_s: float) -> bool:
