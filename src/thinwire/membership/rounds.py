@@ -16,6 +16,8 @@ from thinwire.membership.patience import Patience
 
 # Waiting for late replicas may cost the others so much of an interval.
 _SHARE_OF_INTERVAL = 0.1
+# One that was late is waited for again in one of so many rounds: else one that is slow for good would never count.
+_AGAIN_ROUNDS = 4
 # Beyond the steps: for the scheduler and the way of the words; and as long as nobody has told how long steps take.
 _WORDS_S, _UNKNOWN_S = 0.3, 30.0
 _LEAST_VOTE_S, _MOST_VOTE_S = 2.0, 60.0
@@ -85,7 +87,8 @@ class RoundBook:
     Attributes:
         decisions: The latest, by round.
         step: The furthest step that was heard of.
-        late: Who was not there when the last round was called; nobody waits for these until they are in time again.
+        late: Who was not there when the last round was called; nobody waits for these until they are in time again, but
+            in every fourth round.
     """
 
     def __init__(self, *, sync_interval: int, overlap_steps: int) -> None:
@@ -93,6 +96,7 @@ class RoundBook:
         self.step = 0
         self.late: set[int] = set()
         self._open: dict[int, OpenRound] = {}
+        self._rounds_without = 0
         self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._spreads = Patience(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
 
@@ -173,6 +177,10 @@ class RoundBook:
             one.called = tuple(sorted(one.launched))
             self.late = (self.late - one.launched) | (set(active) - one.launched)
             found[round_id] = one.called
+            self._rounds_without = self._rounds_without + 1 if self.late else 0
+            if self._rounds_without == _AGAIN_ROUNDS - 1:
+                self._rounds_without = 0
+                self.late.clear()
         return found
 
     def decided(self, active: Collection[int], *, now_s: float) -> list[Decision]:

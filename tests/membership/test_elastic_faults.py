@@ -1,0 +1,319 @@
+"""The real engine where replicas die, are cut off, come and are slow: those that go on hold the same bits."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_elastic_engine import SeatTransport, build, global_values
+from torch import nn
+from town import Resident, Town
+
+import thinwire
+from thinwire.averaging.quorum_words import read_offer
+from thinwire.errors import Expelled
+from thinwire.membership.patience import Patience
+from thinwire.membership.proposal import HEAD_BYTES, blob_name, round_of
+from thinwire.sync.elastic import elastic, global_tensors, load_global_tensors
+
+STEPS, SOON_S = 32, 30.0
+# Rounds after the last step have numbers from here on.
+FINAL = 1 << 40
+# Steps of a test are quick; an interval has 4.
+INTERVAL = 4
+
+
+class Worker:
+    """A replica that trains in a thread of its own."""
+
+    def __init__(
+        self,
+        town: Town,
+        *,
+        name: str,
+        patience_steps: float = STEPS,
+        interval: int = INTERVAL,
+        steps: int = STEPS,
+    ) -> None:
+        self.resident = Resident(town, name=name)
+        self.council = self.resident.council
+        self.replica = self.resident.replica
+        self.last_step = steps
+        self.num_batches = 0
+        self.findings: list[str] = []
+        self.steps: list[int] = []
+        self.spoil: Callable[[int], float | None] = lambda step: None
+        self.pause: Callable[[int], None] = lambda step: None
+        self.captured: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+        self.expelled = False
+        self.failure: BaseException | None = None
+        self.council.transfers = Patience(least_s=0.3, most_s=1.0)
+        self.model = build()
+        method = thinwire.methods.streaming_diloco(sync_interval=interval, overlap_steps=1, num_fragments=2)
+        self.optimizer = thinwire.DistributedOptimizer(
+            self.model, torch.optim.SGD(self.model.parameters(), lr=0.05),
+            method=elastic(method, seat=self.resident.seat, find=self.findings.append),
+            transport=SeatTransport(self.replica), seat=self.resident.seat,
+        )  # fmt: skip
+        self.optimizer.engine.follow(self.resident.seat.known_step, patience_steps=patience_steps)
+        self.optimizer.engine.on_exchanged = self._look
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _look(self, step: int) -> None:
+        self.council.step = max(self.council.step, step)
+        if step in self.council.view.captures:
+            self.captured[step] = global_tensors(self.optimizer.engine, self.model)
+            self.council.tell("captured", step=step, root="ab" * 32, bytes=1)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._train()
+            self.optimizer.close(final_exchange=True)
+        except Expelled:
+            self.expelled = True
+        except BaseException as failure:
+            self.failure = failure
+
+    def _train(self) -> None:
+        while self.optimizer.steps_done < self.last_step:
+            self.council.check()
+            self.pause(self.optimizer.steps_done + 1)
+            step = self.optimizer.steps_done + 1
+            generator = torch.Generator().manual_seed(1000 * self.replica + step)
+            x, y = torch.randn(6, 7, generator=generator), torch.randn(6, 5, generator=generator)
+            nn.functional.mse_loss(self.model(x), y).backward()
+            self.optimizer.count_tokens(6)
+            self.num_batches += 1
+            self.optimizer.next_stop = self.last_step
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps.append(self.optimizer.steps_done)
+            factor = self.spoil(step)
+            if factor is not None:
+                with torch.no_grad():
+                    for parameter in self.model.parameters():
+                        parameter.mul_(factor)
+
+    def end(self) -> list[torch.Tensor]:
+        """Return the global values at the end."""
+        self.ended()
+        assert not self.expelled
+        return global_values(self.optimizer)
+
+    def ended(self) -> None:
+        self._thread.join(timeout=SOON_S)
+        assert not self._thread.is_alive(), f"replica {self.replica} stands still"
+        assert self.failure is None, self.failure
+
+
+class Street:
+    """Some workers, and what becomes of them."""
+
+    def __init__(self, count: int, **more: Any) -> None:
+        self.town = Town(planned=count, sync_interval=int(more.get("interval", INTERVAL)))
+        self.quicken()
+        self.workers = [Worker(self.town, name=f"host{number}", **more) for number in range(count)]
+        for worker in self.workers:
+            worker.resident.begin()
+
+    def quicken(self) -> None:
+        """Let the coordinator wait for votes a second at most, and for late replicas half of one."""
+        with self.town.lock:
+            self.town.coordinator.book._spreads = Patience(least_s=0.5, most_s=1.0)
+            self.town.coordinator.book.grace_s = lambda *, step_s: 0.5  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        for worker in self.workers:
+            worker.begin()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.resident.die()
+        self.town.close()
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return {line["round_id"]: line["members"] for line in self.town.journal if line["what"] == "decision"}
+
+
+@pytest.fixture
+def street() -> Iterator[Callable[..., Street]]:
+    made: list[Street] = []
+
+    def make(count: int, **more: Any) -> Street:
+        made.append(Street(count, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def are_alike(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def dies_saying(street: Street, number: int, kind: str, *, before: bool, round_id: int = 4) -> None:
+    """Let a replica die in the moment it says something of a round."""
+    resident = street.workers[number].resident
+    inner = resident.council._say
+
+    def say(said: str, **fields: object) -> None:
+        is_now = said == kind and fields.get("round") == round_id
+        if is_now and before:
+            resident.die()
+        inner(said, **fields)
+        if is_now:
+            resident.die()
+        if number in street.town.dead:
+            resident.council.view.expelled_why = "died"
+
+    resident.council._say = say
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"), [("launch", True), ("launch", False), ("vote", False)], ids=["unheard", "launched", "voted"]
+)
+def test_a_replica_that_dies_in_a_round_leaves_the_others_alike(
+    street: Callable[..., Street], kind: str, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.membership.roster.SUSPECT_SILENCE_S", 0.5)
+    run = street(3)
+    dies_saying(run, 2, kind, before=before)
+    run.begin()
+    run.workers[2].ended()
+    with run.town.lock:
+        run.town.coordinator.roster.get(2).is_suspect = True  # as whoever lost its connection to it says
+    assert are_alike(run.workers[0].end(), run.workers[1].end())
+    members = run.members()
+    assert members[0] == (0, 1, 2) and members[max(members)] == (0, 1)
+    for worker in run.workers[:2]:
+        assert worker.steps == list(range(1, STEPS + 1))
+
+
+def test_a_cut_link_leaves_one_part_out_and_all_alike(street: Callable[..., Street]) -> None:
+    run = street(3)
+    run.workers[0].pause = lambda step: run.town.cut.add(frozenset({0, 1})) if step == STEPS - 6 else None
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
+    members = run.members()
+    assert members[0] == (0, 1, 2)
+    # the link is cut between 0 and 1: each round's mean holds what a group that sees each other holds
+    assert {members[number] for number in sorted(members)[-2:]} <= {(0, 2), (1, 2)}
+
+
+def test_a_coordinator_that_comes_back_in_the_middle_of_a_round_changes_nothing(street: Callable[..., Street]) -> None:
+    calm = street(3)
+    calm.begin()
+    expected = calm.workers[0].end()
+    run = street(3)
+    has_died = threading.Event()
+
+    def say_and_die(said: str, **fields: object) -> None:
+        inner(said, **fields)
+        if said == "vote" and fields["round"] == 5 and not has_died.is_set():
+            has_died.set()
+            run.town.restart()
+            run.quicken()
+
+    inner = run.workers[1].resident.council._say
+    run.workers[1].resident.council._say = say_and_die
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert has_died.is_set()
+    assert all(members == (0, 1, 2) for members in run.members().values())
+    for value in values:
+        assert are_alike(value, expected)
+
+
+def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[..., Street]) -> None:
+    run = street(2)
+    gate = threading.Event()
+    for worker in run.workers:  # the joiner must be there before the others are at the end
+        worker.pause = lambda step: gate.wait(SOON_S) if step == 14 else None
+        worker.council.step_s = 0.5
+    run.begin()
+    joiner = Worker(run.town, name="joiner")
+    run.workers.append(joiner)
+    view = joiner.council.view
+    end = time.monotonic() + SOON_S
+    while view.offer is None and time.monotonic() < end:
+        cut = run.town.coordinator.cuts.of(joiner.replica)
+        if cut is not None:
+            gate.set()
+        time.sleep(0.005)
+    step = view.offer.step
+    while step not in run.workers[view.offer.holders[0]].captured and time.monotonic() < end:
+        time.sleep(0.005)
+    parameters, outer = run.workers[view.offer.holders[0]].captured[step]
+    load_global_tensors(joiner.optimizer.engine, joiner.model, parameters, outer)
+    joiner.council.step = step
+    joiner.resident.begin(step)
+    joiner.optimizer.begin_at(step)
+    joiner.begin()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
+    assert joiner.steps[0] > step > 0
+
+
+def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later(
+    street: Callable[..., Street],
+) -> None:
+    run = street(3, patience_steps=1.0, interval=20, steps=120)
+    *fast, slow = run.workers
+    for worker, step_s in zip(run.workers, (0.02, 0.02, 0.2), strict=True):
+        worker.pause = functools.partial(pause, step_s)
+        worker.council.step_s = step_s
+    offered: dict[int, tuple[int, int]] = {}
+    publish = slow.resident.shelf.publish
+
+    def watch(name: bytes, payload: torch.Tensor) -> None:
+        if name == blob_name(round_of(name), slow.replica):
+            offer, _ = read_offer(payload[HEAD_BYTES:], step=1000, what="a part")
+            offered[round_of(name)] = offer.num_tokens, slow.num_batches
+        publish(name, payload)
+
+    slow.resident.shelf.publish = watch
+    run.town.coordinator.book.grace_s = lambda *, step_s: 0.25  # type: ignore[method-assign]
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
+    assert len(slow.steps) < 120 / 4, "it passes over what it lacks"
+    assert all(len(worker.steps) > 3 * len(slow.steps) for worker in fast)
+    counted = [number for number, members in run.members().items() if slow.replica in members]
+    assert counted
+    # rounds alternate between the two fragments, and each part holds what no earlier round has counted
+    for fragment in (0, 1):
+        own = [number for number in sorted(counted) if number % 2 == fragment and number < FINAL]
+        if own:
+            assert sum(offered[number][0] for number in own) == 6 * offered[own[-1]][1]
+
+
+def pause(seconds: float, step: int) -> None:
+    time.sleep(seconds)
+
+
+def test_a_part_of_nan_is_left_out_and_said(street: Callable[..., Street]) -> None:
+    run = street(3)
+    run.workers[2].spoil = lambda step: float("nan") if step == 9 else None
+    run.begin()
+    values = [worker.end() for worker in run.workers[:2]]
+    assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])
+    for worker in run.workers[:2]:
+        assert any("the part of replica 2 holds NaN or infinity and was left out" in text for text in worker.findings)
+
+
+def test_a_part_that_is_far_too_long_is_shortened_and_said(street: Callable[..., Street]) -> None:
+    run = street(3)
+    run.workers[2].spoil = lambda step: 100.0 if step == 9 else None
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
+    for worker in run.workers:
+        assert any("of replica 2 was" in text and "was shortened to 3 times" in text for text in worker.findings)
