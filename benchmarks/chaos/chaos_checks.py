@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,17 @@ def desyncs(rounds: dict[int, list[dict[str, Any]]]) -> tuple[int, list[dict[str
     return len(shared), odd
 
 
-def gaps(rounds: dict[int, list[dict[str, Any]]], *, end_s: float) -> list[tuple[float, float]]:
-    """Return when a round was applied first, and the seconds to the next one's first time, longest first."""
+def gaps(rounds: dict[int, list[dict[str, Any]]]) -> list[tuple[float, float]]:
+    """Return when a round was applied first, and the seconds to the next one's first time, longest first.
+
+    After the last round there is none: that the run came to its end is another matter.
+    """
     first: dict[int, float] = {}
     for lines in rounds.values():
         for line in lines:
             first[line["round"]] = min(first.get(line["round"], line["at_s"]), line["at_s"])
     times = sorted(first.values())
-    found = [(a, b - a) for a, b in zip(times, [*times[1:], end_s], strict=True)]
+    found = [(a, b - a) for a, b in pairwise(times)]
     return sorted(found, key=lambda pair: -pair[1])
 
 

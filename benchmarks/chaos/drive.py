@@ -94,7 +94,7 @@ def _report(job: ChaosJob, folder: Path, *, rates: list[str], end_s: float) -> d
     rounds = applied(folder)
     compared, odd = desyncs(rounds)
     last_s = max((line["at_s"] for lines in rounds.values() for line in lines), default=end_s)
-    longest = gaps(rounds, end_s=last_s)
+    longest = gaps(rounds)
     summaries = [json.loads(path.read_text()) for path in sorted(folder.glob("host-*/summary.json"))]
     counted = summaries[-1]["elastic"]["tokens_counted"] if summaries else None
     back = rejoins(lives, rounds, rates=rates)

@@ -248,6 +248,7 @@ def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[.
         if cut is not None:
             gate.set()
         time.sleep(0.005)
+    gate.set()
     step = view.offer.step
     while step not in run.workers[view.offer.holders[0]].captured and time.monotonic() < end:
         time.sleep(0.005)

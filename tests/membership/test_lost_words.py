@@ -123,7 +123,7 @@ def test_replicas_have_time_to_find_a_coordinator_that_was_away() -> None:
     desk = running()
     desk.wait(60, beating=(b"a", b"b"))
     desk.restart()
-    desk.wait(2 * LEAST_SILENCE_S, beating=(b"a",))
+    desk.wait(LEAST_SILENCE_S + 5, beating=(b"a",))
     assert desk.coordinator.roster.active == (0, 1)
     desk.wait(MOST_SILENCE_S, beating=(b"a",))
     assert desk.coordinator.roster.active == (0,)
@@ -182,3 +182,32 @@ def test_where_a_replica_is_is_said_until_the_roster_names_it() -> None:
     seconds[0] = 10.0
     council.turn()
     assert said.count("here") == 2
+
+
+def test_a_coordinator_that_most_fall_silent_to_at_once_takes_itself_for_the_one_that_is_cut_off() -> None:
+    desk = Desk(planned=4)
+    tokens = (b"a", b"b", b"c", b"d")
+    desk.begin(*tokens)
+    desk.wait(60, beating=tokens)
+    desk.wait(LEAST_SILENCE_S + 5, beating=tokens[:1])
+    assert desk.coordinator.roster.active == (0, 1, 2, 3)
+    desk.wait(1, beating=tokens)
+    desk.wait(LEAST_SILENCE_S + 5, beating=tokens[:3])
+    assert desk.coordinator.roster.active == (0, 1, 2), "a single one is gone"
+    desk.wait(MOST_SILENCE_S + 1, beating=tokens[:1])
+    assert desk.coordinator.roster.active == (0,), "and the others are too, at last"
+
+
+def test_who_dies_is_let_go_at_once_and_who_is_silent_for_a_while_stays() -> None:
+    desk = Desk(planned=3)
+    tokens = (b"a", b"b", b"c")
+    desk.begin(*tokens)
+    desk.wait(60, beating=tokens)
+    desk.wait(12, beating=tokens[:2])
+    desk.say(b"a", "lost", replica=2)  # its link is cut, so that the others miss it too
+    desk.wait(4, beating=tokens[:2])
+    assert desk.coordinator.roster.active == (0, 1, 2), "it need not fetch the whole state when it is back"
+    desk.wait(1, beating=tokens)
+    desk.say(b"a", "lost", replica=2)  # its process has died
+    desk.wait(4, beating=tokens[:2])
+    assert desk.coordinator.roster.active == (0, 1)

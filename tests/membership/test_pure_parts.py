@@ -508,4 +508,4 @@ def test_a_bid_gives_up_in_the_end_and_never_asks_itself() -> None:
     bid = Bid(replica=0, has_part=False)
     found = decision(0, 1, holders=(0, 1))
     assert all(action.source == 1 for action in bid.turn(seen(decision=found), now_s=0.0))
-    assert bid.turn(seen(decision=found), now_s=31.0) == [GiveUp(member=0, sources=(1,))]
+    assert bid.turn(seen(decision=found), now_s=61.0) == [GiveUp(member=0, sources=(1,))]

@@ -264,9 +264,7 @@ class Coordinator:
         self.cuts.miss(message["step"], member.replica)
 
     def _on_lost(self, member: Member, message: Message, now_s: float) -> None:
-        suspect = self.roster.get(message["replica"])
-        if suspect is not None:
-            suspect.is_suspect = True
+        self.roster.suspect(message["replica"], now_s=now_s)
 
     def _on_stuck(self, member: Member, message: Message, now_s: float) -> None:
         self._expel(member.replica, why=f"could not get round {message['round']}: {message['why'][:300]}")

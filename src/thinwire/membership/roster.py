@@ -9,9 +9,10 @@ from enum import StrEnum
 
 from thinwire.membership.patience import Patience
 
-# Signs of life come once a second; this many seconds without one are always borne, and no more than the second number.
-LEAST_SILENCE_S, MOST_SILENCE_S = 5.0, 30.0
-# A replica that another one has lost its connection to gets so much less.
+# Signs of life come once a second; so many seconds without one are always borne, and no more than the second number.
+# Rounds wait for a silent replica only once, and one that is let go has to fetch the whole state: so it is worth a while.
+LEAST_SILENCE_S, MOST_SILENCE_S = 20.0, 30.0
+# One whose connections broke while it was heard of: its process has died.
 SUSPECT_SILENCE_S = 3.0
 
 
@@ -42,7 +43,7 @@ class Member:
         heard_s: When it was last heard of.
         step: The step that it last told.
         step_s: Seconds that its steps take, 0 where it has not said so.
-        is_suspect: Whether another replica has lost its connection to it.
+        is_suspect: Whether another replica lost its connection to it while the coordinator still heard of it.
         is_paused: Whether it was told to pause.
         is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
     """
@@ -129,6 +130,12 @@ class Roster:
             self._gaps.observe(now_s - member.heard_s)
         member.heard_s = now_s
         member.is_suspect = member.is_awaited = False
+
+    def suspect(self, replica: int, *, now_s: float) -> None:
+        """Note that another replica has lost its connection to one; to one that is silent anyway, that says nothing."""
+        member = self._members.get(replica)
+        if member is not None and now_s - member.heard_s < SUSPECT_SILENCE_S:
+            member.is_suspect = True
 
     @property
     def silence_s(self) -> float:
