@@ -7,77 +7,24 @@ messages can be tried without a network.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from thinwire.errors import PayloadError
-from thinwire.membership.cuts import Cut, Cuts
 from thinwire.membership.decide import Vote
+from thinwire.membership.people import Counter
 from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, windows_of
-from thinwire.membership.roster import Member, Roster, Standing
-from thinwire.membership.rounds import Decision, RoundBook
-from thinwire.membership.shards import Lease, Ledger
+from thinwire.membership.roster import Member, Standing
+from thinwire.membership.rounds import Decision
 
 PROGRESS_S = 1.0
-# Intervals whose parts are kept for a replica that is behind.
-_MOST_BEHIND = 8
 # Of one replica, so many findings are written down, and so many shards are lent to it that no round has counted yet.
 _MOST_NOTICES, _MOST_LENT = 100, 256
 _MOST_OPEN, _MOST_MEMBERS = 256, 1024
-Send = Callable[[bytes, str, dict[str, Any]], None]
-Record = Callable[[str, dict[str, Any]], None]
 
 
-class Coordinator:
-    """See the module.
-
-    Args:
-        job: What a replica must know to take part: `config` and numbers, as JSON values.
-        planned: So many replicas begin together.
-        sync_interval: H, inner steps.
-        overlap_steps: tau, inner steps.
-        shard_windows: Windows of the data that a replica is lent at a time.
-        send: Sends a message to a connection.
-        record: Writes what must survive to the journal, before anything is sent.
-        generation: Names this process of the coordinator.
-        founding_s: For how long those that are late are waited for at the beginning.
-        from_disk: Whether the run goes on from a checkpoint.
-        clock: Gives the time of day, for those that compare theirs with it.
-    """
-
-    def __init__(
-        self, *, job: Mapping[str, Any], planned: int, sync_interval: int, overlap_steps: int, shard_windows: int,
-        send: Send, record: Record, generation: str, founding_s: float = 60.0, from_disk: bool = False,
-        clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
-        self.roster = Roster()
-        self.book = RoundBook(sync_interval=sync_interval, overlap_steps=overlap_steps)
-        self.ledger = Ledger(shard_windows=shard_windows)
-        self.cuts = Cuts()
-        self.has_started = False
-        self.has_finished = False
-        self.is_paused = False
-        self.findings: list[str] = []
-        self._job = dict(job)
-        self._planned = planned
-        self._sync_interval = sync_interval
-        self._send = send
-        self._record = record
-        self._generation = generation
-        self._founding_s = founding_s
-        self._first_s: float | None = None
-        self._from_disk = from_disk
-        self._clock = clock
-        self._reviver: int | None = None
-        self._corpus: tuple[str, int] | None = None
-        self._used: dict[int, dict[int, dict[int, int]]] = {}
-        self._notes: dict[int, dict[str, Any]] = {}
-        self._notices: dict[int, int] = {}
-        self._finish: dict[str, Any] | None = None
-        self._next_progress_s = 0.0
-        self._lent: dict[int, tuple[int, Lease]] = {}
+class Coordinator(Counter):
+    """See the module; what it is made of is told by `Desk`."""
 
     def handle(self, token: bytes, message: Message, *, now_s: float) -> None:
         """Act on a checked message of a connection.
@@ -110,25 +57,6 @@ class Coordinator:
             self._next_progress_s = now_s + PROGRESS_S
             self._tell_progress()
             self._ask_again()
-
-    def resume_from(self, lines: list[dict[str, Any]], *, now_s: float) -> None:
-        """Take back what an earlier process of the coordinator wrote down."""
-        for line in lines:
-            self._replay(dict(line), now_s=now_s)
-        for member in self.roster.with_standing(Standing.LOADING):
-            self._first_s = now_s
-            self.cuts.wait(member.replica)
-
-    def status(self) -> dict[str, Any]:
-        """Return what people are shown."""
-        return {
-            "thinwire": self._job.get("thinwire"), "unix_s": self._clock(),
-            "step": self.book.step, "started": self.has_started, "paused": self.is_paused,
-            "rounds": len(self.book.decisions), "members": [member.describe() for member in self.roster],
-            "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
-            "findings": self.findings[-20:], "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
-            "vote_s": round(self.book.vote_s, 3), "silence_s": round(self.roster.silence_s, 3),
-        }  # fmt: skip
 
     # -- what replicas say
 
@@ -354,25 +282,6 @@ class Coordinator:
             if member.standing is not Standing.ARRIVING:
                 self._tell_decision(decision, to=member)
 
-    def _count(self, used: Mapping[str, Mapping[Any, int]]) -> None:
-        for replica, windows in used.items():
-            self.ledger.count(int(replica), {int(shard): window for shard, window in windows.items()})
-
-    def _furthest_step(self) -> int:
-        return max([self.book.step, *(member.step for member in self.roster)])
-
-    def _floor(self) -> int:
-        """Return a step up to which nobody needs rounds any more, nor states from before it.
-
-        One that is further behind than `_MOST_BEHIND` intervals, as after a long pause, joins again instead.
-        """
-        most_behind = self._furthest_step() - _MOST_BEHIND * self._sync_interval
-        steps = [max(member.step, most_behind) for member in self.roster.with_standing(Standing.ACTIVE)]
-        # what they fetch is of this step, also where another process of the coordinator told them of it
-        steps += [member.step for member in self.roster.with_standing(Standing.LOADING) if member.step]
-        needed = self.cuts.needed_step()
-        return max(0, min([*steps, *([] if needed is None else [needed])], default=0) - 1)
-
     def _finish_when_all_are_done(self) -> None:
         done = self.roster.with_standing(Standing.DONE)
         # after another process of the coordinator heard them, they say it again
@@ -386,24 +295,6 @@ class Coordinator:
         if self.has_finished:
             for late in self.roster.with_standing(Standing.ARRIVING, Standing.LOADING):
                 self._expel(late.replica, why=RUN_OVER)
-
-    def _run_note(self) -> dict[str, Any]:
-        seq_len = self._job.get("config", {}).get("seq_len") or 0
-        return {
-            "tokens": self.ledger.counted * seq_len, "data": self.ledger.state_dict(),
-            "next_replica": self.roster.next_replica,
-        }  # fmt: skip
-
-    def _show(self, cut: Cut, *, to: tuple[int, ...]) -> None:
-        agreed = cut.agreed
-        if agreed is None:
-            return
-        state = {
-            "step": cut.step, "root": agreed[0], "bytes": agreed[1], "holders": list(cut.agreeing()),
-            "note": self._run_note(),
-        }  # fmt: skip
-        for replica in to:
-            self._tell(replica, "state", state)
 
     def _expel(self, replica: int, *, why: str) -> None:
         member = self.roster.get(replica)
@@ -427,130 +318,6 @@ class Coordinator:
         goes_on = "" if self.has_finished else "; the others go on without it"
         self._find(f"replica {member.replica} on {member.host} {why}{goes_on}")
         self._tell_roster()
-
-    def _find(self, text: str) -> None:
-        self.findings.append(text)
-        del self.findings[:-1000]
-        self._record("finding", {"text": text})
-
-    # -- what people say
-
-    def _obey(self, token: bytes, *, verb: str, target: str) -> None:
-        verbs = {"status": self._do_status, "pause": self._do_pause, "resume": self._do_resume, "leave": self._do_leave}
-        if verb not in verbs:
-            raise PayloadError(f"there is no command {verb[:40]!r}")
-        is_done, text = verbs[verb](target)
-        self._send(token, "answer", {"ok": is_done, "text": text, "status": self.status()})
-
-    def _do_status(self, target: str) -> tuple[bool, str]:
-        return True, ""
-
-    def _do_pause(self, target: str) -> tuple[bool, str]:
-        return self._set_paused(target, is_paused=True)
-
-    def _do_resume(self, target: str) -> tuple[bool, str]:
-        return self._set_paused(target, is_paused=False)
-
-    def _set_paused(self, target: str, *, is_paused: bool) -> tuple[bool, str]:
-        found = self._named(target)
-        if not found:
-            return False, self._nobody(target)
-        for member in found:
-            member.is_paused = is_paused
-            self._send(member.token, "pause", {"paused": is_paused})
-        self.is_paused = all(member.is_paused for member in self.roster)
-        return True, self._told("paused" if is_paused else "goes on", found)
-
-    def _do_leave(self, target: str) -> tuple[bool, str]:
-        found = self._named(target) if target else []
-        if not found:
-            return False, self._nobody(target)
-        for member in found:
-            self._send(member.token, "leave", {"why": "was told to leave"})
-        return True, self._told("was told to leave", found)
-
-    def _named(self, target: str) -> list[Member]:
-        """Return the replicas of a number or a host; all where nothing is named."""
-        return [member for member in self.roster if target in ("", str(member.replica), member.host)]
-
-    def _nobody(self, target: str) -> str:
-        there = ", ".join(f"{member.replica} ({member.host})" for member in self.roster) or "none"
-        return f"there is no replica or host {target[:80]!r}; there are: {there}"
-
-    def _told(self, what: str, found: list[Member]) -> str:
-        return "; ".join(f"replica {member.replica} on {member.host} {what}" for member in found)
-
-    # -- words to replicas
-
-    def _tell(self, replica: int, kind: str, fields: dict[str, Any]) -> None:
-        member = self.roster.get(replica)
-        if member is not None:
-            self._send(member.token, kind, fields)
-
-    def _tell_all(self, kind: str, fields: dict[str, Any]) -> None:
-        for member in self.roster:
-            self._send(member.token, kind, fields)
-
-    def _tell_roster(self, *, to: Member | None = None) -> None:
-        there = [member.describe() for member in self.roster if member.standing is not Standing.ARRIVING]
-        fields = {"members": there, "started": self.has_started, "number": self._roster_number()}
-        for member in self.roster if to is None else (to,):
-            self._send(member.token, "roster", fields)
-
-    def _roster_number(self) -> int:
-        return 2 * self.roster.number + self.has_started
-
-    def _tell_decision(self, decision: Decision, *, to: Member) -> None:
-        fields = {
-            "round": decision.round_id, "launch_step": decision.launch_step, "members": list(decision.members),
-            "holders": list(decision.holders), "step": decision.step, "closed": self.book.closed_step,
-        }  # fmt: skip
-        self._send(to.token, "decision", fields)
-
-    def _tell_progress(self) -> None:
-        fields = {
-            "step": self.book.step, "closed": self.book.closed_step, "floor": self._floor(),
-            "generation": self._generation,
-        }  # fmt: skip
-        self._tell_all("progress", fields)
-
-    # -- the journal
-
-    def _write_member(self, member: Member) -> None:
-        self._record("member", {**member.describe(), "token": member.token.hex()})
-
-    def _replay(self, line: dict[str, Any], *, now_s: float) -> None:
-        kind = line.pop("what")
-        if kind == "decision":
-            members, holders = tuple(line.pop("members")), tuple(line.pop("holders"))
-            used = line.pop("used", {})
-            self.book.adopt(Decision(members=members, holders=holders, **line))
-            self._count(used)
-        elif kind == "member":
-            self.roster.put(Member(
-                replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
-                address=line["address"], port=line["port"], standing=Standing(line["standing"]), step=line["step"],
-                is_awaited=True,
-            ))  # fmt: skip
-        elif kind == "gone":
-            self.roster.remove(line["replica"])
-        elif kind == "ledger":
-            self.ledger.load_state_dict(line)
-        elif kind == "numbers":
-            self.roster.next_replica = line["next_replica"]
-        elif kind == "started":
-            self.has_started = True
-        elif kind == "finished":
-            self.has_finished = True
-        elif kind == "revived":
-            self.book.begin_anew(line["step"])
-            self._from_disk = not line["is_begun"]
-        elif kind == "corpus":
-            self._corpus = line["corpus"], line["windows"]
-        elif kind == "note":
-            self._notes[line["replica"]] = line["note"]
-        elif kind == "finding":
-            self.findings.append(line["text"])
 
 
 def _first_state(root: str) -> dict[str, Any]:

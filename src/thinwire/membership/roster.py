@@ -10,7 +10,7 @@ from enum import StrEnum
 from thinwire.membership.patience import Patience
 
 # Signs of life come once a second; so many seconds without one are always borne, and no more than the second number.
-# Rounds wait for a silent replica only once, and one that is let go has to fetch the whole state: so it is worth a while.
+# Rounds wait for a silent replica only once, and one that is let go has to fetch the whole state: it is worth a while.
 LEAST_SILENCE_S, MOST_SILENCE_S = 20.0, 30.0
 # One whose connections broke while it was heard of: its process has died.
 SUSPECT_SILENCE_S = 3.0

@@ -1,0 +1,150 @@
+"""What the coordinator of an elastic run has in mind, and how it says it; what it makes of it is `Coordinator`'s."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from thinwire.membership.cuts import Cut, Cuts
+from thinwire.membership.roster import Member, Roster, Standing
+from thinwire.membership.rounds import Decision, RoundBook
+from thinwire.membership.shards import Lease, Ledger
+
+# Intervals whose parts are kept for a replica that is behind.
+_MOST_BEHIND = 8
+Send = Callable[[bytes, str, dict[str, Any]], None]
+Record = Callable[[str, dict[str, Any]], None]
+
+
+class Desk:
+    """The state of a coordinator and its words to replicas.
+
+    Args:
+        job: What a replica must know to take part: `config` and numbers, as JSON values.
+        planned: So many replicas begin together.
+        sync_interval: H, inner steps.
+        overlap_steps: tau, inner steps.
+        shard_windows: Windows of the data that a replica is lent at a time.
+        send: Sends a message to a connection.
+        record: Writes what must survive to the journal, before anything is sent.
+        generation: Names this process of the coordinator.
+        founding_s: For how long those that are late are waited for at the beginning.
+        from_disk: Whether the run goes on from a checkpoint.
+        clock: Gives the time of day, for those that compare theirs with it.
+
+    Attributes:
+        roster: Who takes part.
+        book: The rounds.
+        ledger: Who trains on what.
+        cuts: States for those that come.
+        has_started: Whether training has begun.
+        has_finished: Whether it has come to its end.
+        is_paused: Whether all replicas were told to pause.
+        findings: What people should know, the latest last.
+    """
+
+    def __init__(
+        self, *, job: Mapping[str, Any], planned: int, sync_interval: int, overlap_steps: int, shard_windows: int,
+        send: Send, record: Record, generation: str, founding_s: float = 60.0, from_disk: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self.roster = Roster()
+        self.book = RoundBook(sync_interval=sync_interval, overlap_steps=overlap_steps)
+        self.ledger = Ledger(shard_windows=shard_windows)
+        self.cuts = Cuts()
+        self.has_started = False
+        self.has_finished = False
+        self.is_paused = False
+        self.findings: list[str] = []
+        self._job = dict(job)
+        self._planned = planned
+        self._sync_interval = sync_interval
+        self._send = send
+        self._record = record
+        self._generation = generation
+        self._founding_s = founding_s
+        self._first_s: float | None = None
+        self._from_disk = from_disk
+        self._clock = clock
+        self._reviver: int | None = None
+        self._corpus: tuple[str, int] | None = None
+        self._used: dict[int, dict[int, dict[int, int]]] = {}
+        self._notes: dict[int, dict[str, Any]] = {}
+        self._notices: dict[int, int] = {}
+        self._finish: dict[str, Any] | None = None
+        self._next_progress_s = 0.0
+        self._lent: dict[int, tuple[int, Lease]] = {}
+
+    def _tell(self, replica: int, kind: str, fields: dict[str, Any]) -> None:
+        member = self.roster.get(replica)
+        if member is not None:
+            self._send(member.token, kind, fields)
+
+    def _tell_all(self, kind: str, fields: dict[str, Any]) -> None:
+        for member in self.roster:
+            self._send(member.token, kind, fields)
+
+    def _tell_roster(self, *, to: Member | None = None) -> None:
+        there = [member.describe() for member in self.roster if member.standing is not Standing.ARRIVING]
+        fields = {"members": there, "started": self.has_started, "number": self._roster_number()}
+        for member in self.roster if to is None else (to,):
+            self._send(member.token, "roster", fields)
+
+    def _roster_number(self) -> int:
+        return 2 * self.roster.number + self.has_started
+
+    def _tell_decision(self, decision: Decision, *, to: Member) -> None:
+        fields = {
+            "round": decision.round_id, "launch_step": decision.launch_step, "members": list(decision.members),
+            "holders": list(decision.holders), "step": decision.step, "closed": self.book.closed_step,
+        }  # fmt: skip
+        self._send(to.token, "decision", fields)
+
+    def _tell_progress(self) -> None:
+        fields = {
+            "step": self.book.step, "closed": self.book.closed_step, "floor": self._floor(),
+            "generation": self._generation,
+        }  # fmt: skip
+        self._tell_all("progress", fields)
+
+    def _write_member(self, member: Member) -> None:
+        self._record("member", {**member.describe(), "token": member.token.hex()})
+
+    def _find(self, text: str) -> None:
+        self.findings.append(text)
+        del self.findings[:-1000]
+        self._record("finding", {"text": text})
+
+    def _run_note(self) -> dict[str, Any]:
+        seq_len = self._job.get("config", {}).get("seq_len") or 0
+        return {
+            "tokens": self.ledger.counted * seq_len, "data": self.ledger.state_dict(),
+            "next_replica": self.roster.next_replica,
+        }  # fmt: skip
+
+    def _furthest_step(self) -> int:
+        return max([self.book.step, *(member.step for member in self.roster)])
+
+    def _floor(self) -> int:
+        """Return a step up to which nobody needs rounds any more, nor states from before it.
+
+        One that is further behind than `_MOST_BEHIND` intervals, as after a long pause, joins again instead.
+        """
+        most_behind = self._furthest_step() - _MOST_BEHIND * self._sync_interval
+        steps = [max(member.step, most_behind) for member in self.roster.with_standing(Standing.ACTIVE)]
+        # what they fetch is of this step, also where another process of the coordinator told them of it
+        steps += [member.step for member in self.roster.with_standing(Standing.LOADING) if member.step]
+        needed = self.cuts.needed_step()
+        return max(0, min([*steps, *([] if needed is None else [needed])], default=0) - 1)
+
+    def _show(self, cut: Cut, *, to: tuple[int, ...]) -> None:
+        agreed = cut.agreed
+        if agreed is None:
+            return
+        state = {
+            "step": cut.step, "root": agreed[0], "bytes": agreed[1], "holders": list(cut.agreeing()),
+            "note": self._run_note(),
+        }  # fmt: skip
+        for replica in to:
+            self._tell(replica, "state", state)

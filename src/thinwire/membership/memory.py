@@ -1,0 +1,68 @@
+"""What a coordinator takes back that an earlier process of it wrote down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from thinwire.membership.desk import Desk
+from thinwire.membership.roster import Member, Standing
+from thinwire.membership.rounds import Decision
+
+
+class Memory(Desk):
+    """A desk that remembers; see `Desk`."""
+
+    def resume_from(self, lines: list[dict[str, Any]], *, now_s: float) -> None:
+        """Take back what an earlier process of the coordinator wrote down."""
+        for line in lines:
+            self._replay(dict(line), now_s=now_s)
+        for member in self.roster.with_standing(Standing.LOADING):
+            self._first_s = now_s
+            self.cuts.wait(member.replica)
+
+    def _replay(self, line: dict[str, Any], *, now_s: float) -> None:
+        what = line.pop("what")
+        match what:
+            case "decision":
+                members, holders = tuple(line.pop("members")), tuple(line.pop("holders"))
+                used = line.pop("used", {})
+                self.book.adopt(Decision(members=members, holders=holders, **line))
+                self._count(used)
+            case "member":
+                self._replay_member(line, now_s=now_s)
+            case "gone":
+                self.roster.remove(line["replica"])
+            case "ledger":
+                self.ledger.load_state_dict(line)
+            case _:
+                self._replay_word(what, line)
+
+    def _replay_member(self, line: dict[str, Any], *, now_s: float) -> None:
+        self.roster.put(Member(
+            replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
+            address=line["address"], port=line["port"], standing=Standing(line["standing"]), step=line["step"],
+            is_awaited=True,
+        ))  # fmt: skip
+
+    def _replay_word(self, what: str, line: Mapping[str, Any]) -> None:
+        match what:
+            case "numbers":
+                self.roster.next_replica = line["next_replica"]
+            case "started":
+                self.has_started = True
+            case "finished":
+                self.has_finished = True
+            case "revived":
+                self.book.begin_anew(line["step"])
+                self._from_disk = not line["is_begun"]
+            case "corpus":
+                self._corpus = line["corpus"], line["windows"]
+            case "note":
+                self._notes[line["replica"]] = line["note"]
+            case "finding":
+                self.findings.append(line["text"])
+
+    def _count(self, used: Mapping[str, Mapping[Any, int]]) -> None:
+        for replica, windows in used.items():
+            self.ledger.count(int(replica), {int(shard): window for shard, window in windows.items()})

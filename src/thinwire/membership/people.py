@@ -1,0 +1,69 @@
+"""What people say to a coordinator: how the run goes, and who is to pause, go on or leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thinwire.errors import PayloadError
+from thinwire.membership.memory import Memory
+from thinwire.membership.roster import Member
+
+
+class Counter(Memory):
+    """A desk that people can turn to; see `Desk`."""
+
+    def status(self) -> dict[str, Any]:
+        """Return what people are shown."""
+        return {
+            "thinwire": self._job.get("thinwire"), "unix_s": self._clock(),
+            "step": self.book.step, "started": self.has_started, "paused": self.is_paused,
+            "rounds": len(self.book.decisions), "members": [member.describe() for member in self.roster],
+            "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
+            "findings": self.findings[-20:], "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
+            "vote_s": round(self.book.vote_s, 3), "silence_s": round(self.roster.silence_s, 3),
+        }  # fmt: skip
+
+    def _obey(self, token: bytes, *, verb: str, target: str) -> None:
+        verbs = {"status": self._do_status, "pause": self._do_pause, "resume": self._do_resume, "leave": self._do_leave}
+        if verb not in verbs:
+            raise PayloadError(f"there is no command {verb[:40]!r}")
+        is_done, text = verbs[verb](target)
+        self._send(token, "answer", {"ok": is_done, "text": text, "status": self.status()})
+
+    def _do_status(self, target: str) -> tuple[bool, str]:
+        return True, ""
+
+    def _do_pause(self, target: str) -> tuple[bool, str]:
+        return self._set_paused(target, is_paused=True)
+
+    def _do_resume(self, target: str) -> tuple[bool, str]:
+        return self._set_paused(target, is_paused=False)
+
+    def _set_paused(self, target: str, *, is_paused: bool) -> tuple[bool, str]:
+        found = self._named(target)
+        if not found:
+            return False, self._nobody(target)
+        for member in found:
+            member.is_paused = is_paused
+            self._send(member.token, "pause", {"paused": is_paused})
+        self.is_paused = all(member.is_paused for member in self.roster)
+        return True, self._told("paused" if is_paused else "goes on", found)
+
+    def _do_leave(self, target: str) -> tuple[bool, str]:
+        found = self._named(target) if target else []
+        if not found:
+            return False, self._nobody(target)
+        for member in found:
+            self._send(member.token, "leave", {"why": "was told to leave"})
+        return True, self._told("was told to leave", found)
+
+    def _named(self, target: str) -> list[Member]:
+        """Return the replicas of a number or a host; all where nothing is named."""
+        return [member for member in self.roster if target in ("", str(member.replica), member.host)]
+
+    def _nobody(self, target: str) -> str:
+        there = ", ".join(f"{member.replica} ({member.host})" for member in self.roster) or "none"
+        return f"there is no replica or host {target[:80]!r}; there are: {there}"
+
+    def _told(self, what: str, found: list[Member]) -> str:
+        return "; ".join(f"replica {member.replica} on {member.host} {what}" for member in found)
