@@ -316,7 +316,8 @@ class Coordinator(Counter):
         self._record("gone", {"replica": member.replica})
         self._record("ledger", self.ledger.state_dict())
         goes_on = "" if self.has_finished else "; the others go on without it"
-        self._find(f"replica {member.replica} on {member.host} {why}{goes_on}")
+        what = "came too late to take part" if why == RUN_OVER else why
+        self._find(f"replica {member.replica} on {member.host} {what}{goes_on}")
         self._tell_roster()
 
 
