@@ -234,30 +234,33 @@ def test_a_coordinator_that_comes_back_in_the_middle_of_a_round_changes_nothing(
 
 def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[..., Street]) -> None:
     run = street(2)
-    gate = threading.Event()
-    for worker in run.workers:  # the joiner must be there before the others are at the end
-        worker.pause = lambda step: gate.wait(SOON_S) if step == 14 else None
-        worker.council.step_s = 0.5
+    is_cut, has_begun = threading.Event(), threading.Event()
+
+    def wait(step: int) -> None:  # the joiner must be there before the others are at the end
+        if step == 14:
+            is_cut.wait(SOON_S)
+        if step == 20:
+            has_begun.wait(SOON_S)
+
+    for worker in run.workers:
+        worker.pause = wait
     run.begin()
     joiner = Worker(run.town, name="joiner")
     run.workers.append(joiner)
-    view = joiner.council.view
-    end = time.monotonic() + SOON_S
+    view, end = joiner.council.view, time.monotonic() + SOON_S
     while view.offer is None and time.monotonic() < end:
-        cut = run.town.coordinator.cuts.of(joiner.replica)
-        if cut is not None:
-            gate.set()
+        if run.town.coordinator.cuts.of(joiner.replica) is not None:
+            is_cut.set()
         time.sleep(0.005)
-    gate.set()
+    is_cut.set()
     step = view.offer.step
-    while step not in run.workers[view.offer.holders[0]].captured and time.monotonic() < end:
-        time.sleep(0.005)
     parameters, outer = run.workers[view.offer.holders[0]].captured[step]
     load_global_tensors(joiner.optimizer.engine, joiner.model, parameters, outer)
     joiner.council.step = step
     joiner.resident.begin(step)
     joiner.optimizer.begin_at(step)
     joiner.begin()
+    has_begun.set()
     values = [worker.end() for worker in run.workers]
     assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
     assert joiner.steps[0] > step > 0

@@ -4,7 +4,8 @@ import pickle
 from typing import Any
 
 import pytest
-from model import Search, World, finish, wander
+from model import World
+from searching import Search, finish, wander
 
 FAULTS = ("lose", "crash", "die", "cut", "hurry")
 

@@ -236,12 +236,16 @@ with count.open("a") as file:
 def test_a_process_that_dies_is_started_again_until_it_ends_well(programs: Path) -> None:
     said: list[str] = []
     program = COUNTING + "sys.exit(0) if count.stat().st_size == 3 else os.kill(os.getpid(), 9)\n"
-    sleeper = role_of(programs, "sleeper", "import time\ntime.sleep(600)\n", is_needed=False)
-    began_s = time.monotonic()
-    launch([role_of(programs, "dying", program), sleeper], run_dir=programs, say=said.append, look=lambda: None)
+    launch([role_of(programs, "dying", program)], run_dir=programs, say=said.append, look=lambda: None)
     assert (programs / "count").stat().st_size == 3
     assert [text for text in said if "dying was ended by SIGKILL; starting it again" in text] == said and len(said) == 2
-    assert time.monotonic() - began_s < 60, "what is not needed is stopped with the rest"
+
+
+def test_what_serves_others_is_told_when_its_own_host_has_ended(programs: Path) -> None:
+    serving = COUNTING + "while not (Path(sys.argv[1]) / 'alone').exists():\n    time.sleep(0.02)\n"
+    roles = [role_of(programs, "needed", "pass\n"), role_of(programs, "serving", serving, is_needed=False)]
+    launch(roles, run_dir=programs, say=print, look=lambda: None, part=(programs / "alone").touch)
+    assert (programs / "count").exists() and (programs / "alone").exists()
 
 
 def test_a_process_that_cannot_go_on_ends_the_host_with_its_words(programs: Path) -> None:
