@@ -10,7 +10,7 @@ from enum import StrEnum
 from thinwire.membership.patience import Patience
 
 # Signs of life come once a second; so many seconds without one are always borne, and no more than the second number.
-# Rounds wait for a silent replica only once, and one that is let go has to fetch the whole state: so it is worth a while.
+# Rounds wait for a silent replica only once, and one that is let go has to fetch the whole state: it is worth a while.
 LEAST_SILENCE_S, MOST_SILENCE_S = 20.0, 30.0
 # One whose connections broke while it was heard of: its process has died.
 SUSPECT_SILENCE_S = 3.0
@@ -169,6 +169,14 @@ class Roster:
     def active(self) -> tuple[int, ...]:
         """The numbers of those that take part in rounds."""
         return tuple(member.replica for member in self.with_standing(Standing.ACTIVE))
+
+    def fresh_steps(self, *, now_s: float) -> dict[int, int]:
+        """Return the steps of those that take part and were heard of just now."""
+        return {
+            member.replica: member.step
+            for member in self.with_standing(Standing.ACTIVE)
+            if now_s - member.heard_s < SUSPECT_SILENCE_S and not member.is_suspect and not member.is_paused
+        }
 
     def step_s(self) -> float:
         """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""
