@@ -211,3 +211,32 @@ def test_who_dies_is_let_go_at_once_and_who_is_silent_for_a_while_stays() -> Non
     desk.say(b"a", "lost", replica=2)  # its process has died
     desk.wait(4, beating=tokens[:2])
     assert desk.coordinator.roster.active == (0, 1)
+
+
+def test_a_mean_that_only_one_replica_could_make_waits_for_a_second_one_that_is_near() -> None:
+    desk = running()
+    desk.beat(b"b", step=3)
+    desk.say(b"a", "launch", round=0, step=4, used={})
+    desk.wait(5, beating=(b"a", b"b"), step=3)  # replica 1 is late, and not waited for any more
+    desk.say(b"a", "vote", round=0, step=4, has=[0], hash=1)
+    desk.wait(2, beating=(b"a", b"b"), step=3)
+    assert not desk.coordinator.book.decisions, "if replica 0 died now, replica 1 would never get its part"
+    desk.say(b"b", "launch", round=0, step=4, used={})
+    assert desk.told(b"b", "call") and desk.told(b"b", "call")[-1]["members"] == [0]
+    desk.say(b"b", "vote", round=0, step=4, has=[0, 1], hash=1)
+    decision = desk.coordinator.book.decisions[0]
+    assert decision.members == (0,) and decision.holders == (0, 1)
+
+
+@pytest.mark.parametrize("fault", ["silent", "far", "slow"])
+def test_who_will_not_come_soon_is_not_waited_for(fault: str) -> None:
+    desk = running()
+    desk.beat(b"a", step=40)
+    desk.beat(b"b", step=36 if fault == "far" else 39)
+    beating = (b"a",) if fault == "silent" else (b"a", b"b")
+    desk.wait(6, beating=beating)
+    desk.say(b"a", "launch", round=0, step=41, used={})
+    desk.wait(31 if fault != "silent" else 18, beating=beating)
+    desk.say(b"a", "vote", round=0, step=41, has=[0], hash=1)
+    desk.wait(12 if fault == "slow" else 1, beating=beating)
+    assert desk.coordinator.book.decisions[0].holders == (0,)

@@ -111,14 +111,14 @@ def test_a_round_is_decided_when_all_called_have_voted_or_the_time_for_votes_is_
     for member in active:
         one.launch(member, round_id=0, launch_step=10, now_s=0.0)
     voted(one, 0, has={0})
-    assert one.decided(active, now_s=0.0) == [], "a vote before the call waits"
+    assert one.decided(active, steps={}, steps={}, now_s=0.0) == [], "a vote before the call waits"
     one.calls(active, step_s=0.1, now_s=0.0)
     voted(one, 0, 1, has={0, 1, 2})
-    assert one.decided(active, now_s=1.0) == []
-    (found,) = one.decided(active, now_s=one.vote_s + 1)
+    assert one.decided(active, steps={}, steps={}, now_s=1.0) == []
+    (found,) = one.decided(active, steps={}, steps={}, now_s=one.vote_s + 1)
     assert found.members == (0, 1, 2) and found.holders == (0, 1)
     voted(one, 2, has={2})
-    assert one.decided(active, now_s=999.0) == []
+    assert one.decided(active, steps={}, steps={}, now_s=999.0) == []
     assert one.launch(2, round_id=0, launch_step=10, now_s=999.0) is found
 
 
@@ -129,7 +129,7 @@ def test_the_dead_are_not_waited_for_and_rounds_without_launchers_are_forgotten(
     one.calls((0, 1), step_s=0.1, now_s=0.0)
     voted(one, 0, has={0, 1})
     one.forget(1)
-    (found,) = one.decided((0,), now_s=0.0)
+    (found,) = one.decided((0,), steps={}, steps={}, now_s=0.0)
     assert found.members == (0, 1) and found.holders == (0,), "its part counts all the same"
     one.launch(0, round_id=1, launch_step=20, now_s=0.0)
     one.forget(0)

@@ -222,7 +222,7 @@ class Coordinator(Counter):
         active = self.roster.active
         for round_id, called in self.book.calls(active, step_s=self.roster.step_s(), now_s=now_s).items():
             self._tell_all("call", {"round": round_id, "members": list(called)})
-        for decision in self.book.decided(active, now_s=now_s):
+        for decision in self.book.decided(active, steps=self.roster.fresh_steps(now_s=now_s), now_s=now_s):
             self._announce(decision)
         self._help_joiners(active)
         self._finish_when_all_are_done()

@@ -29,7 +29,7 @@ class Choice:
 
     Attributes:
         members: Whose parts, in ascending order.
-        holders: Who holds all of these; in ascending order.
+        holders: All that hold all of these, also those whose own part is not among them; in ascending order.
     """
 
     members: tuple[int, ...]
@@ -40,8 +40,8 @@ def decide(votes: Mapping[int, Vote]) -> Choice:
     """Choose the largest group of voters that hold each other's parts; all that the whole group holds is in the mean.
 
     So a part counts, whatever became of its sender since, as soon as the group holds it, and nobody needs a part that
-    only some hold. Where groups are equally large, the one with the most parts is taken, then the one with the lowest
-    numbers; a voter of its own is a group.
+    only some hold. Where groups are equally large, the one whose parts most voters hold is taken, then the one with the
+    most parts, then the one with the lowest numbers; a voter of its own is a group.
 
     Args:
         votes: By replica, at least one.
@@ -54,15 +54,22 @@ def decide(votes: Mapping[int, Vote]) -> Choice:
         >>> decide({0: Vote(has=whole), 1: Vote(has=whole | cut_off), 2: Vote(has=cut_off)})
         Choice(members=(0, 1), holders=(0, 1))
         >>> decide({0: Vote(has=frozenset({0, 7})), 1: Vote(has=frozenset({0, 1, 7}))})  # 1 has not reached 0
-        Choice(members=(0, 1, 7), holders=(1,))
+        Choice(members=(0, 7), holders=(0, 1))
     """
     if not votes:
         raise ValueError("votes must hold at least one vote, got none")
     for voter, vote in votes.items():
         if voter not in vote.has:
             raise ValueError(f"replica {voter} must hold its own part, got {sorted(vote.has)}")
-    group = max(_groups(votes), key=lambda found: (len(found), len(_common(votes, found)), [-one for one in found]))
-    return Choice(members=tuple(sorted(_common(votes, group))), holders=group)
+    choices = [(group, _choice(votes, group)) for group in _groups(votes)]
+    return max(choices, key=lambda c: (len(c[0]), len(c[1].holders), len(c[1].members), [-one for one in c[0]]))[1]
+
+
+def _choice(votes: Mapping[int, Vote], group: Sequence[int]) -> Choice:
+    members = _common(votes, group)
+    alike = votes[group[0]].reference_hash
+    holders = tuple(one for one in sorted(votes) if votes[one].reference_hash == alike and members <= votes[one].has)
+    return Choice(members=tuple(sorted(members)), holders=holders)
 
 
 def _groups(votes: Mapping[int, Vote]) -> list[tuple[int, ...]]:

@@ -170,6 +170,14 @@ class Roster:
         """The numbers of those that take part in rounds."""
         return tuple(member.replica for member in self.with_standing(Standing.ACTIVE))
 
+    def fresh_steps(self, *, now_s: float) -> dict[int, int]:
+        """Return the steps of those that take part and were heard of just now."""
+        return {
+            member.replica: member.step
+            for member in self.with_standing(Standing.ACTIVE)
+            if now_s - member.heard_s < SUSPECT_SILENCE_S and not member.is_suspect and not member.is_paused
+        }
+
     def step_s(self) -> float:
         """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""
         return min(

@@ -21,6 +21,9 @@ _AGAIN_ROUNDS = 4
 # Beyond the steps: for the scheduler and the way of the words; and as long as nobody has told how long steps take.
 _WORDS_S, _UNKNOWN_S = 0.3, 30.0
 _LEAST_VOTE_S, _MOST_VOTE_S = 2.0, 60.0
+# A mean that a single replica could make is lost with it, and the others with the mean: for a second one that is near,
+# so many seconds are waited.
+_ALONE_S = 10.0
 # Decisions kept for replicas that catch up.
 _KEPT = 8192
 
@@ -97,6 +100,7 @@ class RoundBook:
         self.late: set[int] = set()
         self._open: dict[int, OpenRound] = {}
         self._rounds_without = 0
+        self._sync_interval = sync_interval
         self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._spreads = Patience(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
 
@@ -183,8 +187,14 @@ class RoundBook:
                 self.late.clear()
         return found
 
-    def decided(self, active: Collection[int], *, now_s: float) -> list[Decision]:
-        """Decide what can be, in the order of the rounds."""
+    def decided(self, active: Collection[int], *, steps: Mapping[int, int], now_s: float) -> list[Decision]:
+        """Decide what can be, in the order of the rounds.
+
+        Args:
+            active: Who takes part.
+            steps: The steps of those of them that were heard of just now.
+            now_s: The time.
+        """
         found = []
         for round_id in sorted(self._open):
             one = self._open[round_id]
@@ -194,6 +204,9 @@ class RoundBook:
             if not is_complete and now_s < one.first_vote_s + self.vote_s:
                 continue
             choice = decide(one.votes)
+            is_overdue = now_s >= one.first_vote_s + _ALONE_S
+            if len(choice.holders) == 1 and self._is_anybody_near(one, steps) and not is_overdue:
+                continue
             decision = Decision(
                 round_id=round_id, launch_step=one.launch_step, members=choice.members, holders=choice.holders,
                 step=self.step,
@@ -207,6 +220,11 @@ class RoundBook:
         self.decisions.clear()
         self._open.clear()
         self.step = step
+
+    def _is_anybody_near(self, one: OpenRound, steps: Mapping[int, int]) -> bool:
+        """Tell whether somebody who has not voted will come to a round soon."""
+        first_step = one.launch_step - self._sync_interval
+        return any(step >= first_step for replica, step in steps.items() if replica not in one.votes)
 
     def adopt(self, decision: Decision) -> None:
         """Take a decision in: one of its own, or one read from the journal."""
