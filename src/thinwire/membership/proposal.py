@@ -267,8 +267,11 @@ class Proposal:
 
     def _sources(self, decision: Decision, member: int) -> list[int]:
         with self._council.changed:
-            there = set(self._council.view.neighbours)
-        return sorted((there & set(decision.holders)) | (there & {member}) - {self._council.replica})
+            there = dict(self._council.view.neighbours)
+        there.pop(self._council.replica, None)
+        holders = there.keys() & {member, *decision.holders}
+        # where all have gone that held it then, others have fetched it from them meanwhile
+        return sorted(holders or (replica for replica, found in there.items() if found.is_active))
 
     def _give_up(self, member: int, sources: list[int]) -> None:
         who = f"none of the replicas {sources} gave" if sources else "nobody that is left holds"
