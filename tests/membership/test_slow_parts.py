@@ -50,17 +50,29 @@ def member(replica: int) -> dict[str, Any]:
     return {"replica": replica, "host": "h", "address": "10.0.0.1", "port": 7, "standing": "active"}
 
 
-def test_a_part_that_takes_longer_than_usual_still_comes() -> None:
+def proposal_of(shelf: SlowShelf, *, holders: list[int], there: range) -> Proposal:
+    """Return replica 2's view of a decided round whose mean is replica 0's part."""
     council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: None)
     council.transfers = Patience(least_s=USUAL_S, most_s=USUAL_S)
-    council.hear({"kind": "roster", "members": [member(n) for n in range(3)], "started": True, "number": 1})
+    council.hear({"kind": "roster", "members": [member(n) for n in there], "started": True, "number": 1})
     council.hear({
-        "kind": "decision", "round": 9, "launch_step": 12, "members": [0], "holders": [0, 1], "step": 12, "closed": 12,
+        "kind": "decision", "round": 9, "launch_step": 12, "members": [0], "holders": holders, "step": 12, "closed": 12,
     })  # fmt: skip
-    shelf = SlowShelf()
-    proposal = Proposal(
+    return Proposal(
         council=council, shelf=shelf, round_id=9, launch_step=12, part=None, reference_hash=77, most_bytes=10
     )
+
+
+def test_a_part_whose_first_holders_have_gone_is_had_from_those_that_fetched_it() -> None:
+    shelf = SlowShelf()
+    proposal = proposal_of(shelf, holders=[0], there=range(1, 4))
+    proposal.wait(deadline_s=1)
+    assert proposal.agreed is not None and {source for source, _ in shelf.asked} <= {1, 3}
+
+
+def test_a_part_that_takes_longer_than_usual_still_comes() -> None:
+    shelf = SlowShelf()
+    proposal = proposal_of(shelf, holders=[0, 1], there=range(3))
     began_s = time.monotonic()
     proposal.wait(deadline_s=1)
     assert proposal.agreed is not None and list(proposal.agreed.parts) == [0]

@@ -144,7 +144,9 @@ class Bid:
             self._num_parts, self._until_s = len(self._has), now_s + max(_LEAST_FETCH_S, 3 * seen.limit_s)
         todo: list[Action] = []
         for member in sorted(set(decision.members) - self._has):
-            sources = sorted((set(seen.neighbours) & {*decision.holders, member}) - {self._replica})
+            holders = (set(seen.neighbours) & {*decision.holders, member}) - {self._replica}
+            # where all have gone that held it then, others have fetched it from them meanwhile
+            sources = sorted(holders or set(seen.active) - {self._replica})
             if not sources or now_s > self._until_s:
                 return [GiveUp(member=member, sources=tuple(sources))]
             free = [source for source in sources if source not in self._asked.get(member, {})]
