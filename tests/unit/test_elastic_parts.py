@@ -240,6 +240,15 @@ def test_a_process_that_dies_is_started_again_until_it_ends_well(programs: Path)
     assert [text for text in said if "dying was ended by SIGKILL; starting it again" in text] == said and len(said) == 2
 
 
+def test_a_process_that_fails_is_started_again_with_its_reason_told(programs: Path) -> None:
+    said: list[str] = []
+    program = COUNTING + (
+        "print('error: nobody answered', file=sys.stderr)\nsys.exit(0 if count.stat().st_size == 2 else 1)\n"
+    )
+    launch([role_of(programs, "failing", program)], run_dir=programs, say=said.append, look=lambda: None)
+    assert len(said) == 1 and "failing ended with code 1 (nobody answered); starting it again" in said[0]
+
+
 def test_what_serves_others_is_told_when_its_own_host_has_ended(programs: Path) -> None:
     serving = COUNTING + "while not (Path(sys.argv[1]) / 'alone').exists():\n    time.sleep(0.02)\n"
     roles = [role_of(programs, "needed", "pass\n"), role_of(programs, "serving", serving, is_needed=False)]

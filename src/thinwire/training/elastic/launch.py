@@ -90,7 +90,9 @@ class _Worker:
         if time.monotonic() - self._began_s > _SHORT_LIFE_S:
             self._pause_s = _AGAIN_S
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        say(f"{self.role.name} {how}; starting it again in {self._pause_s:g} s")
+        words = self._last_words() if code > 0 else ""
+        why = f" ({words})" if words else ""
+        say(f"{self.role.name} {how}{why}; starting it again in {self._pause_s:g} s")
         self._due_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_AGAIN_S)
 
