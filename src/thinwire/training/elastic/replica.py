@@ -189,7 +189,7 @@ class _Life:
         self._keeper = StateKeeper(
             seated, model=parts.model, optimizer=parts.optimizer,
             checkpoints=checkpoints if self._device_index == 0 else None, every=config.checkpoint_every,
-            last_step=config.steps, warn=self._tell,
+            last_step=config.steps, warn=self._tell, is_shared=config.checkpoint_to is not None,
         )  # fmt: skip
         offer = council.view.offer
         assert offer is not None

@@ -37,12 +37,15 @@ class StateKeeper:
         every: Steps between two checkpoints, None or 0 for none but the last.
         last_step: The run's last step.
         warn: Told of what could not be kept or written.
+        is_shared: Whether all replicas write to the same place, so that only the one with the lowest number does.
     """
 
     def __init__(
         self, seated: Seated, *, model: nn.Module, optimizer: DistributedOptimizer,
         checkpoints: GlobalCheckpoints | None, every: int | None, last_step: int, warn: Callable[[str], None],
+        is_shared: bool = False,
     ) -> None:  # fmt: skip
+        self._is_shared = is_shared
         self._seated = seated
         self._model = model
         self._optimizer = optimizer
@@ -94,7 +97,8 @@ class StateKeeper:
             state, is_due = task
             try:
                 self._publish(state)
-                if is_due and self._checkpoints is not None:
+                is_writer = not self._is_shared or self._seated.replica == min(self._seated.council.active())
+                if is_due and is_writer and self._checkpoints is not None:
                     self._write(state)
             except (ThinwireError, ValueError, OSError, MemoryError) as error:
                 self._warn(f"the state of step {state.step} could not be kept: {error}")
