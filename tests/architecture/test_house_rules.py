@@ -73,6 +73,13 @@ def test_what_is_allowed_passes(name: str, source: str) -> None:
     assert not [line for rule in RULES for line in rule(name, parse(source))]
 
 
+def test_no_two_files_of_tests_have_the_same_name() -> None:
+    """pytest imports them by their names alone, and runs only one of two that share one."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    twice = sorted({name for name in names if names.count(name) > 1} - {"__init__.py"})
+    assert not twice, f"rename one of each: {', '.join(twice)}"
+
+
 def test_a_file_holds_at_most_400_lines() -> None:
     lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in _python_files()}
     long = [f"{path}: {length} lines" for path, length in lengths.items() if length > MAX_LINES]
