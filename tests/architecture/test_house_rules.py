@@ -74,7 +74,7 @@ def test_what_is_allowed_passes(name: str, source: str) -> None:
 
 
 def test_no_two_files_of_tests_have_the_same_name() -> None:
-    """pytest imports them by their names alone, and runs only one of two that share one."""
+    """Pytest imports them by their names alone, and runs only one of two that share one."""
     names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
     twice = sorted({name for name in names if names.count(name) > 1} - {"__init__.py"})
     assert not twice, f"rename one of each: {', '.join(twice)}"
