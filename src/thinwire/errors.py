@@ -11,6 +11,8 @@ Exception
     │   ├── NotThere            a replica does not have what it was asked for, and never will
     │   └── PayloadError        a message is corrupt, foreign or of the wrong size
     ├── Expelled            an elastic run goes on without this replica, which may join again
+    ├── Refused             an elastic run does not take this replica
+    ├── RunOver             an elastic run has come to its end
     ├── DesyncError         replicas that must agree do not
     ├── NonFiniteError      a replica sent NaN or infinity
     ├── DataError           a corpus cannot be read or is too small
@@ -57,6 +59,10 @@ class PayloadError(TransportError):
 
 class Expelled(ThinwireError):
     """An elastic run goes on without this replica; it may join again, with a new number."""
+
+
+class Refused(ThinwireError):
+    """An elastic run does not take this replica, and will not on another try either."""
 
 
 class RunOver(ThinwireError):

@@ -26,7 +26,7 @@ def options_of(command: str) -> list[str]:
 
 def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None:
     frozen = Path(__file__).with_name("options_of_elastic.txt").read_text().splitlines()
-    found = [f"{command} {option}" for command in ("join", "status") for option in options_of(command)]
+    found = [f"{command} {option}" for command in ("join", "status", "leave") for option in options_of(command)]
     assert found == frozen, "an option is a promise: change tests/cli/options_of_elastic.txt and CHANGELOG.md with it"
 
 
@@ -48,6 +48,10 @@ def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None
         (["train", "--elastic", "--method", "all-reduce"], "for elastic runs take diloco, streaming-diloco"),
         (["train", "--elastic", "--pace"], "--pace does not go with --elastic"),
         (["train", "--elastic", "--overlap-steps", "1,2"], "--overlap-steps must be one number with --elastic"),
+        (["status", WORDS, "--replica", "1"], "Unrecognized options: --replica"),
+        (["train", "--preserve-norm"], "--preserve-norm is for elastic runs; give --elastic too, or leave it out"),
+        (["train", "--port", "1234"], "--port is for elastic runs"),
+        (["train", "--checkpoint-to", "s3://x/y"], "--checkpoint-to is for elastic runs"),
         (["train", "--elastic", "--keep-checkpoints", "0"], "--keep-checkpoints must be at least 1, got 0"),
     ],
 )

@@ -62,6 +62,18 @@ class Watch:
 
         self.wait_until(all_count, "not all are counted")
 
+    def wait_until_others_go_on(self, *, without: int | None) -> None:
+        """Wait until a mean was applied from now on that one replica is not in."""
+        since_s = time.time()
+
+        def is_applied() -> bool:
+            rounds = self.checks.applied(self.job.folder)
+            return any(
+                line["at_s"] > since_s and without not in line["members"] for lines in rounds.values() for line in lines
+            )
+
+        self.wait_until(is_applied, f"no mean without replica {without}")
+
 
 def words(tmp_path: Path) -> list[str]:
     return [
@@ -86,11 +98,11 @@ def test_replicas_that_were_killed_cut_off_and_stopped_come_back_and_hold_the_sa
         killed = watch.replica(1)
         job.kill(1)
         lab.cut(2)
-        time.sleep(7)
+        watch.wait_until_others_go_on(without=watch.replica(2))
         lab.mend(2)
         watch.wait_until_all_count(time.time(), but=(killed,))
         with job.stopped(2):
-            time.sleep(8)
+            watch.wait_until_others_go_on(without=watch.replica(2))
         watch.wait_until_all_count(time.time(), but=(killed,))
         watch.wait_until(lambda: not any(host.is_running for host in job.hosts), "the run does not end")
         assert [host.launcher.exit_code for host in job.hosts] == [0, 0, 0]

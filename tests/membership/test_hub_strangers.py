@@ -13,6 +13,7 @@ import psutil
 import pytest
 import zmq
 
+from tests.strangers import GARBAGE, GARBAGE_NAMES, hangs_up, memory_is_bounded
 from thinwire.membership import hub as hub_module
 from thinwire.membership.callers import UNSEEN_BYTES
 from thinwire.membership.coordinator import Coordinator
@@ -27,7 +28,6 @@ from thinwire.version import __version__
 
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
 HOST, SOON_S = "127.0.0.1", 20.0
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"%s" + bytes(32)
 
 
 class Port:
@@ -137,34 +137,7 @@ def caller(port: Port, *, token: bytes | None = None) -> Iterator[Caller]:
         found.close()
 
 
-@contextlib.contextmanager
-def memory_is_bounded(most_bytes: int) -> Iterator[None]:
-    process = psutil.Process()
-    before = process.memory_info().rss
-    yield
-    grown = process.memory_info().rss - before
-    assert grown < most_bytes, f"{grown / 1e6:.0f} MB"
-
-
-def hangs_up(stranger: socket.socket) -> bool:
-    stranger.settimeout(SOON_S)
-    with contextlib.suppress(ConnectionError):
-        while stranger.recv(1 << 16):
-            continue
-    return True
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 3,
-        os.urandom(100_000),
-        GREETING % b"NULL".ljust(20, b"\0") + b"\x04\x05\x05READY" + b"\x02" + b"\xff" * 8,
-        GREETING % b"CURVE".ljust(20, b"\0") + b"\x06" + (1 << 62).to_bytes(8, "big") + bytes(100_000),
-        GREETING % b"CURVE".ljust(20, b"\0") + b"\x04\xc8\x05HELLO\x01\x00" + bytes(193),
-    ],
-    ids=["http", "random", "plain ZMTP", "oversized", "false hello"],
-)
+@pytest.mark.parametrize("said", GARBAGE, ids=GARBAGE_NAMES)
 def test_who_speaks_something_else_is_hung_up_on(port: Port, said: bytes) -> None:
     with memory_is_bounded(40_000_000), socket.create_connection((HOST, port.hub.port)) as stranger:
         with contextlib.suppress(ConnectionError):

@@ -106,7 +106,8 @@ def test_replicas_may_be_told_of_each_other_in_any_order(low_first: bool) -> Non
         first, second = (low, high) if low_first else (high, low)
         first.meet(second)
         assert first.wire.peers() == (second.replica,) and not first.wire.is_connected(second.replica)
-        time.sleep(2.5)  # by now a dialler of a fixed set would wait for seconds
+        # time itself is what is tried: by now a dialler of a fixed set would be waiting for seconds
+        time.sleep(2.5)
         second.meet(first)
         start = time.monotonic()
         first.wait_for(second)

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from zmq.utils import z85
 
+from tests.strangers import GARBAGE, GARBAGE_NAMES, GREETING, hangs_up, memory_is_bounded
 from thinwire.errors import ConnectError, PeerLost
 from thinwire.transport import wire_line
 from thinwire.transport.addresses import Address
@@ -33,8 +34,6 @@ from thinwire.transport.wire_sending import EARLY_BYTES, EARLY_MESSAGES
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
 SOON_S = 30.0
 HOST = "127.0.0.1"
-# as an honest program that speaks ZMTP 3.1 begins
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"%s" + bytes(32)
 
 
 def made(replica: int, *, num_replicas: int = 3, secret: Secret = SECRET) -> WireTransport:
@@ -97,37 +96,7 @@ def running() -> Iterator[Exchange]:
     exchange.close()
 
 
-@contextlib.contextmanager
-def memory_is_bounded(most_bytes: int = 60_000_000) -> Iterator[None]:
-    process = psutil.Process()
-    before = process.memory_info().rss
-    yield
-    grown = process.memory_info().rss - before
-    assert grown < most_bytes, f"{grown / 1e6:.0f} MB"
-
-
-def hangs_up(stranger: socket.socket) -> bool:
-    """Tell whether the other end closes the connection soon."""
-    stranger.settimeout(SOON_S)
-    with contextlib.suppress(ConnectionError):
-        while stranger.recv(1 << 16):
-            continue
-    return True
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 3,
-        os.urandom(100_000),
-        b"\xff" * 200_000,
-        GREETING % b"NULL".ljust(20, b"\0") + b"\x04\x05\x05READY" + b"\x02" + b"\xff" * 8,
-        GREETING % b"CURVE".ljust(20, b"\0") + b"\x06" + (1 << 62).to_bytes(8, "big") + bytes(100_000),
-        GREETING % b"CURVE".ljust(20, b"\0") + b"\x04\xc8\x05HELLO\x01\x00" + bytes(193),
-        b"\x01\x00" + bytes(5000),
-    ],
-    ids=["http", "random", "ones", "plain ZMTP", "oversized", "false hello", "ZMTP 1"],
-)
+@pytest.mark.parametrize("said", GARBAGE, ids=GARBAGE_NAMES)
 def test_who_speaks_something_else_is_hung_up_on(running: Exchange, said: bytes) -> None:
     with memory_is_bounded(), socket.create_connection((HOST, running.port)) as stranger:
         with contextlib.suppress(ConnectionError):

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.full_disk import file_size_limit
 from thinwire.errors import CheckpointError
 from thinwire.training.checkpoint import (
     Checkpoints,
@@ -150,16 +148,6 @@ def test_a_replica_removes_its_own_files_only(tmp_path: Path) -> None:
     assert first.steps() == [4, 5]
     assert second.steps() == [1, 2]
     assert second.load(1)["step"] == 1
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_without_room_leaves_the_checkpoint_before_and_nothing_half_written(tmp_path: Path) -> None:

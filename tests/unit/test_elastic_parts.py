@@ -50,6 +50,13 @@ def test_a_job_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
             Job.from_json(wrong)
 
 
+def test_a_job_with_options_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    told = Job.of(config_of(tmp_path)).to_json()
+    for name, value in (("steps", 0), ("replicas", None), ("lr", -1.0), ("batch_size", None)):
+        with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
+            Job.from_json({**told, "config": {**told["config"], name: value}})
+
+
 def test_a_host_keeps_its_own_settings(tmp_path: Path) -> None:
     settings = LocalSettings(
         invitation="thinwire://h:1", secret="s", out=str(tmp_path), cache_dir="c", threads=3, batch_size=2, data="here"

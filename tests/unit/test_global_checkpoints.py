@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import resource
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
+from tests.full_disk import file_size_limit
 from thinwire.errors import CheckpointError
 from thinwire.training.checkpoint_places import open_place
 from thinwire.training.global_checkpoints import GlobalCheckpoints
@@ -234,17 +233,6 @@ def test_another_state_of_the_same_step_takes_the_place_of_the_old_one(url: str)
     other = GlobalState(step=7, parameters={"w": torch.ones(3)})
     checkpoints.write(other)
     assert is_same(GlobalCheckpoints(url).load(7), other)
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Let writing beyond a size fail as on a full disk; Python ignores the signal that comes with it."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_without_room_is_a_warning_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:

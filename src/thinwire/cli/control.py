@@ -18,19 +18,25 @@ _DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlOptions:
-    """Say something to the coordinator of a running job of `thinwire train --elastic`."""
+class StatusOptions:
+    """Ask the coordinator of a running job of `thinwire train --elastic` how it goes."""
 
     address: Annotated[str, tyro.conf.Positional]
     """The words that the first host printed, its HOST:PORT together with --secret, or the run's folder."""
     secret: Path | None = None
     """File of the job's secret, where the address does not hold it."""
+    json: bool = False
+    """Print the job's state as one JSON object on stdout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlOptions(StatusOptions):
+    """Say something to the coordinator of a running job of `thinwire train --elastic`."""
+
     replica: int | None = None
     """The replica that is meant. Default: all (leave needs one, or a host)."""
     host: str | None = None
     """The host whose replicas are meant."""
-    json: bool = False
-    """Print the job's state as one JSON object on stdout."""
 
 
 def control(verb: str, arguments: Sequence[str]) -> int:
@@ -44,25 +50,32 @@ def control(verb: str, arguments: Sequence[str]) -> int:
         0, 1 for what went wrong while running, 2 for wrong options.
     """
     try:
+        if verb == "status":
+            return _say(verb, read_words(StatusOptions, arguments, prog="thinwire status"), target="")
         options = read_words(ControlOptions, arguments, prog=f"thinwire {verb}")
-        return _say(verb, options)
+        return _say(verb, options, target=_target(verb, options))
     except ValueError as error:
         return _fail(verb, 2, error)
     except ThinwireError as error:
         return _fail(verb, 1, error)
 
 
-def _say(verb: str, options: ControlOptions) -> int:
-    from thinwire.cli.elastic_run import show_status, tell
-    from thinwire.membership.invitation import read_invitation
-    from thinwire.membership.line import ask_once
-    from thinwire.transport.secret import need_pyzmq, read_secret
-
+def _target(verb: str, options: ControlOptions) -> str:
+    """Return who is meant, as the coordinator reads it; empty for all."""
     if options.replica is not None and options.host is not None:
         raise ValueError("give --replica or --host, not both")
     target = options.host or ("" if options.replica is None else str(options.replica))
     if verb == "leave" and not target:
         raise ValueError("thinwire leave needs --replica N or --host NAME; see who is there with: thinwire status")
+    return target
+
+
+def _say(verb: str, options: StatusOptions, *, target: str) -> int:
+    from thinwire.cli.elastic_run import show_status, tell
+    from thinwire.membership.invitation import read_invitation
+    from thinwire.membership.line import ask_once
+    from thinwire.transport.secret import need_pyzmq, read_secret
+
     need_pyzmq()
     words, path = options.address, options.secret
     if Path(words).is_dir():

@@ -82,7 +82,7 @@ def run(config: TrainConfig, *, is_resumed: bool) -> tuple[int, dict[str, Any] |
     LocalSettings(
         invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),
         out=str(run_dir.resolve()), cache_dir=str(config.cache_dir), threads=config.threads or 1, device=config.device,
-        data=config.data, address=address, quiet=config.quiet,
+        data=config.data, address=address,
     ).save()  # fmt: skip
     write_whole(run_dir / JOB_FILE, json.dumps(Job.of(config).to_json()) + "\n")
     if is_resumed:

@@ -96,7 +96,6 @@ def _join(options: JoinOptions) -> int:
         invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),
         out=str(run_dir.resolve()), cache_dir=str(options.cache_dir or Path.home() / ".cache" / "thinwire"),
         threads=threads, device=options.device, batch_size=options.batch_size, data=options.data, address=own,
-        quiet=options.quiet,
     ).save()  # fmt: skip
     roles = replica_roles(options.replicas)
     return run_here(roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet)

@@ -16,7 +16,7 @@ from thinwire.cli.train_options import parse, settle, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.cli.watch import end_with
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
-from thinwire.training.config import TrainConfig, check_values
+from thinwire.training.config import TrainConfig, check_values, flag
 
 if TYPE_CHECKING:
     from thinwire.planning.plan import Plan
@@ -69,6 +69,11 @@ def _check_compiler(config: TrainConfig) -> None:
 
 
 def _check_elastic(config: TrainConfig) -> None:
+    if not config.elastic:
+        fresh = TrainConfig()
+        for name in ("port", "preserve_norm", "checkpoint_to", "keep_checkpoints"):
+            if getattr(config, name) != getattr(fresh, name):
+                raise ValueError(f"{flag(name)} is for elastic runs; give --elastic too, or leave it out")
     if config.elastic:
         from thinwire.cli.elastic_train import check_elastic
 

@@ -1,6 +1,6 @@
 """The coordinator of an elastic run: who takes part, what each round's mean is made of, who trains on what.
 
-It holds no parameters and sees no part of a mean; what it says is a few hundred bytes a round. It is a pure machine:
+It holds no parameters and sees no part of a mean; what it says are a few short messages a round. It is a pure machine:
 messages and times go in, messages come out, and what must survive it goes through a journal first. So every order of
 messages can be tried without a network.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.errors import PayloadError
 from thinwire.membership.decide import Vote
 from thinwire.membership.people import Counter
-from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, windows_of
+from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, printable, windows_of
 from thinwire.membership.roster import Member, Standing
 from thinwire.membership.rounds import Decision
 
@@ -75,7 +75,7 @@ class Coordinator(Counter):
             self._send(token, "refused", {"why": f"the job has {_MOST_MEMBERS} replicas, which is the most"})
             return
         if member is None:
-            member = self.roster.add(token, host=message["host"][:200], now_s=now_s)
+            member = self.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
             self._write_member(member)
             self._find(f"replica {member.replica} on {member.host} joins")
         welcome = {"replica": member.replica, "generation": self._generation, "job": self._job}
@@ -195,12 +195,13 @@ class Coordinator(Counter):
         self.roster.suspect(message["replica"], now_s=now_s)
 
     def _on_stuck(self, member: Member, message: Message, now_s: float) -> None:
-        self._expel(member.replica, why=f"could not get round {message['round']}: {message['why'][:300]}")
+        why = printable(message["why"], most=300)
+        self._expel(member.replica, why=f"could not get round {message['round']}: {why}")
 
     def _on_note(self, member: Member, message: Message, now_s: float) -> None:
         self._notices[member.replica] = self._notices.get(member.replica, 0) + 1
         if self._notices[member.replica] <= _MOST_NOTICES:
-            self._find(f"replica {member.replica} on {member.host}: {message['text'][:400]}")
+            self._find(f"replica {member.replica} on {member.host}: {printable(message['text'], most=400)}")
 
     def _on_done(self, member: Member, message: Message, now_s: float) -> None:
         if member.standing is not Standing.DONE:
@@ -212,7 +213,7 @@ class Coordinator(Counter):
             self._send(member.token, "finish", self._finish)
 
     def _on_leave(self, member: Member, message: Message, now_s: float) -> None:
-        self._remove(member, why=message["why"][:300] or "left", is_told=False)
+        self._remove(member, why=printable(message["why"], most=300) or "left", is_told=False)
 
     # -- what follows
 

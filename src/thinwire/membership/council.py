@@ -10,11 +10,13 @@ from typing import Any
 
 from thinwire.errors import ConnectError, Expelled, RunOver
 from thinwire.membership.patience import Patience
-from thinwire.membership.protocol import RUN_OVER, Message, numbers
+from thinwire.membership.protocol import RUN_OVER, Message, checked_member, numbers
 from thinwire.membership.rounds import Decision
 from thinwire.membership.view import Neighbour, Offer, View
 
 _AGAIN_S = 2.0
+# Its supervisor starts a coordinator that died again within seconds; its host may take minutes to come back.
+_TELL_S, GONE_S = 30.0, 1800.0
 _LEAST_TRANSFER_S, _MOST_TRANSFER_S = 2.0, 60.0
 
 
@@ -27,6 +29,10 @@ class _Said:
     at_s: float
 
 
+def _keep_silent(text: str) -> None:
+    """Tell nobody."""
+
+
 class Council:
     """A replica's seat among the others; safe between threads.
 
@@ -35,6 +41,7 @@ class Council:
         interval_steps: H, inner steps; decisions are kept for two of them.
         say: Sends a message to the coordinator.
         meet: Told of the neighbours whenever they change.
+        warn: Told, now and then, that the coordinator has not been heard of.
         now: Gives seconds that only grow.
 
     Attributes:
@@ -46,6 +53,7 @@ class Council:
     def __init__(
         self, *, replica: int, interval_steps: int, say: Callable[..., None],
         meet: Callable[[Mapping[int, Neighbour]], None] = lambda neighbours: None,
+        warn: Callable[[str], None] = _keep_silent,
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.replica = replica
@@ -59,6 +67,8 @@ class Council:
         self._now = now
         self._say = say
         self._meet = meet
+        self._warn = warn
+        self._tell_s = _TELL_S
         self._unanswered: dict[tuple[str, int], _Said] = {}
         self._next_beat_s = 0.0
 
@@ -76,7 +86,14 @@ class Council:
         Raises:
             Expelled: It does not.
             RunOver: The run has come to its end without it.
+            ConnectError: The coordinator has been gone for so long that nobody will decide anything any more.
         """
+        silence_s = self._now() - self.view.heard_s
+        if silence_s > GONE_S:
+            raise ConnectError(
+                f"nothing was heard of the coordinator for {silence_s:.0f} s, and at most {GONE_S:g} s are waited; go "
+                f"on from the last checkpoint, on the host that holds it: thinwire train --resume"
+            )
         if self.view.expelled_why == RUN_OVER:
             raise RunOver(RUN_OVER)
         if self.view.expelled_why:
@@ -136,12 +153,12 @@ class Council:
 
         Args:
             what: Looks at the view; what it returns ends the wait where it is true.
-            deadline_s: Seconds, None for as long as the coordinator lives.
+            deadline_s: Seconds, None for as long as the coordinator is heard of.
             why: Ends the error's text.
 
         Raises:
             Expelled: This replica does not take part any more.
-            ConnectError: It did not come in time.
+            ConnectError: It did not come in time, or the coordinator is gone.
         """
         until_s = None if deadline_s is None else self._now() + deadline_s
         with self.changed:
@@ -157,6 +174,7 @@ class Council:
     def turn(self) -> None:
         """Beat, and say again what was not answered."""
         now_s = self._now()
+        self._tell_of_silence(now_s - self.view.heard_s)
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + 1.0
             self._say("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
@@ -167,10 +185,16 @@ class Council:
         for said in due:
             self._say(said.kind, **said.fields)
 
+    def _tell_of_silence(self, silence_s: float) -> None:
+        if silence_s >= self._tell_s:
+            self._tell_s *= 2
+            self._warn(f"nothing was heard of the coordinator for {silence_s:.0f} s; waiting for it")
+
     def hear(self, message: Message) -> None:
         """Take in a message of the coordinator."""
         with self.changed:
             self.view.heard_s = self._now()
+            self._tell_s = _TELL_S
             getattr(self, f"_on_{message['kind']}", self._ignore)(message)
             self.changed.notify_all()
 
@@ -184,13 +208,7 @@ class Council:
         """Leave to others what is for them, such as the answer to a person's command."""
 
     def _on_roster(self, message: Message) -> None:
-        found = {}
-        for one in message["members"]:
-            neighbour = Neighbour(
-                replica=int(one["replica"]), host=str(one["host"]), address=str(one["address"]), port=int(one["port"]),
-                is_active=one["standing"] == "active",
-            )  # fmt: skip
-            found[neighbour.replica] = neighbour
+        found = {one["replica"]: Neighbour.of(one) for one in map(checked_member, message["members"])}
         self.view.neighbours = found
         if self.replica in found:
             self._unanswered.pop(("here", -1), None)

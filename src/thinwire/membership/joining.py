@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.errors import ConnectError, RunOver
+from thinwire.errors import ConnectError, Refused, RunOver
 from thinwire.membership.council import Council
 from thinwire.membership.invitation import Invitation
 from thinwire.membership.line import Line
@@ -101,7 +101,7 @@ class _Greeting:
 
 def join(
     invitation: Invitation, *, secret: Secret, planned: Callable[[Mapping[str, Any]], tuple[int, int]],
-    address: str | None = None, deadline_s: float = _NOT_THERE_S,
+    address: str | None = None, deadline_s: float = _NOT_THERE_S, warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Seated, Address]:  # fmt: skip
     """Join a job.
 
@@ -111,12 +111,14 @@ def join(
         planned: Reads from the job how many replicas are planned, and how many steps an interval has.
         address: This host's address that the others reach; None for the one from which the coordinator is reached.
         deadline_s: For how long the coordinator is waited for.
+        warn: Told, later, that the coordinator has not been heard of.
 
     Returns:
         The seat, and where this replica is reached.
 
     Raises:
-        ConnectError: The coordinator did not answer, or refused; with the remedy.
+        ConnectError: The coordinator did not answer; with the remedy.
+        Refused: It takes no replica of this kind; with the remedy.
         RunOver: The run has come to its end.
     """
     own_address = address_towards(invitation.host) if address is None else address
@@ -134,7 +136,7 @@ def join(
         raise
     council = Council(
         replica=replica, interval_steps=interval_steps, say=line.say,
-        meet=lambda neighbours: _meet(wire, neighbours, replica=replica),
+        meet=lambda neighbours: _meet(wire, neighbours, replica=replica), warn=warn,
     )  # fmt: skip
     transport = RecordingAskingTransport(wire)
     library = Library(transport)
@@ -161,7 +163,7 @@ def _ask_to_join(line: Line, greeting: _Greeting, invitation: Invitation, *, dea
     if greeting.refusal == RUN_OVER:
         raise RunOver(RUN_OVER)
     if greeting.welcome is None:
-        raise ConnectError(f"the coordinator at {invitation.host} refused this replica: {greeting.refusal}")
+        raise Refused(f"the coordinator at {invitation.host} refuses this replica: {greeting.refusal}")
     return greeting.welcome
 
 

@@ -124,7 +124,7 @@ def _is_deep(value: Any, most: int) -> bool:
 
 def _check_values(kind: str, message: Message) -> None:
     """Refuse what others would stumble over that it is passed on to."""
-    if kind == "here" and not (0 < message["port"] < 1 << 16 and _ADDRESS.fullmatch(message["address"])):
+    if kind == "here" and not _is_place(message["address"], message["port"]):
         raise PayloadError(f"a replica at {message['address'][:40]!r}, port {message['port']}, which is no address")
     if kind == "captured" and not _ROOT.fullmatch(message["root"]):
         raise PayloadError(f"root of a message 'captured' must be 64 digits, got {message['root'][:40]!r}")
@@ -140,6 +140,34 @@ def _check(kind: str, name: str, value: Any, expected: type | tuple[type, ...]) 
         raise PayloadError(f"{name} of a message {kind!r} must be from 0 to 2**63 - 1, got {value}")
     if isinstance(value, str) and len(value) > _MOST_TEXT:
         raise PayloadError(f"{name} of a message {kind!r} has {len(value)} characters, at most {_MOST_TEXT}")
+
+
+def checked_member(described: Any) -> Mapping[str, Any]:
+    """Check what the coordinator says of a replica that others are to connect to.
+
+    Raises:
+        PayloadError: It names no replica that could be dialled.
+    """
+    kinds = {"replica": int, "host": str, "address": str, "port": int, "standing": str}
+    if not isinstance(described, Mapping) or any(type(described.get(name)) is not kind for name, kind in kinds.items()):
+        raise PayloadError(f"a member of the roster that is none: {str(described)[:80]!r}")
+    if not (0 <= described["replica"] < 1 << 20 and _is_place(described["address"], described["port"])):
+        raise PayloadError(f"replica {described['replica']} at {described['address'][:40]!r}, which is no address")
+    return described
+
+
+def _is_place(address: str, port: int) -> bool:
+    return 0 < port < 1 << 16 and _ADDRESS.fullmatch(address) is not None
+
+
+def printable(text: str, *, most: int) -> str:
+    """Return what another host says of itself as people may be shown it: without what a terminal would obey.
+
+    Example:
+        >>> printable("alpha\x1b[2J", most=20)
+        'alpha?[2J'
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 
 def numbers(values: Any, *, what: str) -> tuple[int, ...]:

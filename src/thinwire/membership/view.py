@@ -28,6 +28,12 @@ class Neighbour:
     port: int
     is_active: bool
 
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Neighbour:
+        """Return the replica that a checked description is of."""
+        names = ("replica", "host", "address", "port")
+        return cls(**{name: described[name] for name in names}, is_active=described["standing"] == "active")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:

@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.errors import ConnectError
 from thinwire.files import write_whole
 from thinwire.training.assembly import make_method
-from thinwire.training.config import TrainConfig, from_json, to_json
+from thinwire.training.config import TrainConfig, check_values, from_json, to_json
 from thinwire.version import __version__
 
 # A replica is lent so many batches of data at a time, or a quarter of an interval's, so that what no round has counted
@@ -72,7 +72,11 @@ class Job:
             numbers = {name: values[name] for name in ("sync_interval", "overlap_steps", "shard_windows")}
             if not all(type(value) is int and 0 <= value < 1 << 32 for value in numbers.values()):
                 raise ValueError(f"got {numbers}")
-            return cls(config=from_json(values["config"]), **numbers)
+            config = from_json(values["config"])
+            check_values(config)
+            if config.replicas is None or config.batch_size is None or config.seq_len is None:
+                raise ValueError("replicas, batch_size and seq_len must be given")
+            return cls(config=config, **numbers)
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectError(
                 f"the coordinator tells of no job of this thinwire ({error}); install the same version on all hosts"
@@ -93,7 +97,6 @@ class LocalSettings:
         batch_size: Sequences a step on this host; None as the job says.
         data: Name or folder of the data on this host; None as the job says.
         address: This host's address that the others reach; None to find it.
-        quiet: Whether nothing is printed but errors.
     """
 
     invitation: str
@@ -105,7 +108,6 @@ class LocalSettings:
     batch_size: int | None = None
     data: str | None = None
     address: str | None = None
-    quiet: bool = False
 
     def save(self) -> None:
         """Write them into the run's folder."""

@@ -14,6 +14,7 @@ from thinwire.errors import ThinwireError
 from thinwire.membership.joining import Seated
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
+from thinwire.training.drift import watch_for
 from thinwire.training.loop import Batch, Batches, Training
 from thinwire.training.metrics import Meter
 
@@ -47,7 +48,7 @@ class ElasticTraining(Training):
     ) -> None:  # fmt: skip
         super().__init__(
             config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
-            checkpoints=None, device=device,
+            checkpoints=None, device=device, watch=watch_for(config, optimizer, log=seated.transport.log),
         )  # fmt: skip
         self.step = self._reported_step = step
         self._seated = seated

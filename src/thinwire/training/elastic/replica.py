@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import Expelled, RunOver, ThinwireError
+from thinwire.errors import Expelled, Refused, RunOver
 from thinwire.membership.invitation import read_invitation
 from thinwire.membership.joining import Seated, join
 from thinwire.membership.rounds import grace_steps
@@ -34,6 +34,7 @@ from thinwire.transport.secret import Secret, read_secret
 # Between two attempts to join; doubled up to the second while they fail at once.
 _AGAIN_S, _LONGEST_AGAIN_S = 0.5, 10.0
 _SHORT_LIFE_S = 30.0
+_JOIN_S = 60.0
 # The others may take a while to come to the end, and so may the one that evaluates.
 _END_S = 3600.0
 
@@ -136,7 +137,7 @@ class _Life:
 
         seated, address = join(
             invitation, secret=self._secret, planned=planned, address=self._settings.address,
-            deadline_s=60.0,
+            deadline_s=_JOIN_S, warn=self._tell,
         )  # fmt: skip
         self._seated = seated
         return seated, address
@@ -177,7 +178,7 @@ class _Life:
 
         def has_news(view: View) -> object:
             if view.refused_why:
-                raise ThinwireError(f"the job refuses this replica: {view.refused_why}")
+                raise Refused(f"the job refuses this replica: {view.refused_why}")
             return view.has_started and view.offer
 
         seated.council.wait_for(has_news, deadline_s=None, why="")
