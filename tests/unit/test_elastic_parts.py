@@ -24,7 +24,6 @@ from thinwire.training.corpora.sampler import Sampler
 from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, Role, launch
-from thinwire.training.elastic.own_address import own_address
 from thinwire.transport.loopback import single
 
 
@@ -210,12 +209,6 @@ def test_what_is_new_is_told_once() -> None:
     assert _new(["a", "b"], ["a", "b"]) == []
     assert _new(["a", "b", "c"], ["b", "c", "d"]) == ["d"], "the list moves on"
     assert _new(["a"], ["x", "y"]) == ["x", "y"]
-
-
-def test_the_own_address_is_the_one_that_was_named_or_an_ipv4_address() -> None:
-    assert own_address(address="10.0.0.9", interface=None) == "10.0.0.9"
-    assert own_address(address=None, interface="lo") == "127.0.0.1"
-    assert len(own_address(address=None, interface=None).split(".")) == 4
 
 
 def role_of(tmp_path: Path, name: str, program: str, *, is_needed: bool = True) -> Role:

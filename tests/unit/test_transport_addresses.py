@@ -71,6 +71,32 @@ def test_a_name_that_means_nothing_is_refused() -> None:
         addresses.resolve("no-such-host.invalid")
 
 
+def test_the_own_address_is_the_one_that_was_named_or_leads_to_the_others() -> None:
+    assert addresses.own_address(address="localhost", interface=None) == "127.0.0.1"
+    assert addresses.own_address(address=None, interface="lo") == "127.0.0.1"
+    assert addresses.own_address(address=None, interface=None, towards="127.0.0.1") == "127.0.0.1"
+    with pytest.raises(ValueError, match=r"203\.0\.113\.9"):
+        addresses.own_address(address="203.0.113.9", interface=None)
+
+
+@pytest.mark.parametrize(
+    ("held", "own"),
+    [({"lo": ("127.0.0.1",), "eth0": ("10.0.0.3",)}, "10.0.0.3"), ({"lo": ("127.0.0.1",)}, "127.0.0.1")],
+)
+def test_without_a_route_the_only_address_counts_and_none_is_guessed(
+    held: dict[str, tuple[str, ...]], own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_route(host: str) -> str:
+        raise ConnectError(f"no route to {host}")
+
+    monkeypatch.setattr(addresses, "address_towards", no_route)
+    monkeypatch.setattr(addresses, "local_addresses", lambda: held)
+    assert addresses.own_address(address=None, interface=None) == own
+    monkeypatch.setattr(addresses, "local_addresses", lambda: {**held, "eth1": ("10.1.0.3",), "eth2": ("10.2.0.3",)})
+    with pytest.raises(ValueError, match=r"which of .*10\.1\.0\.3, 10\.2\.0\.3 the others reach cannot be told"):
+        addresses.own_address(address=None, interface=None)
+
+
 def test_two_processes_of_one_namespace_are_one_host() -> None:
     assert addresses.host_identity() == addresses.host_identity() != ""
 

@@ -20,8 +20,8 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.coordination import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import Role
-from thinwire.training.elastic.own_address import own_address
 from thinwire.training.elastic.states import checkpoints_of
+from thinwire.transport.addresses import own_address
 from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret
 
 SECRET_FILE = "secret"

@@ -74,7 +74,7 @@ def _join(options: JoinOptions) -> int:
     from thinwire.membership.invitation import read_invitation
     from thinwire.training.assembly import check_device
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.transport.addresses import address_of
+    from thinwire.transport.addresses import own_address
     from thinwire.transport.secret import need_pyzmq
 
     if options.replicas < 1:
@@ -90,7 +90,7 @@ def _join(options: JoinOptions) -> int:
     run_dir = options.out or Path("runs") / f"joined-{invitation.host}-{invitation.port}"
     run_dir.mkdir(parents=True, exist_ok=True)
     secret, secret_path = job_secret(invitation.secret, options.secret, run_dir=run_dir)
-    own = address_of(options.interface) if options.interface is not None else options.own_address
+    own = own_address(address=options.own_address, interface=options.interface, towards=invitation.host)
     threads = options.threads or max(1, (os.cpu_count() or 1) // options.replicas)
     LocalSettings(
         invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),

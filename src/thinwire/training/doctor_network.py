@@ -17,6 +17,7 @@ import psutil
 from thinwire.errors import ConnectError
 from thinwire.training.doctor_check import Check, ok, skipped, warning, wrong, wrong_by
 from thinwire.transport.addresses import (
+    ANYWHERE,
     address_of,
     address_towards,
     firewall_hint,
@@ -29,7 +30,6 @@ from thinwire.transport.addresses import (
 # RFC 8200: what every IPv6 link carries. VPNs go down to it, and below it is a mistake.
 LEAST_MTU = 1280
 LookUp = Callable[[str], Sequence[str]]
-_FAR = "192.0.2.1"  # RFC 5737: nobody's, so packets to it would leave by the default route
 _BRIDGES = re.compile(r"^(docker|br-|virbr|lxcbr|lxdbr|cni|podman|veth|cbr|flannel|cali)")
 _PRIVATE_NETWORKS = re.compile(r"^(wg|tun|tap|utun|tailscale|zt|ppp|nebula)")
 _REACH_S = 5.0
@@ -99,7 +99,7 @@ def choose(
         elif named:
             own = address_of(named)
         else:
-            own = address_towards(target or _FAR)
+            own = address_towards(target or ANYWHERE)
             why = f"packets to {target} leave from it" if target else "the default route leaves from it"
         return Chosen(
             address=own, interface=interface_of(own), why=why, is_asked=bool(address or named or target)

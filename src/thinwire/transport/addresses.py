@@ -23,6 +23,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MAX_NOTE_BYTES = 4096
+# RFC 5737: nobody's, so packets to it would leave by the default route
+ANYWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,12 +174,46 @@ def address_towards(host: str) -> str:
             probe.connect((target, 9))
         except OSError as error:
             raise ConnectError(
-                f"this host has no route to MASTER_ADDR {host!r} ({target}): {error.strerror}; "
+                f"this host has no route to {host!r} ({target}): {error.strerror}; "
                 f"check the address and the host's network"
             ) from None
         address: str = probe.getsockname()[0]
     # The kernel answers 127.0.0.1 for all of 127.0.0.0/8, and that is what the loopback interface holds.
     return address
+
+
+def own_address(*, address: str | None, interface: str | None, towards: str | None = None) -> str:
+    """Return the IPv4 address that this host shows to the others.
+
+    Args:
+        address: The one that the user named, by number or name.
+        interface: Or its interface.
+        towards: Where neither is named: the host that packets must leave for. Without one the default route counts,
+            and where there is none, the only address beside loopback; 127.0.0.1 where there is nothing else.
+
+    Raises:
+        ValueError: No interface holds it, or a name cannot be resolved, or which address counts cannot be told.
+        ConnectError: There is no route to `towards`.
+    """
+    if address is not None:
+        own = resolve(address)
+        interface_of(own)
+        return own
+    if interface is not None:
+        return address_of(interface)
+    if towards is not None:
+        return address_towards(towards)
+    try:
+        return address_towards(ANYWHERE)
+    except ConnectError:
+        held = [one for several in local_addresses().values() for one in several]
+        outer = [one for one in held if not ipaddress.IPv4Address(one).is_loopback]
+        if len(outer) > 1:
+            raise ValueError(
+                f"there is no default route, and which of {', '.join(outer)} the others reach cannot be told; name it "
+                f"by --address or --interface"
+            ) from None
+        return outer[0] if outer else "127.0.0.1"
 
 
 def listen(address: str, *, backlog: int) -> socket.socket:

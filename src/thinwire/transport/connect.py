@@ -25,12 +25,12 @@ from thinwire.transport.addresses import (
     Address,
     Station,
     address_of,
-    address_towards,
     firewall_hint,
     first_unreachable,
     host_identity,
     interface_of,
     listen,
+    own_address,
     resolve,
 )
 from thinwire.transport.meeting import Meeting, open_store, prefixed
@@ -219,14 +219,10 @@ def _chosen_interface(*, interface: str | None, address: str | None) -> str | No
 
 
 def _own_address(place: _Place, *, interface: str | None, address: str | None) -> str:
-    if address is not None:
-        own = resolve(address)
-        interface_of(own)
-        return own
-    if interface is None and os.environ.get(GLOO_INTERFACE):
+    if address is None and interface is None and os.environ.get(GLOO_INTERFACE):
         # gloo takes a list of interfaces; the first is the one it starts with.
         interface = os.environ[GLOO_INTERFACE].split(",")[0]
-    return address_towards(place.master_address) if interface is None else address_of(interface)
+    return own_address(address=address, interface=interface, towards=place.master_address)
 
 
 def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: float) -> ProcessGroupTransport:
