@@ -37,6 +37,7 @@ class Worker:
         patience_steps: float = STEPS,
         interval: int = INTERVAL,
         steps: int = STEPS,
+        bears: bool = False,
     ) -> None:
         self.resident = Resident(town, name=name)
         self.council = self.resident.council
@@ -58,12 +59,15 @@ class Worker:
             method=elastic(method, seat=self.resident.seat, find=self.findings.append),
             transport=SeatTransport(self.replica), seat=self.resident.seat,
         )  # fmt: skip
-        self.optimizer.engine.follow(self.resident.seat.known_step, patience_steps=patience_steps)
+        self.optimizer.engine.follow(self.resident.seat.known_step, patience_steps=patience_steps, bears=bears)
         self.optimizer.engine.on_exchanged = self._look
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _look(self, step: int) -> None:
         self.council.step = max(self.council.step, step)
+        for missed in [cut for cut in self.council.view.captures if cut < step]:  # the word came too late
+            self.council.view.captures.discard(missed)
+            self.council.tell("missed", step=missed)
         if step in self.council.view.captures:
             self.captured[step] = global_tensors(self.optimizer.engine, self.model)
             self.council.tell("captured", step=step, root="ab" * 32, bytes=1)
@@ -297,6 +301,41 @@ def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later
         own = [number for number in sorted(counted) if number % 2 == fragment and number < FINAL]
         if own:
             assert sum(offered[number][0] for number in own) == 6 * offered[own[-1]][1]
+
+
+@pytest.mark.parametrize("bears", [False, True])
+def test_training_goes_on_while_a_round_is_overdue_until_its_fragment_is_launched_again(
+    street: Callable[..., Street], bears: bool
+) -> None:
+    run = street(2, interval=20, steps=60, bears=bears)
+    exchanged: list[tuple[int, int]] = []
+    is_held, first = threading.Event(), run.workers[0]
+
+    def look(step: int) -> None:
+        exchanged.append((step, first.optimizer.steps_done))
+
+    def hear(message: dict[str, Any]) -> None:  # the decision of the second round comes late
+        if message["kind"] == "decision" and message["round"] == 1:
+            is_held.wait(SOON_S)
+        inner(message)
+
+    inner, first.optimizer.engine.on_exchanged = first.council.hear, look
+    first.resident.town._homes[first.resident.token] = lambda message: threading.Thread(
+        target=hear, args=(message,), daemon=True
+    ).start()
+    run.begin()
+    end_s = time.monotonic() + 2.0
+    while time.monotonic() < end_s and first.optimizer.steps_done < 49:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    # launched after step 30 and due after 31, the next one of its fragment is launched after 50
+    assert first.optimizer.steps_done == (50 if bears else 31)
+    assert first.steps[-1] == (49 if bears else 30)
+    assert [step for step, _ in exchanged] == list(range(1, 31))
+    is_held.set()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(*values)
+    assert [step for step, _ in exchanged] == list(range(1, 61))
 
 
 def pause(seconds: float, step: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -48,7 +49,8 @@ class Engine(EngineState):
         pace: Whether to spread what is sent over the inner steps until it is applied.
 
     Attributes:
-        on_exchanged: Told of each step whose rounds are all launched and applied, also of those passed over.
+        on_exchanged: Told, in order, of each step whose rounds are all launched and applied, also of those passed over;
+            the global parameters are then those that hold after that step.
         on_applied: Told of each round that was applied, and of the mean that was.
 
     Raises:
@@ -80,6 +82,8 @@ class Engine(EngineState):
         self._seed = seed
         self._pace = pace
         self._failed: Round | None = None
+        self._bears = False
+        self._overdue: deque[tuple[int, list[Round]]] = deque()
         self.on_exchanged = lambda step: None
         self.on_applied = lambda round, average: None
         self.work = Work(num_fragments=self.num_fragments)
@@ -139,13 +143,34 @@ class Engine(EngineState):
 
     def _exchange_at(self, step: int) -> None:
         for round in self.method.schedule.launches(step, **self._where):
+            self._take_in_overdue_of(round.fragment)
             self._launch(round)
         self._reached_step = step
-        for round in self._due(step):
-            self._apply(round.id)
-        self.on_exchanged(step)
+        self._overdue.append((step, self._due(step)))
         if self._taken_early:
             self._taken_early -= {round.id for round in self.method.schedule.applies(step, **self._where)}
+        while self._overdue and not (self._bears and self._is_awaited(self._overdue[0][1])):
+            self._take_in_next()
+
+    def _is_awaited(self, due: list[Round]) -> bool:
+        return not all(self._in_flight[round.id].poll(self._reached_step) for round in due)
+
+    def _take_in_next(self) -> None:
+        """Apply the rounds of the earliest step whose rounds are not; waits for them."""
+        step, due = self._overdue.popleft()
+        for round in due:
+            self._apply(round.id)
+        self.on_exchanged(step)
+
+    def take_in_overdue(self) -> None:
+        """Wait for all rounds that are due, and apply them: the global parameters are then those of the last step."""
+        while self._overdue:
+            self._take_in_next()
+
+    def _take_in_overdue_of(self, fragment: int) -> None:
+        """Apply what is overdue of a fragment, and all that was due before: its next part refers to the result."""
+        while any(round.fragment == fragment for _, due in self._overdue for round in due):
+            self._take_in_next()
 
     def _due(self, step: int) -> list[Round]:
         """Return the rounds to apply at a step, but for those that were taken in early."""
@@ -184,6 +209,7 @@ class Engine(EngineState):
 
         They come in before they are due; the schedule still names them, where a run goes on after its end.
         """
+        self.take_in_overdue()
         for number in list(self._in_flight):
             self._apply(number)
             self._taken_early.add(number)
@@ -316,7 +342,7 @@ class Engine(EngineState):
     def _arrival(self, flight: InFlight) -> Average:
         began_s = time.perf_counter()
         # grace that is left, where a state is wanted before it is over
-        left = flight.round.apply_step - max(self._reached_step, flight.round.launch_step)
+        left = max(0, flight.round.apply_step - max(self._reached_step, flight.round.launch_step))
         try:
             average = flight.result(patience_s=left * self.deadlines.median_step_s())
         except ThinwireError:
@@ -327,8 +353,16 @@ class Engine(EngineState):
         check_agreement(average.reference_hashes, round=flight.round)
         return average
 
-    def follow(self, known: Callable[[], int], *, patience_steps: float) -> None:
-        """Keep up with a step that somebody else tells, as in an elastic run; see `FollowedPace`."""
+    def follow(self, known: Callable[[], int], *, patience_steps: float, bears: bool = False) -> None:
+        """Keep up with a step that somebody else tells, as in an elastic run; see `FollowedPace`.
+
+        Args:
+            known: Returns that step.
+            patience_steps: By so many steps this replica may be behind and still do all of them.
+            bears: Whether training goes on while a round that is due has not come: it is applied as soon as it is
+                there, in the order in which rounds are due, and at the latest before its fragment's next launch.
+        """
+        self._bears = bears
         reached = partial(getattr, self, "_reached_step")
         self._pace_maker = FollowedPace(known=known, reached=reached, patience_steps=patience_steps)
 

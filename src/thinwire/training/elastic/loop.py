@@ -61,6 +61,11 @@ class ElasticTraining(Training):
         active = self._seated.council.active()
         return active.index(self._seated.replica), len(active)
 
+    def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
+        """See `Training.evaluate`; what all replicas share in evaluating is the same on all of them."""
+        self._optimizer.engine.take_in_overdue()
+        return super().evaluate(num_batches, part=part, num_parts=num_parts)
+
     def lr_factor(self) -> float:
         """Return the present step's learning rate as a share of its peak: less in this replica's own first steps."""
         ramp = min(1.0, (self._own_steps + 1) / self._ramp_steps) if self._ramp_steps else 1.0

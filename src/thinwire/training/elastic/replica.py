@@ -158,7 +158,9 @@ class _Life:
             pace=False, seat=seated.seat,
         )  # fmt: skip
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps)
+        # at blend 0 what is trained while a round is overdue would be given up for its result
+        bears = getattr(method.update(2), "blend", 0.0) > 0
+        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps, bears=bears)
         assert config.batch_size is not None and config.seq_len is not None
         batches = ShardBatches(
             corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
