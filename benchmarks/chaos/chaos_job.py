@@ -18,7 +18,8 @@ from thinwire.lab.process import HostProcess
 
 PORT = 4000
 _HERE = Path(__file__).parent
-_WORKER, _COORDINATOR = "thinwire.cli.elastic_worker", "thinwire.cli.coordinator"
+_REPLICAS = ("thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare")
+_COORDINATOR = "thinwire.cli.coordinator"
 
 
 @dataclass(slots=True)
@@ -95,7 +96,9 @@ class ChaosJob:
         """Return the replica processes by host, as this machine numbers them."""
         found = {}
         for host in self.hosts:
-            for pid in _pids(_WORKER, host.folder):
+            path = host.folder / "logs" / "replica-process-0.pid"
+            pid = int(path.read_text()) if path.exists() else 0
+            if any(pid in _pids(module, host.folder) for module in _REPLICAS):
                 found[host.number] = pid
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_p
     run = tmp_path / "run"
     started = start(runs, texts, run, steps=150)
     wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
-    processes(started, "elastic_worker")[1].kill()
+    os.kill(int((run / "logs" / "replica-process-1.pid").read_text()), signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
     processes(started, "thinwire.cli.coordinator")[0].kill()
     assert started.end() == 0, started.stderr

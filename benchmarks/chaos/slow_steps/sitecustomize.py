@@ -4,7 +4,9 @@ import os
 import sys
 import time
 
-if "thinwire.cli.elastic_worker" in sys.orig_argv and "CHAOS_STEP_S" in os.environ:
+_REPLICAS = {"thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare"}
+
+if _REPLICAS.intersection(sys.orig_argv) and "CHAOS_STEP_S" in os.environ:
     from thinwire.training.elastic.loop import ElasticTraining
 
     _plain_step = ElasticTraining._plain_step

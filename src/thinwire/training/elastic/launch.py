@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from thinwire.errors import Stopped, WorkerFailed
+from thinwire.files import write_whole
+from thinwire.training.elastic.spare import Spare
 
 # A worker that ends with this code has said why, and would end so again.
 REFUSED = 3
@@ -33,12 +35,14 @@ class Role:
         module: What `python -m` runs.
         words: Its arguments, behind the run's folder and this process's id.
         is_needed: Whether it does this host's part in the run, and does not only serve the others.
+        spare: What `python -m` runs to wait for the moment when this process dies, and to take its place; "" for nothing.
     """
 
     name: str
     module: str
     words: tuple[str, ...] = ()
     is_needed: bool = True
+    spare: str = ""
 
 
 class _Worker:
@@ -55,13 +59,19 @@ class _Worker:
         self.has_ended = False
         self.problem = ""
 
-    def look(self, say: Callable[[str], None]) -> None:
+    @property
+    def is_steady(self) -> bool:
+        """Whether the process has been there for a while, or needs to be there no more."""
+        is_here = self._process is not None and time.monotonic() - self._began_s > _SHORT_LIFE_S
+        return self.has_ended or is_here
+
+    def look(self, say: Callable[[str], None], spare: Spare | None) -> None:
         """Start the process when it is due, and see how it ended."""
         if self.has_ended:
             return
         if self._process is None:
             if time.monotonic() >= self._due_s:
-                self._start()
+                self._start(spare)
             return
         code = self._process.poll()
         if code is None:
@@ -75,14 +85,21 @@ class _Worker:
         else:
             self._plan_again(code, say)
 
-    def _start(self) -> None:
+    def _start(self, spare: Spare | None) -> None:
         logs = self._run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", self.role.module, str(self._run_dir.resolve()), str(os.getpid())]
-        with (logs / f"{self.role.name.replace(' ', '-')}.err").open("ab") as log:
-            self._process = subprocess.Popen(
-                [*command, *self.role.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        name = self.role.name.replace(" ", "-")
+        path = logs / f"{name}.err"
+        if spare is not None and self.role.spare:
+            self._process = spare.give(log=path.resolve(), words=self.role.words)
+        if self._process is None:
+            command = [sys.executable, "-m", self.role.module, str(self._run_dir.resolve()), str(os.getpid())]
+            with path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [*command, *self.role.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True,
+                )  # fmt: skip
+        write_whole(logs / f"{name}.pid", f"{self._process.pid}\n")
         self._began_s = time.monotonic()
         self.num_starts += 1
 
@@ -140,6 +157,8 @@ def launch(
         Stopped: A signal came; all have ended.
     """
     workers = [_Worker(role, run_dir=run_dir) for role in roles]
+    modules = {role.spare for role in roles if role.spare}
+    spare = Spare(modules.pop(), run_dir=run_dir) if modules else None
     signals: list[int] = []
     has_parted = False
 
@@ -150,19 +169,24 @@ def launch(
     try:
         while not signals:
             for worker in workers:
-                worker.look(say)
+                worker.look(say, spare)
             problems = [worker.problem for worker in workers if worker.problem]
             if problems:
                 raise WorkerFailed(problems[0])
             if all(worker.has_ended for worker in workers):
                 return
-            if not has_parted and all(worker.has_ended for worker in workers if worker.role.is_needed):
+            is_parted = all(worker.has_ended for worker in workers if worker.role.is_needed)
+            if not has_parted and is_parted:
                 has_parted = True
                 part()
+            if spare is not None and not is_parted and all(worker.is_steady for worker in workers):
+                spare.start()  # not before: it would slow down those that start
             look()
             time.sleep(_LOOK_S)
         raise Stopped(signals[0])
     finally:
+        if spare is not None:
+            spare.stop()
         _stop_all(workers)
         for number, handler in before.items():
             signal.signal(number, handler)
