@@ -67,7 +67,7 @@ def test_a_silent_coordinator_is_told_of_and_given_up_in_the_end() -> None:
         f"nothing was heard of the coordinator for {seconds} s" for seconds in (31, 61, 121)
     ], "each time after twice as long"
     council.check()
-    council.hear({"kind": "progress", "step": 1, "closed": 0, "floor": 0, "generation": "g"})
+    council.hear({"kind": "progress", "step": 1, "closed": 0, "floor": 0, "kept": 0, "generation": "g"})
     clock.now_s += 31.0
     council.turn()
     assert len(warned) == 4, "and from the beginning once it has been heard of"

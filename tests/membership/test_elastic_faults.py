@@ -38,8 +38,9 @@ class Worker:
         interval: int = INTERVAL,
         steps: int = STEPS,
         bears: bool = False,
+        held: int = 0,
     ) -> None:
-        self.resident = Resident(town, name=name)
+        self.resident = Resident(town, name=name, held=held)
         self.council = self.resident.council
         self.replica = self.resident.replica
         self.last_step = steps

@@ -56,7 +56,7 @@ class Desk:
 
     def arrive(self, token: bytes) -> None:
         self.say(token, "join", version=VERSION, thinwire=__version__, host=token.decode())
-        self.say(token, "here", address="10.0.0.1", port=7, corpus="c", windows=9)
+        self.say(token, "here", address="10.0.0.1", port=7, corpus="c", windows=9, held=0, era=0)
 
     def begin(self, *tokens: bytes) -> None:
         for token in tokens:
@@ -165,7 +165,7 @@ def test_rounds_after_a_state_from_the_disk_are_forgotten() -> None:
     council.hear({
         "kind": "decision", "round": 9, "launch_step": 12, "members": [0], "holders": [0], "step": 12, "closed": 12,
     })  # fmt: skip
-    council.hear({"kind": "state", "step": 0, "root": "disk", "bytes": 0, "holders": [], "note": {}})
+    council.hear({"kind": "state", "step": 0, "root": "disk", "bytes": 0, "holders": [], "note": {}, "era": 0})
     assert not council.view.decisions, "their parts went with those that are gone"
 
 
@@ -173,7 +173,7 @@ def test_where_a_replica_is_is_said_until_the_roster_names_it() -> None:
     said: list[str] = []
     seconds = [0.0]
     council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: said.append(kind), now=lambda: seconds[0])
-    council.insist("here", address="10.0.0.1", port=7, corpus="c", windows=9)
+    council.insist("here", address="10.0.0.1", port=7, corpus="c", windows=9, held=0, era=0)
     seconds[0] = 5.0
     council.turn()
     assert said.count("here") == 2

@@ -48,7 +48,7 @@ def test_a_council_says_everything_again_until_it_is_answered() -> None:
     assert one.turn(1.5) == ["launch", "vote", "lease", "here"]
     one.decide(2)  # another round's
     one.hear("leased", number=0, shard=4, start=1)
-    one.hear("state", step=0, root="seed", bytes=0, holders=[], note={})
+    one.hear("state", step=0, root="seed", bytes=0, holders=[], note={}, era=0)
     assert one.council.lease(0) == (4, 1)
     assert one.turn(2.5) == ["launch", "vote"]
     one.council.settle(3)
@@ -59,7 +59,7 @@ def test_words_in_any_order_lead_to_the_same_view() -> None:
     words = [
         ("call", {"round": 1, "members": [0, 1]}),
         ("decision", {"round": 0, "launch_step": 1, "members": [0], "holders": [0], "step": 9, "closed": 4}),
-        ("progress", {"step": 7, "closed": 6, "floor": 0, "generation": "g"}),
+        ("progress", {"step": 7, "closed": 6, "floor": 0, "kept": 0, "generation": "g"}),
         ("decision", {"round": 2, "launch_step": 2, "members": [1], "holders": [1], "step": 8, "closed": 5}),
     ]
     seen = set()

@@ -121,7 +121,7 @@ class Town:
 class Resident:
     """One replica's council and seat."""
 
-    def __init__(self, town: Town, *, name: str, interval_steps: int = 4) -> None:
+    def __init__(self, town: Town, *, name: str, interval_steps: int = 4, held: int = 0) -> None:
         self.town = town
         self.token = name.encode()
         self._welcome: dict[str, Any] = {}
@@ -133,7 +133,7 @@ class Resident:
         self.shelf = TownShelf(town, self.replica)
         self.seat = ElasticSeat(self.council, self.shelf)
         self.shelf.is_past = self.seat.is_past
-        self._say("here", address="127.0.0.1", port=1000 + self.replica, corpus="c", windows=1000)
+        self._say("here", address="127.0.0.1", port=1000 + self.replica, corpus="c", windows=1000, held=held, era=0)
         self._is_over = threading.Event()
         self._beats = threading.Thread(target=self._turn, daemon=True)
         self._beats.start()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,15 @@ def runs() -> Iterator[list[Started]]:
             process.kill()
 
 
-def start(runs: list[Started], texts: Path, run: Path, *, steps: int, replicas: int = 2) -> Started:
+def start(
+    runs: list[Started], texts: Path, run: Path, *, steps: int, replicas: int = 2, more: Sequence[str] = ()
+) -> Started:
     words = ["--elastic", "--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(run)]
     options = [*OPTIONS]
     options[options.index("--checkpoint-every") + 1] = "20"  # a state is 24 MB here
-    started = Started([*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options])
+    started = Started(
+        [*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options, *more]
+    )
     runs.append(started)
     return started
 
@@ -73,6 +77,12 @@ def wait_until(run: Path, what: Callable[[dict[str, Any]], bool], started: Start
 
 def active(found: dict[str, Any]) -> set[int]:
     return {one["replica"] for one in found["members"] if one["standing"] == "active"}
+
+
+def rounds(run: Path, replica: int) -> list[dict[str, Any]]:
+    path = run / f"rounds-replica-{replica}.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def processes(started: Started, module: str) -> list[psutil.Process]:
@@ -148,3 +158,26 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_with_another_number_of_replic
     assert json.loads((run / "summary.json").read_text())["steps"] == 100
     said = " ".join(path.read_text() for path in (run / "logs").glob("replica-process-*.err"))
     assert f"going on from the checkpoint of step {latest.step}" in said
+
+
+def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for_it(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run = tmp_path / "run"
+    started = start(runs, texts, run, steps=100_000, more=("--sync-interval", "60"))
+    kept, spare = run / "kept" / "replica-process-1.state", run / "logs" / "spare.err"
+    wait_until(run, lambda found: kept.exists() and spare.exists() and found["step"] > 70, started)
+    pid = run / "logs" / "replica-process-1.pid"
+    before = int(pid.read_text())
+    spares = [process.pid for process in processes(started, "elastic_spare")]
+    os.kill(before, signal.SIGKILL)
+    wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
+    assert int(pid.read_text()) in spares
+    wait_until(run, lambda found: any(2 in line["members"] for line in rounds(run, 2)), started)
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end() == 128 + signal.SIGTERM
+    said = (run / "logs" / "replica-process-1.err").read_text()
+    assert "going on from its own state of step" in said and "fetched the state" not in said, said
+    crcs = {line["round"]: line["crc"] for line in rounds(run, 0)}
+    shared = [line for line in rounds(run, 2) if line["round"] in crcs]
+    assert shared and all(line["crc"] == crcs[line["round"]] for line in shared)

@@ -99,9 +99,11 @@ def replica_roles(count: int, *, first: int = 0) -> list[Role]:
     """Return the processes of so many replicas."""
     return [
         Role(
-            name=f"replica-process {index}", module="thinwire.cli.elastic_worker", words=(str(index),),
+            name=f"replica-process {index}",
+            module="thinwire.cli.elastic_worker",
+            words=(str(index),),
             spare="thinwire.cli.elastic_spare",
-        )  # fmt: skip
+        )
         for index in range(first, first + count)
     ]
 

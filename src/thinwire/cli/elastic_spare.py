@@ -1,4 +1,4 @@
-"""The process that waits to become a replica of an elastic run: what the launcher starts. Not a command of the user's."""
+"""The process that waits to become a replica of an elastic run: what the launcher starts. No command of the user's."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ messages can be tried without a network.
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
 
 from thinwire.errors import PayloadError
 from thinwire.membership.decide import Vote
@@ -98,13 +97,18 @@ class Coordinator(Counter):
             return
         member.address, member.port = message["address"], message["port"]
         member.standing = Standing.LOADING
-        self.cuts.wait(member.replica)
+        if self._may_go_on(message["held"], era=message["era"]):
+            member.step = member.held_step = message["held"]  # from there on rounds are kept for it
+        else:
+            self.cuts.wait(member.replica)
         self._write_member(member)
         if self._first_s is None:
             self._first_s = now_s
         self._tell_roster()
         for decision in self.book.decisions.values():
             self._tell_decision(decision, to=member)
+        if member.held_step:
+            self._offer_from_nobody(member.replica, "own", step=member.held_step)
 
     def _answer_again(self, member: Member) -> None:
         """Say again what a replica still waits for that has said where it is: the first answer was lost on its way."""
@@ -115,7 +119,9 @@ class Coordinator(Counter):
         if cut is not None:
             self._show(cut, to=(member.replica,))
         elif self._reviver == member.replica:
-            self._tell(member.replica, "state", _first_state("disk"))
+            self._offer_from_nobody(member.replica, "disk")
+        elif member.held_step:
+            self._offer_from_nobody(member.replica, "own", step=member.held_step)
         else:
             self.cuts.wait(member.replica)
 
@@ -259,7 +265,7 @@ class Coordinator(Counter):
         """Let those begin that wait: from the seed where nothing has been trained yet, else one from its disk."""
         if not self._from_disk and not self.book.decisions and self.book.step == 0:
             for joiner in self.cuts.waiting:
-                self._tell(joiner, "state", _first_state("seed"))
+                self._offer_from_nobody(joiner, "seed")
                 self.cuts.loaded(joiner)
             return
         is_waited_for = self._reviver is not None and self.roster.get(self._reviver) is not None
@@ -269,10 +275,12 @@ class Coordinator(Counter):
         self._find(f"no replica holds the state any more; replica {self._reviver} goes on from its last checkpoint")
         # what was decided after its checkpoint is not the past any more, for those that wait either
         self._from_disk = True
+        self._era += 1
+        self._kept_step = 0
         self.book.begin_anew(0)
         self._record("revived", {"step": 0, "is_begun": False})
         self._tell_all("anew", {})
-        self._tell(self._reviver, "state", _first_state("disk"))
+        self._offer_from_nobody(self._reviver, "disk")
 
     def _announce(self, decision: Decision) -> None:
         found = self._used.pop(decision.round_id, {})
@@ -320,8 +328,3 @@ class Coordinator(Counter):
         what = "came too late to take part" if why == RUN_OVER else why
         self._find(f"replica {member.replica} on {member.host} {what}{goes_on}")
         self._tell_roster()
-
-
-def _first_state(root: str) -> dict[str, Any]:
-    """Return the offer of a state that nobody shows: the seed's, or that on a replica's own disk."""
-    return {"step": 0, "root": root, "bytes": 0, "holders": [], "note": {}}

@@ -10,7 +10,7 @@ from typing import Any
 
 from thinwire.errors import ConnectError, Expelled, RunOver
 from thinwire.membership.patience import Patience
-from thinwire.membership.protocol import RUN_OVER, Message, checked_member, numbers
+from thinwire.membership.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.membership.rounds import Decision
 from thinwire.membership.view import Neighbour, Offer, View
 
@@ -232,6 +232,7 @@ class Council:
     def _on_progress(self, message: Message) -> None:
         self._advance(message)
         self.view.floor_step = max(self.view.floor_step, message["floor"])
+        self.view.kept_step = max(self.view.kept_step, message["kept"])
         old = [number for number, found in self.view.decisions.items() if self._is_old(found)]
         for number in old:
             del self.view.decisions[number]
@@ -248,15 +249,17 @@ class Council:
 
     def _on_state(self, message: Message) -> None:
         self._unanswered.pop(("here", -1), None)
-        if message["root"] in ("disk", "seed"):  # what was decided after that state is for those that are gone
+        if message["root"] in FROM_NOBODY:  # what was decided after that state is for those that are gone
             self.view.decisions.clear()
         offer = Offer(
             step=message["step"], root=message["root"], num_bytes=message["bytes"],
             holders=numbers(message["holders"], what="the holders of a state"), note=message["note"],
+            era=message["era"],
         )  # fmt: skip
         self.view.offers[offer.step] = offer
         for step in sorted(self.view.offers)[:-8]:
             del self.view.offers[step]
+        self.view.era = offer.era
         # one that is being fetched is not left for a newer one: it would never come to an end
         if self.view.offer is None or self.view.offer.step == offer.step:
             self.view.offer = offer
@@ -265,7 +268,7 @@ class Council:
         """Forget what was decided: nobody holds that state any more, and the run goes on from an earlier one."""
         self.view.decisions.clear()
         self.view.calls.clear()
-        self.view.step = self.view.closed_step = self.view.floor_step = 0
+        self.view.step = self.view.closed_step = self.view.floor_step = self.view.kept_step = 0
 
     def _on_leased(self, message: Message) -> None:
         self._unanswered.pop(("lease", message["number"]), None)

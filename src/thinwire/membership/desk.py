@@ -13,6 +13,8 @@ from thinwire.membership.shards import Lease, Ledger
 
 # Intervals whose parts are kept for a replica that is behind.
 _MOST_BEHIND = 8
+# Parts that are kept for those that may come back are no more than such a share of the state.
+_KEPT_SHARE = 0.5
 Send = Callable[[bytes, str, dict[str, Any]], None]
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -25,6 +27,7 @@ class Desk:
         planned: So many replicas begin together.
         sync_interval: H, inner steps.
         overlap_steps: tau, inner steps.
+        part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
         shard_windows: Windows of the data that a replica is lent at a time.
         send: Sends a message to a connection.
         record: Writes what must survive to the journal, before anything is sent.
@@ -47,7 +50,7 @@ class Desk:
     def __init__(
         self, *, job: Mapping[str, Any], planned: int, sync_interval: int, overlap_steps: int, shard_windows: int,
         send: Send, record: Record, generation: str, founding_s: float = 60.0, from_disk: bool = False,
-        clock: Callable[[], float] = time.time,
+        part_share: float = 0.0, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.roster = Roster()
         self.book = RoundBook(sync_interval=sync_interval, overlap_steps=overlap_steps)
@@ -66,6 +69,9 @@ class Desk:
         self._founding_s = founding_s
         self._first_s: float | None = None
         self._from_disk = from_disk
+        self._part_share = part_share
+        self._era = 0
+        self._kept_step = 0
         self._clock = clock
         self._reviver: int | None = None
         self._corpus: tuple[str, int] | None = None
@@ -103,13 +109,28 @@ class Desk:
 
     def _tell_progress(self) -> None:
         fields = {
-            "step": self.book.step, "closed": self.book.closed_step, "floor": self._floor(),
+            "step": self.book.step, "closed": self.book.closed_step, "floor": self._floor(), "kept": self._keep(),
             "generation": self._generation,
         }  # fmt: skip
         self._tell_all("progress", fields)
 
+    def _keep(self) -> int:
+        """Return a step from which on parts are kept for replicas that died and may come back with their own state.
+
+        What they lack then must be less to fetch than the state: half of it at most.
+        """
+        share = self._part_share * max(1, len(self.roster.active))
+        intervals = min(_MOST_BEHIND, _KEPT_SHARE / share) if share else _MOST_BEHIND
+        self._kept_step = max(self._kept_step, self._furthest_step() - int(intervals * self._sync_interval))
+        return self._kept_step
+
+    def _may_go_on(self, held_step: int, *, era: int) -> bool:
+        """Tell whether a replica can go on from a state that it holds itself."""
+        is_of_this_past = era == self._era and not self._from_disk and held_step <= self._furthest_step()
+        return bool(held_step) and is_of_this_past and bool(self.roster.active) and held_step >= self._keep()
+
     def _write_member(self, member: Member) -> None:
-        self._record("member", {**member.describe(), "token": member.token.hex()})
+        self._record("member", {**member.describe(), "token": member.token.hex(), "held_step": member.held_step})
 
     def _find(self, text: str) -> None:
         self.findings.append(text)
@@ -144,7 +165,12 @@ class Desk:
             return
         state = {
             "step": cut.step, "root": agreed[0], "bytes": agreed[1], "holders": list(cut.agreeing()),
-            "note": self._run_note(),
+            "note": self._run_note(), "era": self._era,
         }  # fmt: skip
         for replica in to:
             self._tell(replica, "state", state)
+
+    def _offer_from_nobody(self, replica: int, root: str, *, step: int = 0) -> None:
+        """Offer a state that nobody shows: the seed's, that on a replica's own disk, or that which it holds itself."""
+        fields = {"step": step, "root": root, "bytes": 0, "holders": [], "note": {}, "era": self._era}
+        self._tell(replica, "state", fields)

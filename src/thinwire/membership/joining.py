@@ -51,9 +51,16 @@ class Seated:
         """Its number."""
         return self.council.replica
 
-    def arrive(self, *, corpus: str, num_windows: int, address: str, port: int) -> None:
-        """Tell the others where this replica is, and what it reads."""
-        self.council.insist("here", address=address, port=port, corpus=corpus, windows=num_windows)
+    def arrive(
+        self, *, corpus: str, num_windows: int, address: str, port: int, held_step: int = 0, era: int = 0
+    ) -> None:
+        """Tell the others where this replica is, what it reads, and of which step and era it holds a state of its own.
+
+        A step of 0 is none.
+        """
+        self.council.insist(
+            "here", address=address, port=port, corpus=corpus, windows=num_windows, held=held_step, era=era
+        )
 
     def close(self, *, why: str = "") -> None:
         """Leave, and give sockets and threads back."""

@@ -19,7 +19,8 @@ class Memory(Desk):
             self._replay(dict(line), now_s=now_s)
         for member in self.roster.with_standing(Standing.LOADING):
             self._first_s = now_s
-            self.cuts.wait(member.replica)
+            if not member.held_step:
+                self.cuts.wait(member.replica)
 
     def _replay(self, line: dict[str, Any], *, now_s: float) -> None:
         what = line.pop("what")
@@ -42,7 +43,7 @@ class Memory(Desk):
         self.roster.put(Member(
             replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
             address=line["address"], port=line["port"], standing=Standing(line["standing"]), step=line["step"],
-            is_awaited=True,
+            is_awaited=True, held_step=line.get("held_step", 0),
         ))  # fmt: skip
 
     def _replay_word(self, what: str, line: Mapping[str, Any]) -> None:
@@ -56,6 +57,7 @@ class Memory(Desk):
             case "revived":
                 self.book.begin_anew(line["step"])
                 self._from_disk = not line["is_begun"]
+                self._era += not line["is_begun"]
             case "corpus":
                 self._corpus = line["corpus"], line["windows"]
             case "note":

@@ -13,7 +13,7 @@ from typing import Any
 
 from thinwire.errors import PayloadError
 
-VERSION = 1
+VERSION = 2
 # To a replica, and to the coordinator, which has less to hear.
 MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MOST_TEXT = 1 << 16
@@ -23,6 +23,8 @@ _LEAST_STEP_S, _MOST_STEP_S = 1e-6, 1e6
 # A name or an IPv4 address, and SHA-256 in hexadecimal digits.
 _ADDRESS, _ROOT = re.compile(r"[A-Za-z0-9._-]{1,253}"), re.compile(r"[0-9a-f]{64}")
 
+# Roots of states with which a past begins: what was decided before is not theirs.
+FROM_NOBODY = ("disk", "seed")
 # Why nobody is taken in any more.
 RUN_OVER = "the run has come to its end"
 
@@ -31,7 +33,7 @@ Message = dict[str, Any]
 _NUMBERS = (int, float)
 _TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
     "join": {"version": int, "thinwire": str, "host": str},
-    "here": {"address": str, "port": int, "corpus": str, "windows": int},
+    "here": {"address": str, "port": int, "corpus": str, "windows": int, "held": int, "era": int},
     "active": {"step": int},
     "beat": {"step": int, "step_s": _NUMBERS, "roster": int},
     "launch": {"round": int, "step": int, "used": dict},
@@ -52,9 +54,9 @@ _TO_MEMBER: dict[str, dict[str, type | tuple[type, ...]]] = {
     "roster": {"members": list, "started": bool, "number": int},
     "call": {"round": int, "members": list},
     "decision": {"round": int, "launch_step": int, "members": list, "holders": list, "step": int, "closed": int},
-    "progress": {"step": int, "closed": int, "floor": int, "generation": str},
+    "progress": {"step": int, "closed": int, "floor": int, "kept": int, "generation": str},
     "capture": {"step": int},
-    "state": {"step": int, "root": str, "bytes": int, "holders": list, "note": dict},
+    "state": {"step": int, "root": str, "bytes": int, "holders": list, "note": dict, "era": int},
     "anew": {},
     "leased": {"number": int, "shard": int, "start": int},
     "pause": {"paused": bool},

@@ -46,6 +46,7 @@ class Member:
         is_suspect: Whether another replica lost its connection to it while the coordinator still heard of it.
         is_paused: Whether it was told to pause.
         is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
+        held_step: The step of the state of its own that it goes on from, 0 where it begins from another one.
     """
 
     replica: int
@@ -60,6 +61,7 @@ class Member:
     is_suspect: bool = False
     is_paused: bool = False
     is_awaited: bool = False
+    held_step: int = 0
 
     def describe(self) -> dict[str, object]:
         """Return what other replicas and people are told of it."""

@@ -53,8 +53,9 @@ class ElasticSeat:
         return round_id is not None and round_id < oldest
 
     def _forget_old(self) -> None:
-        """Let go of rounds that all have applied, and that nobody who is coming needs."""
-        floor = self._council.view.floor_step - self._council.interval_steps
+        """Let go of rounds that all have applied, and that nobody needs who is coming, or may come back."""
+        view = self._council.view
+        floor = min(view.floor_step, view.kept_step) - self._council.interval_steps
         old = [round_id for round_id, launch_step in self._kept.items() if launch_step < floor]
         for round_id in old:
             del self._kept[round_id]

@@ -41,10 +41,12 @@ class Offer:
 
     Attributes:
         step: Of the state.
-        root: Its hash; `seed` for the first weights, `disk` for the replica's own last checkpoint.
+        root: Its hash; `seed` for the first weights, `disk` for the replica's own last checkpoint, `own` for the state
+            that it said it holds.
         num_bytes: Its size.
         holders: Who shows it.
         note: What the coordinator adds: which data was used.
+        era: How often the run has gone on from a disk, so that other states are of another past.
     """
 
     step: int
@@ -52,6 +54,7 @@ class Offer:
     num_bytes: int
     holders: tuple[int, ...]
     note: Mapping[str, Any]
+    era: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +69,8 @@ class View:
     step: int = 0
     closed_step: int = 0
     floor_step: int = 0
+    kept_step: int = 0
+    era: int = 0
     captures: set[int] = field(default_factory=set)
     offers: dict[int, Offer] = field(default_factory=dict)
     offer: Offer | None = None

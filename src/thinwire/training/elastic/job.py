@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from thinwire.errors import ConnectError
 from thinwire.files import write_whole
+from thinwire.sync.method import Method
 from thinwire.training.assembly import make_method
 from thinwire.training.config import TrainConfig, check_values, from_json, to_json
 from thinwire.version import __version__
@@ -23,6 +25,9 @@ _LOCAL = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
+# A state holds each parameter and its momentum, 4 bytes each.
+_STATE_BYTES = 8
+_MOST_SHARE = 16.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +39,16 @@ class Job:
         sync_interval: H.
         overlap_steps: tau.
         shard_windows: Windows of the data that a replica is lent at a time.
+        part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
+        run: Names the job: no other has this name.
     """
 
     config: TrainConfig
     sync_interval: int
     overlap_steps: int
     shard_windows: int
+    part_share: float
+    run: str
 
     @classmethod
     def of(cls, config: TrainConfig) -> Job:
@@ -51,6 +60,7 @@ class Job:
             config=config, sync_interval=method.schedule.sync_interval,
             overlap_steps=max(overlap) if isinstance(overlap, tuple) else overlap,
             shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) * config.batch_size,
+            part_share=_part_share(method), run=secrets.token_hex(8),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -58,7 +68,8 @@ class Job:
         config = {name: value for name, value in to_json(self.config).items() if name not in _LOCAL}
         return {
             "thinwire": __version__, "config": config, "sync_interval": self.sync_interval,
-            "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows,
+            "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows, "part_share": self.part_share,
+            "run": self.run,
         }  # fmt: skip
 
     @classmethod
@@ -72,15 +83,24 @@ class Job:
             numbers = {name: values[name] for name in ("sync_interval", "overlap_steps", "shard_windows")}
             if not all(type(value) is int and 0 <= value < 1 << 32 for value in numbers.values()):
                 raise ValueError(f"got {numbers}")
+            share, run = values["part_share"], values["run"]
+            if not isinstance(share, float) or not 0 <= share <= _MOST_SHARE or not isinstance(run, str) or not run:
+                raise ValueError(f"got part_share {share!r} and run {run!r}")
             config = from_json(values["config"])
             check_values(config)
             if config.replicas is None or config.batch_size is None or config.seq_len is None:
                 raise ValueError("replicas, batch_size and seq_len must be given")
-            return cls(config=config, **numbers)
+            return cls(config=config, part_share=share, run=run, **numbers)
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectError(
                 f"the coordinator tells of no job of this thinwire ({error}); install the same version on all hosts"
             ) from None
+
+
+def _part_share(method: Method, *, numel: int = 1 << 20) -> float:
+    codec = getattr(method.exchanges(2)[0], "codec", None)
+    part_bytes = 4 * numel if codec is None else codec.payload_bytes(numel)
+    return min(_MOST_SHARE, round(part_bytes / (_STATE_BYTES * numel), 6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

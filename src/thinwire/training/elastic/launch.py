@@ -35,7 +35,7 @@ class Role:
         module: What `python -m` runs.
         words: Its arguments, behind the run's folder and this process's id.
         is_needed: Whether it does this host's part in the run, and does not only serve the others.
-        spare: What `python -m` runs to wait for the moment when this process dies, and to take its place; "" for nothing.
+        spare: What `python -m` runs to wait until this process dies, and then to take its place; "" for nothing.
     """
 
     name: str
@@ -65,7 +65,7 @@ class _Worker:
         is_here = self._process is not None and time.monotonic() - self._began_s > _SHORT_LIFE_S
         return self.has_ended or is_here
 
-    def look(self, say: Callable[[str], None], spare: Spare | None) -> None:
+    def look(self, say: Callable[[str], None], spare: Spare) -> None:
         """Start the process when it is due, and see how it ended."""
         if self.has_ended:
             return
@@ -85,12 +85,12 @@ class _Worker:
         else:
             self._plan_again(code, say)
 
-    def _start(self, spare: Spare | None) -> None:
+    def _start(self, spare: Spare) -> None:
         logs = self._run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         name = self.role.name.replace(" ", "-")
         path = logs / f"{name}.err"
-        if spare is not None and self.role.spare:
+        if self.role.spare:
             self._process = spare.give(log=path.resolve(), words=self.role.words)
         if self._process is None:
             command = [sys.executable, "-m", self.role.module, str(self._run_dir.resolve()), str(os.getpid())]
@@ -157,8 +157,7 @@ def launch(
         Stopped: A signal came; all have ended.
     """
     workers = [_Worker(role, run_dir=run_dir) for role in roles]
-    modules = {role.spare for role in roles if role.spare}
-    spare = Spare(modules.pop(), run_dir=run_dir) if modules else None
+    spare = Spare(next((role.spare for role in roles if role.spare), ""), run_dir=run_dir)
     signals: list[int] = []
     has_parted = False
 
@@ -179,14 +178,13 @@ def launch(
             if not has_parted and is_parted:
                 has_parted = True
                 part()
-            if spare is not None and not is_parted and all(worker.is_steady for worker in workers):
+            if not is_parted and all(worker.is_steady for worker in workers):
                 spare.start()  # not before: it would slow down those that start
             look()
             time.sleep(_LOOK_S)
         raise Stopped(signals[0])
     finally:
-        if spare is not None:
-            spare.stop()
+        spare.stop()
         _stop_all(workers)
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -40,11 +40,13 @@ class ElasticTraining(Training):
         device: Where the model is.
         seated: This replica's seat.
         step: Inner steps that the run has done already.
+        is_fresh: Whether the inner optimizer remembers nothing yet.
     """
 
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, device: torch.device, seated: Seated, step: int,
+        is_fresh: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(
             config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
@@ -54,7 +56,7 @@ class ElasticTraining(Training):
         self._seated = seated
         self._own_s: deque[float] = deque(maxlen=_SEEN)
         self._own_steps = 0
-        self._ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step else 0
+        self._ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step and is_fresh else 0
 
     def share(self) -> tuple[int, int]:
         """Return which part of an evaluation is this replica's, and how many there are: by those that are here."""

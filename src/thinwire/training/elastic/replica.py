@@ -22,6 +22,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
+from thinwire.training.elastic.kept_state import Held, KeptState
 from thinwire.training.elastic.loop import ElasticTraining, Left
 from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
@@ -68,6 +69,7 @@ def run_replica(settings: LocalSettings, *, tell: Callable[[str], None], device_
             return True
         except Expelled as expelled:
             tell(str(expelled))
+            life.doubt()
         finally:
             life.close()
         if time.monotonic() - began_s > _SHORT_LIFE_S:
@@ -103,7 +105,15 @@ class _Life:
         self._keeper: StateKeeper | None = None
         self._meter: Meter | None = None
         self._round_log: RoundLog | None = None
+        self._kept: KeptState | None = None
+        self._held: Held | None = None
+        self._is_from_held = False
         self.why = "left"
+
+    def doubt(self) -> None:
+        """Begin from no own state again that this life began from and did not get far with."""
+        if self._kept is not None and self._is_from_held and not (self._keeper is not None and self._keeper.has_kept):
+            self._kept.discard()
 
     def live(self) -> bool:
         """Join, train, and see the run to its end."""
@@ -172,9 +182,13 @@ class _Life:
         )
 
     def _arrive(self, seated: Seated, parts: _Parts, address: Address) -> None:
+        path = parts.config.run_dir / "kept" / f"replica-process-{self._device_index}.state"
+        self._kept = KeptState(path, run=parts.job.run, warn=self._tell)
+        self._held = self._kept.read()
         seated.arrive(
-            corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port
-        )
+            corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port,
+            held_step=0 if self._held is None else self._held.step, era=0 if self._held is None else self._held.era,
+        )  # fmt: skip
 
         def has_news(view: View) -> object:
             if view.refused_why:
@@ -190,13 +204,16 @@ class _Life:
         self._keeper = StateKeeper(
             seated, model=parts.model, optimizer=parts.optimizer,
             checkpoints=checkpoints if self._device_index == 0 else None, every=config.checkpoint_every,
-            last_step=config.steps, warn=self._tell, is_shared=config.checkpoint_to is not None,
+            last_step=config.steps, warn=self._tell, is_shared=config.checkpoint_to is not None, kept=self._kept,
         )  # fmt: skip
         offer = council.view.offer
         assert offer is not None
+        self._is_from_held = offer.root == "own"
         step = take_in(
-            offer, seated=seated, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints, tell=self._tell
-        )
+            offer, seated=seated, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints,
+            held=self._held, tell=self._tell,
+        )  # fmt: skip
+        self._held = None
         council.step = step
         council.insist("active", step=step)
         council.wait_for(lambda view: _is_active(view, seated.replica), deadline_s=None, why="")
@@ -217,7 +234,7 @@ class _Life:
         return ElasticTraining(
             config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
-            meter=self._meter, device=parts.device, seated=seated, step=step,
+            meter=self._meter, device=parts.device, seated=seated, step=step, is_fresh=not self._is_from_held,
         )  # fmt: skip
 
     def _end(self, seated: Seated, parts: _Parts, training: ElasticTraining) -> bool:

@@ -21,7 +21,7 @@ class Spare:
     """Keeps one process waiting for work.
 
     Args:
-        module: What `python -m` runs: it waits for a line of `read_work`'s, and does it.
+        module: What `python -m` runs: it waits in `read_work`, and does what comes; "" keeps none.
         run_dir: The run's folder; what the process prints while it waits goes to `logs/spare.err` there.
     """
 
@@ -37,7 +37,7 @@ class Spare:
 
     def start(self) -> None:
         """Let a process wait, unless one does."""
-        if self.is_there:
+        if self.is_there or not self._module:
             return
         logs = self._run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -90,10 +90,12 @@ def read_work() -> list[str] | None:
     if not line.endswith(b"\n"):
         return None
     work = json.loads(line)
-    sys.stdout.flush(), sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     log = os.open(work["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for target, source in ((0, null), (1, log), (2, log)):
         os.dup2(source, target)
-    os.close(log), os.close(null)
+    os.close(log)
+    os.close(null)
     return [str(word) for word in work["words"]]

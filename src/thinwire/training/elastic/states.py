@@ -16,6 +16,7 @@ from thinwire.membership.view import Offer, View
 from thinwire.sync.elastic import global_tensors, load_global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
+from thinwire.training.elastic.kept_state import Held, KeptState
 from thinwire.training.global_checkpoints import GlobalCheckpoints
 from thinwire.training.global_state import GlobalState, pack, unpack
 
@@ -38,13 +39,15 @@ class StateKeeper:
         last_step: The run's last step.
         warn: Told of what could not be kept or written.
         is_shared: Whether all replicas write to the same place, so that only the one with the lowest number does.
+        kept: Takes this replica's own state, once an interval; None for nowhere.
     """
 
     def __init__(
         self, seated: Seated, *, model: nn.Module, optimizer: DistributedOptimizer,
         checkpoints: GlobalCheckpoints | None, every: int | None, last_step: int, warn: Callable[[str], None],
-        is_shared: bool = False,
+        is_shared: bool = False, kept: KeptState | None = None,
     ) -> None:  # fmt: skip
+        self._kept = kept
         self._is_shared = is_shared
         self._seated = seated
         self._model = model
@@ -55,6 +58,7 @@ class StateKeeper:
         self._warn = warn
         self._published: dict[int, tuple[bytes, int]] = {}
         self._begun: set[int] = set()
+        self._has_kept = False
         self._tasks: queue.SimpleQueue[tuple[GlobalState, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-states", daemon=True)
         self._thread.start()
@@ -64,6 +68,8 @@ class StateKeeper:
         """Finish what was begun."""
         self._tasks.put(None)
         self._thread.join(timeout=60)
+        if self._kept is not None:
+            self._kept.close()
         if self._checkpoints is not None:
             self._checkpoints.wait(60)
 
@@ -83,6 +89,15 @@ class StateKeeper:
             state = GlobalState(step=step, parameters=parameters, outer=outer)
             self._begun.add(step)
             self._tasks.put((state, is_due))
+        if self._kept is not None and step < self._last_step:
+            self._has_kept |= self._kept.offer(
+                step, era=council.view.era, every=council.interval_steps, model=self._model, optimizer=self._optimizer
+            )
+
+    @property
+    def has_kept(self) -> bool:
+        """Whether this replica has begun to write a state of its own."""
+        return self._has_kept
 
     def _answer_late(self, cut: int) -> None:
         """Say of a step that is over what became of it: that it is kept, will be, or was missed."""
@@ -145,9 +160,9 @@ def state_name(step: int) -> bytes:
 
 def take_in(
     offer: Offer, *, seated: Seated, model: nn.Module, optimizer: DistributedOptimizer,
-    checkpoints: GlobalCheckpoints | None, tell: Callable[[str], None],
+    checkpoints: GlobalCheckpoints | None, held: Held | None = None, tell: Callable[[str], None],
 ) -> int:  # fmt: skip
-    """Begin from a state: fetched from others, from this host's disk, or from the seed.
+    """Begin from a state: fetched from others, from this host's disk, the replica's own, or from the seed.
 
     Args:
         offer: What the coordinator offers.
@@ -155,6 +170,7 @@ def take_in(
         model: The model, with the first weights.
         optimizer: Over it.
         checkpoints: This host's checkpoints.
+        held: The state that this replica said it holds.
         tell: Told what is done.
 
     Returns:
@@ -165,6 +181,12 @@ def take_in(
     """
     if offer.root == "seed":
         return 0
+    if offer.root == "own":
+        if held is None or held.step != offer.step:
+            raise Expelled(f"was to go on from a state of its own of step {offer.step}, and holds none; joining again")
+        held.take_in(model=model, optimizer=optimizer)
+        tell(f"going on from its own state of step {held.step}")
+        return held.step
     if offer.root == "disk":
         latest = None if checkpoints is None else checkpoints.latest()
         if latest is None or latest.state is None:
