@@ -14,6 +14,9 @@ from typing import Literal
 
 Direction = Literal["sent", "received"]
 
+# Rounds that a schedule makes have lower numbers, those of a run's last word this one or higher.
+FIRST_LAST_ROUND = 1 << 40
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:

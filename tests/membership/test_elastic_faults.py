@@ -361,3 +361,14 @@ def test_a_part_that_is_far_too_long_is_shortened_and_said(street: Callable[...,
     assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
     for worker in run.workers:
         assert any("of replica 2 was" in text and "was shortened to 3 times" in text for text in worker.findings)
+
+
+def test_a_part_of_many_steps_may_be_longer_than_those_of_few(street: Callable[..., Street]) -> None:
+    steady = street(3).workers[2]
+    lengths = {0: 1.0, 1: 1.0, 2: 9.0}
+    exchange = steady.optimizer.engine._exchanges[0]
+    decoded = {member: torch.full((4,), length) for member, length in lengths.items()}
+    exchange._shorten(decoded, {0: 10, 1: 10, 2: 90}, what="a round")
+    assert torch.equal(decoded[2], torch.full((4,), 9.0)) and not steady.findings
+    exchange._shorten(decoded, {0: 10, 1: 10, 2: 20}, what="a round")
+    assert torch.allclose(decoded[2], torch.full((4,), 6.0)) and len(steady.findings) == 1

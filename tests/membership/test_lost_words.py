@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from thinwire.errors import RunOver
+from thinwire.events import FIRST_LAST_ROUND
 from thinwire.membership.coordinator import Coordinator
 from thinwire.membership.council import Council
 from thinwire.membership.protocol import RUN_OVER, VERSION, decode, encode
@@ -240,3 +241,37 @@ def test_who_will_not_come_soon_is_not_waited_for(fault: str) -> None:
     desk.say(b"a", "vote", round=0, step=41, has=[0], hash=1)
     desk.wait(12 if fault == "slow" else 1, beating=beating)
     assert desk.coordinator.book.decisions[0].holders == (0,)
+
+
+def test_at_the_end_nobody_waits_for_who_had_no_part_in_the_last_word() -> None:
+    desk = Desk(planned=3)
+    desk.begin(b"a", b"b", b"c")
+    for token in (b"a", b"b"):
+        desk.say(token, "launch", round=FIRST_LAST_ROUND, step=100, used={})
+    desk.wait(40.0, beating=(b"a", b"b", b"c"))  # the third one is behind
+    for token in (b"a", b"b"):
+        desk.say(token, "vote", round=FIRST_LAST_ROUND, step=100, has=[0, 1], hash=0)
+    desk.say(b"a", "done", note={})
+    assert not desk.coordinator.has_finished, "the second one had a part in it, and is there"
+    desk.say(b"b", "done", note={})
+    assert desk.coordinator.has_finished
+    assert desk.told(b"c", "expelled")[-1]["why"] == RUN_OVER
+
+
+def test_rounds_do_not_wait_for_who_is_silent_or_paused() -> None:
+    desk = Desk(planned=3)
+    desk.begin(b"a", b"b", b"c")
+    desk.say(b"a", "beat", step=0, step_s=1000.0, roster=0)  # the grace is hours
+    desk.wait(5.0, beating=(b"a", b"b"))
+    for token in (b"a", b"b"):
+        desk.say(token, "launch", round=0, step=4, used={})
+    assert desk.told(b"a", "call")[-1] == {"round": 0, "members": [0, 1]}
+    for token in (b"a", b"b"):
+        desk.say(token, "vote", round=0, step=4, has=[0, 1], hash=0)
+    desk.beat(b"c")
+    for token in (b"a", b"b"):
+        desk.say(token, "launch", round=1, step=8, used={})
+    assert len(desk.told(b"a", "call")) == 1, "it is back"
+    desk.say(b"a", "command", verb="pause", target="2")
+    desk.wait(1.0, beating=(b"a", b"b", b"c"))
+    assert desk.told(b"a", "call")[-1] == {"round": 1, "members": [0, 1]}

@@ -26,7 +26,7 @@ from thinwire.codecs.base import Codec
 from thinwire.errors import NonFiniteError
 from thinwire.transport.base import Pending
 
-# A part this many times as long as the median one is shortened to that.
+# A part this many times as long as the median one, of its number of steps, is shortened to that.
 MOST_LENGTH = 3.0
 
 
@@ -195,15 +195,15 @@ class _BoundAgreedMean(BoundHops):
         self, parts: Mapping[int, torch.Tensor], codec: Codec, *, numel: int, device: torch.device, delivery: Delivery
     ) -> tuple[torch.Tensor, dict[int, float]]:
         what = delivery.describe()
-        decoded, weights = {}, {}
+        decoded, weights, steps = {}, {}, {}
         for member, raw in parts.items():
             offer, coded = read_offer(raw, step=delivery.step, what=f"{what} from replica {member}")
             vector = self._decoded(codec, coded.to(device), numel=numel, peer=member, what=what)
             if vector is not None and offer.weight > 0:
-                decoded[member], weights[member] = vector, offer.weight
+                decoded[member], weights[member], steps[member] = vector, offer.weight, offer.num_steps
         if not decoded:  # nobody's part is of use: nothing moves
             return torch.zeros(numel, dtype=torch.float32, device=device), {}
-        self._shorten(decoded, what=what)
+        self._shorten(decoded, steps, what=what)
         if len(set(weights.values())) == 1 and not self._spec.preserve_norm:
             total = torch.zeros(numel, dtype=torch.float32, device=device)
             for vector in decoded.values():  # in the order in which AllGather sums
@@ -221,13 +221,15 @@ class _BoundAgreedMean(BoundHops):
             return None
         return vector
 
-    def _shorten(self, decoded: dict[int, torch.Tensor], *, what: str) -> None:
-        """Shorten parts that are much longer than the median one."""
+    def _shorten(self, decoded: dict[int, torch.Tensor], steps: Mapping[int, int], *, what: str) -> None:
+        """Shorten parts that are much longer than the median one; more steps may make a longer part."""
         if len(decoded) < 3:  # of two, nobody can say which one is odd
             return
         lengths = dict(zip(decoded, norms(torch.stack(list(decoded.values()))), strict=True))
-        limit = self._spec.most_length * statistics.median_low(lengths.values())
+        a_step = statistics.median_low([length / max(1, steps[member]) for member, length in lengths.items()])
+        usual = statistics.median_low(lengths.values())
         for member, length in lengths.items():
+            limit = self._spec.most_length * max(usual, a_step * steps[member])
             if 0 < limit < length < math.inf:
                 decoded[member] = decoded[member] * (limit / length)
                 self._spec.find(

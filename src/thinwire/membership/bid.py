@@ -53,6 +53,7 @@ class Seen:
         active: Who takes part in rounds.
         neighbours: Who is there at all.
         limit_s: For how long a part is waited for.
+        quiet: From whom nothing has come for a while, not even a sign of life.
     """
 
     called: tuple[int, ...] | None
@@ -60,6 +61,7 @@ class Seen:
     active: Collection[int]
     neighbours: Collection[int]
     limit_s: float
+    quiet: Collection[int] = ()
 
 
 class Bid:
@@ -134,7 +136,9 @@ class Bid:
                 todo.append(self._ask(peer, peer, now_s))
         if seen.called is not None:
             self._called_s = now_s if self._called_s is None else self._called_s
-            if self._has.issuperset(seen.called) or now_s > self._called_s + seen.limit_s:
+            # who has died or sleeps is not waited for
+            awaited = (set(seen.called) & {*seen.active, self._replica}) - set(seen.quiet)
+            if self._has.issuperset(awaited) or now_s > self._called_s + seen.limit_s:
                 self._has_voted = True
                 todo.append(CastVote(has=self.has))
         return todo

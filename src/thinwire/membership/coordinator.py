@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from thinwire.errors import PayloadError
+from thinwire.events import FIRST_LAST_ROUND
 from thinwire.membership.decide import Vote
 from thinwire.membership.people import Counter
 from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, printable, windows_of
@@ -226,13 +227,13 @@ class Coordinator(Counter):
     def _settle(self, now_s: float) -> None:
         """Do all that has become possible."""
         self._start_when_all_are_there(now_s)
-        active = self.roster.active
-        for round_id, called in self.book.calls(active, step_s=self.roster.step_s(), now_s=now_s).items():
+        active, present = self.roster.active, self.roster.present(now_s=now_s)
+        for round_id, called in self.book.calls(present, step_s=self.roster.step_s(), now_s=now_s).items():
             self._tell_all("call", {"round": round_id, "members": list(called)})
-        for decision in self.book.decided(active, steps=self.roster.fresh_steps(now_s=now_s), now_s=now_s):
+        for decision in self.book.decided(present, steps=self.roster.fresh_steps(now_s=now_s), now_s=now_s):
             self._announce(decision)
         self._help_joiners(active)
-        self._finish_when_all_are_done()
+        self._finish_when_all_are_done(present)
 
     def _start_when_all_are_there(self, now_s: float) -> None:
         if self.has_started or self._first_s is None:
@@ -291,19 +292,24 @@ class Coordinator(Counter):
             if member.standing is not Standing.ARRIVING:
                 self._tell_decision(decision, to=member)
 
-    def _finish_when_all_are_done(self) -> None:
+    def _finish_when_all_are_done(self, present: tuple[int, ...]) -> None:
         done = self.roster.with_standing(Standing.DONE)
         # after another process of the coordinator heard them, they say it again
         has_notes = done and all(member.replica in self._notes for member in done)
-        if self._finish is None and has_notes and not self.roster.with_standing(Standing.ACTIVE):
+        # the last word is spoken: who had no part in it, or is not there, would add nothing to it
+        last = {one for number in self.book.decisions if number >= FIRST_LAST_ROUND for one in self._members(number)}
+        if self._finish is None and has_notes and not (last or {*self.roster.active}) & set(present):
             notes = [self._notes[member.replica] for member in done]
             self._finish = {"writer": done[0].replica, "notes": notes, "note": self._run_note()}
             self._record("finished", {})
             self.has_finished = True
             self._tell_all("finish", self._finish)
         if self.has_finished:
-            for late in self.roster.with_standing(Standing.ARRIVING, Standing.LOADING):
+            for late in self.roster.with_standing(Standing.ARRIVING, Standing.LOADING, Standing.ACTIVE):
                 self._expel(late.replica, why=RUN_OVER)
+
+    def _members(self, round_id: int) -> tuple[int, ...]:
+        return self.book.decisions[round_id].members
 
     def _expel(self, replica: int, *, why: str) -> None:
         member = self.roster.get(replica)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Council:
         changed: Notified whenever something is new; held while `view` is read.
         view: What is known.
         transfers: How long parts take to come once a round was called.
+        quiet: Tells from whom nothing comes just now.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Council:
         self.step = 0
         self.step_s = 0.0
         self.used: dict[int, int] = {}
+        self.quiet: Callable[[], Collection[int]] = frozenset
         self._now = now
         self._say = say
         self._meet = meet

@@ -110,6 +110,7 @@ class Proposal:
         self._parts: dict[int, torch.Tensor] = {}
         self._asked: dict[tuple[int, int], tuple[float, Fetch]] = {}  # by whose part it is, and who was asked
         self.agreed: Agreed | None = None
+        self._decision: Decision | None = None
         is_offered = part is not None and self._seen().decision is None
         self._bid = Bid(replica=council.replica, has_part=is_offered)
         if is_offered:
@@ -156,10 +157,12 @@ class Proposal:
     def _seen(self) -> Seen:
         with self._council.changed:
             view = self._council.view
+            # the council forgets it once all others are far ahead
+            self._decision = self._decision or view.decisions.get(self._round_id)
             return Seen(
-                called=view.calls.get(self._round_id), decision=view.decisions.get(self._round_id),
+                called=view.calls.get(self._round_id), decision=self._decision,
                 active=self._council.active(), neighbours=tuple(view.neighbours),
-                limit_s=self._council.transfers.limit_s,
+                limit_s=self._council.transfers.limit_s, quiet=self._council.quiet(),
             )  # fmt: skip
 
     def _do(self, action: Action) -> None:
@@ -226,8 +229,7 @@ class Proposal:
     def _pause(self) -> None:
         """Wait for news: words wake it, blobs are looked for."""
         with self._council.changed:
-            is_decided = self._round_id in self._council.view.decisions
-            if self._bid.only_waits and not is_decided:
+            if self._bid.only_waits and self._round_id not in self._council.view.decisions:
                 self._council.changed.wait(_WAIT_S)
             else:
                 self._council.changed.wait(_LOOK_S)

@@ -174,11 +174,22 @@ class Roster:
 
     def fresh_steps(self, *, now_s: float) -> dict[int, int]:
         """Return the steps of those that take part and were heard of just now."""
-        return {
-            member.replica: member.step
+        return {member.replica: member.step for member in self._heard(now_s) if not member.is_awaited}
+
+    def present(self, *, now_s: float) -> tuple[int, ...]:
+        """Return those that take part and may say something soon: neither silent nor paused.
+
+        Those that an earlier process of the coordinator knew have time to find this one.
+        """
+        return tuple(member.replica for member in self._heard(now_s))
+
+    def _heard(self, now_s: float) -> list[Member]:
+        return [
+            member
             for member in self.with_standing(Standing.ACTIVE)
-            if now_s - member.heard_s < SUSPECT_SILENCE_S and not member.is_suspect and not member.is_paused
-        }
+            if member.is_awaited
+            or not (now_s - member.heard_s >= SUSPECT_SILENCE_S or member.is_suspect or member.is_paused)
+        ]
 
     def step_s(self) -> float:
         """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""

@@ -16,6 +16,7 @@ from thinwire.averaging.delivery import Average, Delivery
 from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
 from thinwire.averaging.topology import Peers
 from thinwire.errors import DeadlineExceeded, DesyncError, ThinwireError
+from thinwire.events import FIRST_LAST_ROUND
 from thinwire.shared_random import derive_seed
 from thinwire.sync.agreement import check_agreement
 from thinwire.sync.deadlines import Deadlines
@@ -237,7 +238,7 @@ class Engine(EngineState):
         """
         self.flush()
         # numbers that no scheduled round has or will have: those count launches, at most one a step and fragment
-        first = (1 << 40) + step * self.num_fragments
+        first = FIRST_LAST_ROUND + step * self.num_fragments
         for fragment in range(self.num_fragments):
             round = Round(id=first + fragment, fragment=fragment, launch_step=step, apply_step=step)
             self._launch(round, is_last=True)
