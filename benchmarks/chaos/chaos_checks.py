@@ -11,6 +11,9 @@ from chaos_job import Life
 
 from thinwire.units import parse_rate
 
+# Of nano, where nobody fetched one.
+STATE_BYTES = 24_394_944
+
 
 def applied(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Return what each replica wrote of its rounds."""
@@ -47,7 +50,11 @@ def gaps(rounds: dict[int, list[dict[str, Any]]]) -> list[tuple[float, float]]:
 
 
 def rejoins(lives: list[Life], rounds: dict[int, list[dict[str, Any]]], *, rates: list[str]) -> list[dict[str, Any]]:
-    """Return, of each life that fetched a state, how long it took until a round counted it, and what its bytes take."""
+    """Return, of each life that fetched a state or had its own, how long it took until a round counted it.
+
+    Beside it stands what the state's bytes take at the host's own rate, also where it was not fetched.
+    """
+    most_bytes = max((life.state_bytes for life in lives), default=0) or STATE_BYTES
     counted: dict[int, float] = {}
     for lines in rounds.values():
         for line in lines:
@@ -55,12 +62,14 @@ def rejoins(lives: list[Life], rounds: dict[int, list[dict[str, Any]]], *, rates
                 counted[member] = min(counted.get(member, line["at_s"]), line["at_s"])
     found = []
     for life in lives:
-        if life.state_bytes and life.replica is not None:
-            transfer_s = life.state_bytes * 8 / parse_rate(rates[life.host])
+        state_bytes = life.state_bytes or (most_bytes if life.has_own else 0)
+        if state_bytes and life.replica is not None:
+            transfer_s = state_bytes * 8 / parse_rate(rates[life.host])
             took_s = counted[life.replica] - life.began_s if life.replica in counted else None
             live_s = None if life.live_s is None else round(life.live_s - life.began_s, 2)
             found.append({
-                "host": life.host, "replica": life.replica, "transfer_s": round(transfer_s, 2), "live_s": live_s,
+                "host": life.host, "replica": life.replica, "has_own": life.has_own,
+                "transfer_s": round(transfer_s, 2), "live_s": live_s,
                 "took_s": None if took_s is None else round(took_s, 2),
                 "is_in_time": took_s is not None and took_s <= 1.5 * transfer_s + 5,
             })  # fmt: skip
@@ -70,3 +79,17 @@ def rejoins(lives: list[Life], rounds: dict[int, list[dict[str, Any]]], *, rates
 def live_s(lives: list[Life], *, end_s: float) -> float:
     """Return the seconds that replicas took part, without those in which they were stopped."""
     return sum((life.ended_s or end_s) - life.live_s - life.stopped_s for life in lives if life.live_s is not None)
+
+
+def trained(folder: Path) -> dict[str, float]:
+    """Return what all replicas trained, counted or not, for how long their loops ran, and waited in that time."""
+    tokens, loop_s, waited_s = 0, 0.0, 0.0
+    for path in sorted(folder.glob("host-*/metrics-replica-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        steps = [line for line in lines if line["kind"] == "step"]
+        for before, after in pairwise([{"time_s": 0.0}, *steps]):
+            elapsed_s = after["time_s"] - before["time_s"]
+            waited_s += elapsed_s * (1 - after["compute_fraction"])
+        if steps:
+            tokens, loop_s = tokens + steps[-1]["tokens"], loop_s + steps[-1]["time_s"]
+    return {"tokens_trained": tokens, "loop_s": round(loop_s, 1), "waited_s": round(waited_s, 1)}

@@ -33,6 +33,7 @@ class Life:
     ended_s: float | None = None
     state_bytes: int = 0
     stopped_s: float = 0.0
+    has_own: bool = False
     why: str = ""
 
 
@@ -140,6 +141,8 @@ class ChaosJob:
         life = host.lives[-1]
         if found := re.search(r"fetched the state of step \d+ \((\d+) bytes\)", line):
             life.state_bytes = int(found[1])
+        elif "going on from its own state" in line:
+            life.has_own = True
         elif found := re.search(r"replica (\d+) takes part from step", line):
             life.replica, life.live_s = int(found[1]), now_s
         elif "joins again" in line or "joining again" in line:

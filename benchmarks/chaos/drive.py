@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from chaos_checks import applied, desyncs, gaps, live_s, rejoins
+from chaos_checks import applied, desyncs, gaps, live_s, rejoins, trained
 from chaos_events import KINDS, Chaos
 from chaos_job import ChaosJob
 
@@ -34,24 +34,28 @@ SPARE = 2
 BATCH, SEQ = 1, 64
 HANG_S = 30.0
 _LOOK_S = 0.25
+CALM = (
+    "val_loss", "tokens_counted", "tokens_trained", "live_s", "loop_s", "waited_s", "wall_s", "longest_gap_s",
+)  # fmt: skip
 _END_S = 240.0
 
 
-def words(steps: int) -> list[str]:
+def words(steps: int, *, hosts: int, sync_interval: int) -> list[str]:
     return [
-        "--replicas", "1", "--model", "nano", "--steps", str(steps), "--batch-size", str(BATCH), "--seq-len", str(SEQ),
-        "--sync-interval", "30", "--overlap-steps", "5", "--threads", "1", "--eval-every", "0", "--log-every", "5",
+        "--replicas", "1", "--begin-with", str(hosts), "--model", "nano", "--steps", str(steps),
+        "--batch-size", str(BATCH), "--seq-len", str(SEQ),
+        "--sync-interval", str(sync_interval), "--overlap-steps", "5", "--threads", "1", "--eval-every", "0", "--log-every", "5",
     ]  # fmt: skip
 
 
 def run(
     folder: Path, *, steps: int, hosts: int, step_s: float, seed: int, every_s: float, kinds: tuple[str, ...],
-    limit_s: float,
+    limit_s: float, sync_interval: int,
 ) -> dict[str, Any]:  # fmt: skip
     spare = SPARE if "join" in kinds else 0
     rates = [RATES[host % len(RATES)] for host in range(hosts + spare)]
     with Lab(hosts=hosts + spare, rates=dict(enumerate(rates))) as lab:
-        job = ChaosJob(lab, folder, step_s=step_s, words=words(steps))
+        job = ChaosJob(lab, folder, step_s=step_s, words=words(steps, hosts=hosts, sync_interval=sync_interval))
         job.start_first()
         for host in range(1, hosts):
             job.join(host)
@@ -110,6 +114,7 @@ def _report(job: ChaosJob, folder: Path, *, rates: list[str], end_s: float) -> d
         "tokens_counted": counted,
         "tokens_repeated": summaries[-1]["elastic"]["tokens_repeated"] if summaries else None,
         "live_s": live_s(lives, end_s=last_s),
+        **trained(folder),
         "rejoins": back,
         "rejoins_in_time": sum(row["is_in_time"] for row in back),
         "rejoin_excess_s": [round(r["took_s"] - r["transfer_s"], 2) for r in back if r["took_s"] is not None],
@@ -123,7 +128,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--events-every", type=float, default=8.0)
-    parser.add_argument("--step-s", type=float, default=0.25)
+    parser.add_argument("--step-s", type=float, default=0.5)
+    parser.add_argument("--sync-interval", type=int, default=60)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--calm", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"))
@@ -131,6 +137,7 @@ def main() -> None:
     steps = round(options.minutes * 60 / (options.step_s + 0.05))
     kinds = tuple(filter(None, options.kinds.split(",")))
     shared = {"hosts": options.hosts, "step_s": options.step_s, "seed": options.seed}
+    shared["sync_interval"] = options.sync_interval
     found = run(
         options.out / "chaos", steps=steps, every_s=options.events_every, kinds=kinds,
         limit_s=90 + 60 * options.minutes, **shared,
@@ -140,7 +147,7 @@ def main() -> None:
         calm = run(
             options.out / "calm", steps=same, every_s=1e9, kinds=(), limit_s=120 + 120 * options.minutes, **shared
         )
-        found["calm"] = {key: calm[key] for key in ("val_loss", "tokens_counted", "live_s", "wall_s", "longest_gap_s")}
+        found["calm"] = {key: calm[key] for key in CALM}
         speed = calm["tokens_counted"] / calm["live_s"]
         found["goodput"] = round(found["tokens_counted"] / (speed * found["live_s"]), 4)
         found["loss_over_calm"] = round(found["val_loss"] / calm["val_loss"] - 1, 5)

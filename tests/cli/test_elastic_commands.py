@@ -52,6 +52,11 @@ def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None
         (["train", "--preserve-norm"], "--preserve-norm is for elastic runs; give --elastic too, or leave it out"),
         (["train", "--port", "1234"], "--port is for elastic runs"),
         (["train", "--checkpoint-to", "s3://x/y"], "--checkpoint-to is for elastic runs"),
+        (["train", "--begin-with", "4"], "--begin-with is for elastic runs"),
+        (
+            ["train", "--elastic", "--replicas", "3", "--begin-with", "2"],
+            "--begin-with must be at least the 3 replicas",
+        ),
         (["train", "--elastic", "--keep-checkpoints", "0"], "--keep-checkpoints must be at least 1, got 0"),
     ],
 )

@@ -52,3 +52,29 @@ def test_coming_back_is_over_when_a_round_counts_the_replica(checks: Any) -> Non
     found = checks.rejoins([back, never], rounds, rates=["4mbit"])
     assert [(one["took_s"], one["transfer_s"], one["is_in_time"]) for one in found] == [(8, 2, True), (None, 2, False)]
     assert checks.live_s([back, never], end_s=210.0) == 106.0 + 6.0
+
+
+def test_who_has_its_own_state_is_held_against_the_same_bytes(checks: Any) -> None:
+    import chaos_job
+
+    fetched = chaos_job.Life(host=0, began_s=100.0, replica=3, live_s=104.0, state_bytes=1_000_000)
+    own = chaos_job.Life(host=0, began_s=200.0, replica=4, live_s=201.0, has_own=True)
+    rounds = {0: [line(0, crc=0, at_s=108.0, members=(3,)), line(1, crc=0, at_s=209.0, members=(3, 4))]}
+    found = checks.rejoins([fetched, own], rounds, rates=["4mbit"])
+    assert [(one["has_own"], one["took_s"], one["transfer_s"], one["is_in_time"]) for one in found] == [
+        (False, 8, 2, True), (True, 9, 2, False),
+    ]  # fmt: skip
+
+
+def test_what_was_trained_and_waited_is_added_up_over_all_replicas(checks: Any, tmp_path: Path) -> None:
+    for replica, fraction in ((0, 1.0), (1, 0.5)):
+        folder = tmp_path / f"host-{replica}"
+        folder.mkdir()
+        lines = [
+            {"kind": "step", "time_s": 2.0, "tokens": 100, "compute_fraction": 1.0},
+            {"kind": "eval", "time_s": 3.0},
+            {"kind": "step", "time_s": 6.0, "tokens": 300, "compute_fraction": fraction},
+        ]
+        text = "\n".join(json.dumps(one) for one in lines)
+        (folder / f"metrics-replica-{replica}.jsonl").write_text(text + '\n{"half a line')
+    assert checks.trained(tmp_path) == {"tokens_trained": 600, "loop_s": 12.0, "waited_s": 2.0}

@@ -53,6 +53,11 @@ def check_elastic(config: TrainConfig) -> None:
     need_pyzmq()
     if config.pace:
         raise ValueError("--pace does not go with --elastic: parts are fetched by those that need them; leave it out")
+    if config.begin_with is not None and config.begin_with < (config.replicas or 1):
+        raise ValueError(
+            f"--begin-with must be at least the {config.replicas or 1} replicas that this host starts, got "
+            f"{config.begin_with}"
+        )
     if config.overlap_steps is not None and "," in config.overlap_steps:
         raise ValueError(
             f"--overlap-steps must be one number with --elastic, got {config.overlap_steps}, since nobody knows which "

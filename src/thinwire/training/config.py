@@ -17,7 +17,7 @@ from thinwire.version import __version__
 # Options that do not change what is computed: a resumed run may be given others, and hosts may differ in them.
 FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
-    "join_deadline_s", "port", "checkpoint_to", "keep_checkpoints", "log_every",
+    "join_deadline_s", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
     "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
     "expected_step_s",
 )  # fmt: skip
@@ -144,6 +144,8 @@ class TrainConfig:
     """Let replicas come and go: others join with the words that are printed, and one that is lost stops nobody."""
     port: int = 29400
     """Port of the elastic run's coordinator; 0 takes a free one."""
+    begin_with: int | None = None
+    """Replicas, on all hosts, that an elastic run waits for before its first step. Default: --replicas."""
     preserve_norm: bool = False
     """Keep the length of a single replica's part in an elastic run's means, however many make them."""
     checkpoint_to: str | None = None

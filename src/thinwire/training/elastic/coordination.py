@@ -52,7 +52,7 @@ def coordinate(
     hub = Hub(secret=read_secret(secret_path), address=address, port=wanted, say=say)
     write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
     coordinator = Coordinator(
-        job=job, planned=job["config"]["replicas"], sync_interval=job["sync_interval"],
+        job=job, planned=job["config"]["begin_with"] or job["config"]["replicas"], sync_interval=job["sync_interval"],
         overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=hub.send, record=journal.write,
         part_share=job.get("part_share", 0.0),
         generation=hub.generation, founding_s=job["config"]["join_deadline_s"], from_disk=is_resumed,
