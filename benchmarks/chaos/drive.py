@@ -43,8 +43,8 @@ _END_S = 240.0
 def words(steps: int, *, hosts: int, sync_interval: int) -> list[str]:
     return [
         "--replicas", "1", "--begin-with", str(hosts), "--model", "nano", "--steps", str(steps),
-        "--batch-size", str(BATCH), "--seq-len", str(SEQ),
-        "--sync-interval", str(sync_interval), "--overlap-steps", "5", "--threads", "1", "--eval-every", "0", "--log-every", "5",
+        "--batch-size", str(BATCH), "--seq-len", str(SEQ), "--sync-interval", str(sync_interval),
+        "--overlap-steps", "5", "--threads", "1", "--eval-every", "0", "--log-every", "5",
     ]  # fmt: skip
 
 
