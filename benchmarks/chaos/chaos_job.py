@@ -98,9 +98,10 @@ class ChaosJob:
         found = {}
         for host in self.hosts:
             path = host.folder / "logs" / "replica-process-0.pid"
-            pid = int(path.read_text()) if path.exists() else 0
-            if any(pid in _pids(module, host.folder) for module in _REPLICAS):
-                found[host.number] = pid
+            inside = int(path.read_text()) if path.exists() else 0
+            for pid in [pid for module in _REPLICAS for pid in _pids(module, host.folder)]:
+                if _number_inside(pid) == inside:  # the others wait for its place
+                    found[host.number] = pid
         return found
 
     def coordinator(self) -> int | None:
@@ -170,6 +171,14 @@ class ChaosJob:
         if pid is not None:
             os.kill(pid, number)
         return pid
+
+
+def _number_inside(pid: int) -> int:
+    """Return a process's number in the lab's own process namespace."""
+    try:
+        return int(re.findall(r"^NSpid:.*\s(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])
+    except OSError:
+        return -1
 
 
 def _pids(module: str, folder: Path) -> list[int]:
