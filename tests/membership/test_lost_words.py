@@ -275,3 +275,14 @@ def test_rounds_do_not_wait_for_who_is_silent_or_paused() -> None:
     desk.say(b"a", "command", verb="pause", target="2")
     desk.wait(1.0, beating=(b"a", b"b", b"c"))
     assert desk.told(b"a", "call")[-1] == {"round": 1, "members": [0, 1]}
+
+
+def test_who_is_suspected_while_the_coordinator_s_own_link_is_cut_is_not_let_go() -> None:
+    desk = Desk(planned=4)
+    desk.begin(b"a", b"b", b"c", b"d")
+    desk.wait(2.0, beating=(b"a", b"b", b"c", b"d"))
+    desk.say(b"a", "lost", replica=3)
+    desk.wait(LEAST_SILENCE_S - 1.0, beating=(b"a",))  # it hears only of its own host
+    assert [member.replica for member in desk.coordinator.roster] == [0, 1, 2, 3]
+    desk.wait(2.0, beating=(b"a", b"b", b"c"))
+    assert [member.replica for member in desk.coordinator.roster] == [0, 1, 2], "the others are back"

@@ -359,6 +359,7 @@ def test_numbers_are_never_used_twice_and_a_suspect_has_less_time() -> None:
     roster.remove(first.replica)
     assert roster.by_token(b"a") is None and roster.add(b"a", host="h", now_s=0.0).replica == 2
     second.is_suspect = True
+    roster.hear(roster.get(2), now_s=3.9, is_beat=False)
     assert [one.replica for one in roster.silent(now_s=4.0)] == [1]
     roster.hear(second, now_s=4.0, is_beat=False)
     assert not roster.silent(now_s=5.0) and not second.is_suspect

@@ -146,16 +146,20 @@ class Roster:
 
     def silent(self, *, now_s: float) -> list[Member]:
         """Return those that have been silent for too long."""
-        found = [member for member in self._members.values() if now_s - member.heard_s > self._borne_s(member)]
+        found = [m for m in self._members.values() if now_s - m.heard_s > self._borne_s(m, now_s=now_s)]
         if len(found) > 1 and 2 * len(found) >= len(self._members):
             # so many at once: rather this host's own link is cut, and all of them are there behind it
             return [member for member in found if now_s - member.heard_s > MOST_SILENCE_S]
         return found
 
-    def _borne_s(self, member: Member) -> float:
+    def _borne_s(self, member: Member, *, now_s: float) -> float:
         if member.is_awaited:  # it dials again, less and less often, for as long as nobody was there
             return MOST_SILENCE_S
-        return SUSPECT_SILENCE_S if member.is_suspect else self.silence_s
+        others = [other for other in self._members.values() if other is not member]
+        num_silent = sum(now_s - other.heard_s > SUSPECT_SILENCE_S for other in others)
+        # where half of the others are silent too, this host's own link is rather what is cut
+        has_died = member.is_suspect and (2 * num_silent < len(others) or not others)
+        return SUSPECT_SILENCE_S if has_died else self.silence_s
 
     @property
     def number(self) -> int:

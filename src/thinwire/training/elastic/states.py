@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from thinwire.errors import ConnectError, Expelled, NotThere, ThinwireError
+from thinwire.errors import ConnectError, Expelled, NotThere, RunOver, ThinwireError
 from thinwire.membership.fetch import StateFetch
 from thinwire.membership.joining import Seated
 from thinwire.membership.state_chunks import publish_state, withdraw_state
@@ -115,6 +115,8 @@ class StateKeeper:
                 is_writer = not self._is_shared or self._seated.replica == min(self._seated.council.active())
                 if is_due and is_writer and self._checkpoints is not None:
                     self._write(state)
+            except RunOver:
+                return  # nobody needs it any more
             except (ThinwireError, ValueError, OSError, MemoryError) as error:
                 self._warn(f"the state of step {state.step} could not be kept: {error}")
 
