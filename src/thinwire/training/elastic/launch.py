@@ -19,7 +19,7 @@ from thinwire.training.elastic.spare import Spare
 
 # A worker that ends with this code has said why, and would end so again.
 REFUSED = 3
-_AGAIN_S, _LONGEST_AGAIN_S = 0.5, 30.0
+_AGAIN_S, _LONGEST_AGAIN_S = 0.1, 30.0
 _SHORT_LIFE_S = 10.0
 _LOOK_S = 0.1
 _STOP_S = 15.0
