@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             found[name] = {
                 "n": len(took), "median_s": round(statistics.median(took), 2), "least_s": min(took),
                 "most_s": max(took), "live_median_s": statistics.median(row["live_s"] for row in of_kind),
-                "limit_s": round(1.5 * of_kind[0]["transfer_s"] + 5, 2), "in_time": sum(r["is_in_time"] for r in of_kind),
+                "limit_s": round(1.5 * of_kind[0]["transfer_s"] + 5, 2),
+                "in_time": sum(row["is_in_time"] for row in of_kind),
             }  # fmt: skip
     return found
 
