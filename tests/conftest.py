@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
-# These start processes of their own, and make much of it once a file: a file's tests stay together on one worker.
-WITH_PROCESSES = ("tests/multiprocess/", "tests/cli/", "tests/lab/", "tests/docs/")
+from tests.dealing import Dealing
 
 # `untraced/sitecustomize.py` spares the processes that the tests start most of what coverage costs them.
 UNTRACED = str(Path(__file__).parent / "untraced")
@@ -53,13 +51,6 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         threading.settrace(of_threads)  # type: ignore[arg-type]
 
 
-class WholeFiles(LoadScopeScheduling):
-    """Deals out the files that start processes whole, largest first, and all other tests one by one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("::", 1)[0] if nodeid.startswith(WITH_PROCESSES) else nodeid
-
-
 @pytest.hookimpl(optionalhook=True)  # without workers there is no such hook
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WholeFiles:
-    return WholeFiles(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Dealing:
+    return Dealing(config, log)
