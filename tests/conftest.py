@@ -51,6 +51,18 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         threading.settrace(of_threads)  # type: ignore[arg-type]
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Give torch the number of threads back that it had: a command run in this process sets its own for good."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    try:
+        return (yield)
+    finally:
+        if torch and torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
 @pytest.hookimpl(optionalhook=True)  # without workers there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Dealing:
     return Dealing(config, log)
