@@ -1,4 +1,4 @@
-"""How tests are dealt out to workers: none is lost or run twice, whole files stay whole, and each kind has its end."""
+"""How the test run is laid out: no test is lost or run twice, whole files stay whole, and none disturbs those after it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from xdist.remote import Producer
 
+from tests.conftest import pytest_runtest_protocol
 from tests.dealing import LONGEST, Dealing, unit_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,3 +74,16 @@ def test_one_of_three_workers_computes_first_and_the_others_begin_with_the_longe
 def test_the_files_that_are_named_as_long_exist() -> None:
     assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
     assert all(unit_of(f"{name}::test") == name for name in LONGEST)
+
+
+def test_a_test_that_sets_torch_s_threads_leaves_those_after_it_alone(request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    around = pytest_runtest_protocol(request.node)
+    try:
+        next(around)
+        torch.set_num_threads(before + 2)
+        with pytest.raises(StopIteration):
+            around.send(None)
+        assert torch.get_num_threads() == before
+    finally:
+        torch.set_num_threads(before)
