@@ -1,4 +1,4 @@
-"""How the test run is laid out: no test is lost or run twice, whole files stay whole, and none disturbs those after it."""
+"""How the test run is laid out: no test is lost or run twice, files stay whole, and none disturbs those after it."""
 
 from __future__ import annotations
 
