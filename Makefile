@@ -11,7 +11,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 2
+# Workers that run tests: three keep two cores busy, since many tests wait.
+JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,7 +60,7 @@ check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 	done; exit $$status
 
 # The tests run also where a check failed: one run says all that is wrong. Files whose tests start processes stay whole
-# on one worker (tests/conftest.py), so that what a file prepares is made once.
+# on one worker (tests/dealing.py), so that what a file prepares is made once.
 .PHONY: test
 test: $(TEST_STAMP) ## All checks and all tests (ARGS="-k word" appends)
 	@status=0; \

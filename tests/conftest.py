@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from xdist.remote import Producer
-from xdist.scheduler import LoadScopeScheduling
 
-# These start processes of their own, and make much of it once a file: a file's tests stay together on one worker.
-WITH_PROCESSES = ("tests/multiprocess/", "tests/cli/", "tests/lab/", "tests/docs/")
+from tests.dealing import Dealing
 
 # `untraced/sitecustomize.py` spares the processes that the tests start most of what coverage costs them.
 UNTRACED = str(Path(__file__).parent / "untraced")
@@ -53,13 +51,18 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         threading.settrace(of_threads)  # type: ignore[arg-type]
 
 
-class WholeFiles(LoadScopeScheduling):
-    """Deals out the files that start processes whole, largest first, and all other tests one by one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("::", 1)[0] if nodeid.startswith(WITH_PROCESSES) else nodeid
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Give torch the number of threads back that it had: a command run in this process sets its own for good."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else None
+    try:
+        return (yield)
+    finally:
+        if torch and torch.get_num_threads() != before:
+            torch.set_num_threads(before)
 
 
 @pytest.hookimpl(optionalhook=True)  # without workers there is no such hook
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WholeFiles:
-    return WholeFiles(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Dealing:
+    return Dealing(config, log)

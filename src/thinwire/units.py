@@ -40,17 +40,17 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration.
+    """Write a duration, in the unit that fits it once it is rounded: never 60.0 s, nor 1000 us.
 
     Example:
-        >>> format_seconds(0.0042), format_seconds(3723)
-        ('4.2 ms', '1:02:03')
+        >>> format_seconds(0.0042), format_seconds(59.97), format_seconds(3723)
+        ('4.2 ms', '1:00 min', '1:02:03')
     """
-    if seconds < 1e-3:
+    if round(seconds * 1e6) < 1000:
         return f"{seconds * 1e6:.0f} us"
-    if seconds < 1:
+    if round(seconds * 1e3, 1) < 1000:
         return f"{seconds * 1e3:.1f} ms"
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

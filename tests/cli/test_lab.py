@@ -264,23 +264,36 @@ def python_of_nobody(folder: Path, variables: dict[str, str]) -> str:
     pytest.skip("a user without rights can run no interpreter that has thinwire here")
 
 
+def can_as_nobody(*words: str) -> bool:
+    return subprocess.run([*as_nobody(), *words], capture_output=True, timeout=20).returncode == 0
+
+
 @pytest.mark.usefixtures("can_lab")
-def test_a_user_without_rights_has_a_lab_where_the_kernel_allows_it_and_else_the_remedy(open_folder: Path) -> None:
+@pytest.mark.parametrize("latency", ["0ms", "2ms"])
+def test_a_user_without_rights_has_a_lab_where_the_kernel_allows_it_and_else_the_remedy(
+    open_folder: Path, latency: str
+) -> None:
     own = {"PYTHONPATH": ":".join(filter(None, sys.path)), "TMPDIR": str(open_folder), "PYTHONDONTWRITEBYTECODE": "1"}
     # what such a user ran cannot be written down beside the others' coverage
     variables = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")} | own
     python = python_of_nobody(open_folder, variables)
-    unshare = ["unshare", "--user", "--map-root-user", "--net", "true"]
-    is_allowed = subprocess.run([*as_nobody(), *unshare], capture_output=True, timeout=20).returncode == 0
-    words = ["-m", "thinwire.cli.main", "lab", "--rate", "20mbit", "--latency", "2ms", "--out", "x", "--"]
+    own_world = ["unshare", "--user", "--map-root-user", "--net"]
+    has_netem = can_as_nobody(*own_world, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+    has_tap = can_as_nobody("sh", "-c", "exec 3<>/dev/net/tun")
+    words = ["-m", "thinwire.cli.main", "lab", "--rate", "20mbit", "--latency", latency, "--out", "x", "--"]
     done = subprocess.run(
         [*as_nobody(), python, *words, "sh", "-c", "hostname; id -u"],
         capture_output=True, text=True, timeout=60, cwd=open_folder, env=variables,
     )  # fmt: skip
-    if is_allowed:
+    if can_as_nobody(*own_world, "true") and (latency == "0ms" or has_netem or has_tap):
         assert done.stdout == "host-0\n0\n", done.stderr
         assert (open_folder / "x" / "host-1.out").read_text() == "host-1\n0\n"
-    else:
-        assert done.returncode == 1
-        assert done.stderr.count("\n") == 1
+        return
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    if not can_as_nobody(*own_world, "true"):
         assert "the kernel does not let this user" in done.stderr and "run as root, or allow user" in done.stderr
+    elif Path("/dev/net/tun").exists():
+        assert "this user may not use /dev/net/tun" in done.stderr and "chmod 0666 /dev/net/tun" in done.stderr
+    else:
+        assert "this kernel refuses both" in done.stderr and "modprobe tun" in done.stderr

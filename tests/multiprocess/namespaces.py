@@ -6,15 +6,19 @@ Needs root; tests that use it take the fixture `hosts`, which skips with the rea
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 NAMES = ("ada", "bob")
 CABLE = "tw-cable"
+_NEW_MOUNTS, _NEW_NAMES, _NEW_NETWORK = 0x0002_0000, 0x0400_0000, 0x4000_0000
+_RECURSIVE, _SLAVE, _DETACH = 0x4000, 0x8_0000, 2
 
 
 class Hosts:
@@ -28,10 +32,9 @@ class Hosts:
         """Run a command on a host and return what it printed."""
         return _run("ip", "netns", "exec", self.namespaces[host], *command)
 
-    def prefix(self, host: int) -> Sequence[str]:
-        """Return the words that put a command on a host, with the host's own name."""
-        rename = f'hostname {NAMES[host]} && exec "$@"'
-        return ["ip", "netns", "exec", self.namespaces[host], "unshare", "--uts", "sh", "-c", rename, "sh"]
+    def place(self, host: int) -> tuple[str, str]:
+        """Return where a process shall live, for `Processes`: the host's namespace, and its own name."""
+        return f"/var/run/netns/{self.namespaces[host]}", NAMES[host]
 
 
 @contextmanager
@@ -57,13 +60,37 @@ def missing() -> str:
     """Say what this machine lacks for hosts of its own, or return an empty text."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    lacking = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
-    if lacking:
-        return f"network namespaces need {', '.join(lacking)}"
+    if shutil.which("ip") is None:
+        return "network namespaces need ip"
     name = f"tw{os.getpid()}probe"
     made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True, timeout=10, text=True)
     subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=10)
     return f"network namespaces are not allowed here: {made.stderr.strip()}" if made.returncode else ""
+
+
+def move_to(namespace: str, name: str) -> None:
+    """Move this process, of one thread, onto a host: its network with what `/sys` tells of it, and its name.
+
+    Args:
+        namespace: File of the network namespace.
+        name: The host's name.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: object) -> None:
+        if getattr(libc, function)(*arguments) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{function}: {os.strerror(number)}", namespace)
+
+    network = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    call("setns", network, _NEW_NETWORK)
+    os.close(network)
+    call("unshare", _NEW_MOUNTS | _NEW_NAMES)
+    # what is mounted from here on is not seen outside; /sys shows the network of the process that mounts it
+    call("mount", b"", b"/", None, _RECURSIVE | _SLAVE, None)
+    call("umount2", b"/sys", _DETACH)
+    call("mount", b"sysfs", b"/sys", b"sysfs", 0, None)
+    socket.sethostname(name)
 
 
 def _run(*command: str) -> str:

@@ -7,6 +7,7 @@ with everything that runs at its end. The nursery has one thread and no process 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -18,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
+
+import namespaces
 
 # The last is what torch imports at the first optimizer: seconds in each child, where it is not here.
 _IMPORTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "thinwire", "thinwire.methods", "torch._dynamo")
@@ -64,12 +67,17 @@ class Nursery:
         self._lock = threading.RLock()
         self._connection: socket.socket | None = None
 
-    def start(self, *, arguments: Sequence[str], environment: Mapping[str, str], out: str, err: str) -> Child:
-        """Fork a child that runs `processes._main(*arguments)`."""
+    def start(
+        self, *, arguments: Sequence[str], environment: Mapping[str, str], place: tuple[str, str] | None, out: str,
+        err: str,
+    ) -> Child:  # fmt: skip
+        """Fork a child that runs `processes._main(*arguments)`, on this machine or on a host of `namespaces`."""
         with self._lock:
             if self._connection is None:
                 self._connection = self._open()
-            order = {"arguments": list(arguments), "environment": dict(environment), "out": out, "err": err}
+            order = {
+                "arguments": list(arguments), "environment": dict(environment), "place": place, "out": out, "err": err,
+            }  # fmt: skip
             self._connection.send(json.dumps(order).encode())
             while not self._pids:
                 assert select.select([self._connection], [], [], 60.0)[0], "the nursery forks within a minute"
@@ -104,6 +112,8 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
     """Fork on every order; return in each child what it shall do, and end where the tests are gone."""
     for name in _IMPORTS:
         __import__(name)
+    gc.collect()
+    gc.freeze()  # what is here stays: no child looks through it for garbage, nor copies it for that
     wake_up, woken = socket.socketpair()
     for end in (wake_up, woken):
         end.setblocking(False)
@@ -122,7 +132,7 @@ def _serve(connection: socket.socket) -> Callable[[], int]:
             if os.fork() == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                _settle(environment=order["environment"], out=order["out"], err=order["err"])
+                _settle(**{name: order[name] for name in ("environment", "place", "out", "err")})
                 # only now: whoever knows the number may signal the session and read the files
                 connection.send(json.dumps({"pid": os.getpid()}).encode())
                 for end in (connection, wake_up, woken):
@@ -136,8 +146,10 @@ def _tell_of_the_dead(connection: socket.socket) -> None:
             connection.send(json.dumps({"pid": found[0], "code": os.waitstatus_to_exitcode(found[1])}).encode())
 
 
-def _settle(*, environment: Mapping[str, str], out: str, err: str) -> None:
+def _settle(*, environment: Mapping[str, str], place: Sequence[str] | None, out: str, err: str) -> None:
     os.setsid()
+    if place is not None:
+        namespaces.move_to(*place)
     os.environ.clear()
     os.environ.update(environment)
     # torch asks for the compiler when it is imported, which was before there was this environment

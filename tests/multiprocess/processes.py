@@ -70,7 +70,7 @@ class Processes:
         ranks: Which ranks to start (all by default): a rank left out never comes.
         arguments: Keyword arguments for every rank, JSON values.
         environment: Variables on top of torchrun's; a value None removes the variable.
-        prefix: Words before the command of a rank, such as `["ip", "netns", "exec", "left"]`.
+        place: The host a rank lives on, as `namespaces.Hosts.place` tells it; this machine by default.
         master_address: MASTER_ADDR.
         master_port: MASTER_PORT, a free one by default.
     """
@@ -83,14 +83,14 @@ class Processes:
         ranks: Sequence[int] | None = None,
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str | None] | None = None,
-        prefix: Callable[[int], Sequence[str]] = lambda rank: (),
+        place: Callable[[int], tuple[str, str] | None] = lambda rank: None,
         master_address: str = "127.0.0.1",
         master_port: int | None = None,
     ) -> None:
         self.master_port = free_port() if master_port is None else master_port
         self.ranks = list(range(num_ranks) if ranks is None else ranks)
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-processes-")
-        self._processes: dict[int, subprocess.Popen[bytes] | Child] = {}
+        self._processes: dict[int, Child] = {}
         file = inspect.getsourcefile(function)
         assert file is not None
         for rank in self.ranks:
@@ -106,23 +106,8 @@ class Processes:
             wanted = {**os.environ, **torchrun, **(environment or {})}
             words = [file, function.__name__, json.dumps(dict(arguments or {})), str(self._file(rank, "json"))]
             present = {name: value for name, value in wanted.items() if value is not None}
-            self._processes[rank] = self._start(rank, words, prefix=prefix(rank), environment=present)
-
-    def _start(
-        self, rank: int, words: list[str], *, prefix: Sequence[str], environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes] | Child:
-        if not prefix:
             paths = {name: str(self._file(rank, name)) for name in ("out", "err")}
-            return _NURSERY.start(arguments=words, environment=environment, **paths)
-        with self._file(rank, "out").open("wb") as out, self._file(rank, "err").open("wb") as err:
-            return subprocess.Popen(
-                [*prefix, sys.executable, __file__, *words],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+            self._processes[rank] = _NURSERY.start(arguments=words, environment=present, place=place(rank), **paths)
 
     def __enter__(self) -> Processes:
         return self
@@ -137,7 +122,7 @@ class Processes:
         self._folder.cleanup()
 
     def pid(self, rank: int) -> int:
-        """Return the process id of a rank (of its prefix, where the prefix does not exec)."""
+        """Return the process id of a rank."""
         return self._processes[rank].pid
 
     def signal(self, rank: int, number: signal.Signals) -> None:
@@ -238,7 +223,3 @@ def _main(file: str, name: str, arguments: str, result: str) -> int:
         partial.write_text(json.dumps(outcome))
         partial.replace(result)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))

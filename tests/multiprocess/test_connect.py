@@ -62,7 +62,7 @@ def on_two_hosts(hosts: Hosts, function: Any, **options: Any) -> list[Outcome]:
     return run(
         function,
         num_ranks=2,
-        prefix=hosts.prefix,
+        place=hosts.place,
         master_address=ADDRESSES[0],
         master_port=29_511,
         arguments=options,

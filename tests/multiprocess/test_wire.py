@@ -184,7 +184,7 @@ def wait_in_the_dark(secret: str) -> dict[str, Any]:
 
 
 def test_a_link_that_went_dark_is_named_by_both_ends(secret: str, hosts: Hosts) -> None:
-    options = {"prefix": hosts.prefix, "master_address": ADDRESSES[0], "master_port": 29_512}
+    options = {"place": hosts.place, "master_address": ADDRESSES[0], "master_port": 29_512}
     with Processes(wait_in_the_dark, num_ranks=2, arguments={"secret": secret}, **options) as processes:
         for rank in range(2):
             processes.wait_for("ready", rank=rank)

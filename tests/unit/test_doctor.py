@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -33,12 +34,17 @@ def test_who_answers_is_asked_for_version_and_clock_at_the_address_that_was_reac
 
     def ask(address: Address) -> Info:
         asked.append(address)
-        return Info(version=__version__, unix_s=time.time() + 60)
+        return Info(version=__version__, unix_s=time.time() + 3 * 3600)
 
     found = by_name(Patient(target=f"tcp://localhost:{port}/job"), ask=ask)
     assert asked == [Address(host="127.0.0.1", port=port)]
     assert found["other version"].verdict is Verdict.OK
-    assert found["clock"].verdict is Verdict.WARNING and "1:00 min ahead of ours" in found["clock"].found
+    assert found["clock"].verdict is Verdict.WARNING
+    # the way there and back is part of what is told, and this host may be slow
+    told = re.search(r"(\d+):(\d+):(\d+) ahead of ours", found["clock"].found)
+    assert told is not None
+    hours, minutes, seconds = map(int, told.groups())
+    assert abs(hours * 3600 + minutes * 60 + seconds - 3 * 3600) <= 30
 
 
 def test_nobody_is_asked_where_there_is_no_connection(port: int) -> None:

@@ -99,6 +99,12 @@ def test_numbers_are_written_with_three_figures():
     ]  # fmt: skip
 
 
+def test_a_duration_that_rounds_up_to_the_next_unit_is_told_in_that_unit():
+    assert [format_seconds(s) for s in (0.0009994, 0.0009997, 0.99994, 0.99996, 59.94, 59.96, 60, 3599.4, 3599.6)] == [
+        "999 us", "1.0 ms", "999.9 ms", "1.0 s", "59.9 s", "1:00 min", "1:00 min", "59:59 min", "1:00:00",
+    ]  # fmt: skip
+
+
 def test_deadlines_grow_with_what_was_measured_and_never_fall_below_their_floor():
     deadlines = Deadlines(minimum_s=5, slack=10, window=3)
     assert deadlines.deadline_s(steps=100) == 5

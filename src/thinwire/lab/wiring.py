@@ -16,6 +16,7 @@ from thinwire.lab import network
 from thinwire.lab.namespaces import HostWorld, make_host
 from thinwire.lab.settings import LabSettings
 
+_TUN = "/dev/net/tun"
 _SET_INTERFACE, _TAP, _NO_PACKET_INFO = 0x4004_54CA, 0x0002, 0x1000
 _TOOL_S = 30.0
 Lines = Callable[[LabSettings, int], list[str]]
@@ -129,18 +130,32 @@ def open_tap(name: str) -> int:
     """Make a TAP device in the present network namespace; it exists as long as the file is open.
 
     Raises:
-        LabError: The kernel has none.
+        LabError: The kernel has none, or this user may not use them.
     """
     try:
-        file = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(_TUN, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise LabError(_why_no_tap(error)) from None
+    try:
         request = struct.pack("16sH22x", name.encode(), _TAP | _NO_PACKET_INFO)
         fcntl.ioctl(file, _SET_INTERFACE, request)
     except OSError as error:
-        raise LabError(
-            f"delays, jitter and losses need netem or TAP devices, and this kernel refuses both "
-            f"(/dev/net/tun: {error.strerror}); load the module: modprobe tun, or modprobe sch_netem"
-        ) from None
+        os.close(file)
+        raise LabError(_why_no_tap(error)) from None
     return file
+
+
+def _why_no_tap(error: OSError) -> str:
+    need = "delays, jitter and losses need netem or TAP devices"
+    if isinstance(error, PermissionError):
+        return (
+            f"{need}; this kernel has no netem, and this user may not use {_TUN} ({error.strerror}); run as root where "
+            f"that may, let the user open it (chmod 0666 {_TUN}), or load netem: modprobe sch_netem"
+        )
+    return (
+        f"{need}, and this kernel refuses both ({_TUN}: {error.strerror}); load the module: modprobe tun, or modprobe "
+        "sch_netem"
+    )
 
 
 def run(tool: str, lines: Sequence[str], *, world: HostWorld | None = None, files: Sequence[int] = ()) -> None:

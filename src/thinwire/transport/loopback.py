@@ -43,7 +43,9 @@ class LoopbackWorld:
         self.num_replicas = num_replicas
         self.transports = [LoopbackTransport(self, replica) for replica in range(num_replicas)]
         self._mail: dict[_Key, deque[torch.Tensor]] = {}
-        self._baton = threading.Condition()
+        self._baton = threading.Lock()
+        # one a replica: a turn wakes the replica whose it is, and not all that wait
+        self._calls = [threading.Condition(self._baton) for _ in range(num_replicas)]
         self._turn = 0
         self._waits_for: list[_Key | None] = [None] * num_replicas
         self._is_finished = [True] * num_replicas
@@ -99,7 +101,7 @@ class LoopbackWorld:
             self._waits_for[replica] = key
             if not self._mail.get(key):
                 self._pass_baton()
-                self._baton.wait_for(lambda: self._turn == replica)
+                self._calls[replica].wait_for(lambda: self._turn == replica)
             self._waits_for[replica] = None
             queue = self._mail.get(key)
             if not queue:
@@ -115,12 +117,12 @@ class LoopbackWorld:
                 return False
             self._pass_baton()
             has_moved = self._turn != replica
-            self._baton.wait_for(lambda: self._turn == replica)
+            self._calls[replica].wait_for(lambda: self._turn == replica)
             return has_moved
 
     def _await_turn(self, replica: int) -> None:
         with self._baton:
-            self._baton.wait_for(lambda: self._turn == replica)
+            self._calls[replica].wait_for(lambda: self._turn == replica)
 
     def _pass_baton(self) -> None:
         """Give the turn to the next replica that can go on; where none can, to one that waits in vain."""
@@ -133,7 +135,8 @@ class LoopbackWorld:
                 break
         else:
             self._turn = unfinished[0] if unfinished else -1
-        self._baton.notify_all()
+        if unfinished:
+            self._calls[self._turn].notify()
 
 
 class LoopbackTransport:
