@@ -3,8 +3,11 @@
 A fuzzer runs these (`benchmarks/fuzz.py`), and the tests do on a few thousand mutations of what is right.
 """
 
+import hashlib
 import json
+import struct
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from thinwire.membership.council import Council
 from thinwire.membership.invitation import Invitation, read_invitation
 from thinwire.membership.journal import Journal
 from thinwire.membership.protocol import VERSION, Message, decode, encode
-from thinwire.training.global_state import GlobalState, pack, unpack
+from thinwire.training.global_state import MAGIC, GlobalState, pack, unpack
 from thinwire.transport import message
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.secret import Secret
@@ -57,6 +60,23 @@ def read_state(raw: bytes) -> None:
     except ThinwireError:
         return
     assert bytes(pack(state).numpy()) == raw
+
+
+def read_signed_message(raw: bytes) -> None:
+    """Read a message whose header has the right checksum, whatever it says."""
+    size = message.HEADER_BYTES - 4
+    head = raw[:size].ljust(size, b"\0")
+    read_message(head + struct.pack("<I", zlib.crc32(head)) + raw[size:])
+
+
+def read_signed_state(raw: bytes) -> None:
+    """Read a state whose lengths and hash are those of its header, whatever that says: a line, and then the tensors."""
+    header, _, body = raw.partition(b"\n")
+    start = 64 + len(header)
+    padding = bytes(-start % 64)
+    digest = hashlib.sha256(header).digest()
+    total = start + len(padding) + len(body)
+    read_state(struct.pack("<8sIIQQ32s", MAGIC, 1, 0, len(header), total, digest) + header + padding + body)
 
 
 def read_part(raw: bytes) -> None:
@@ -229,6 +249,11 @@ def _states() -> list[bytes]:
     return [bytes(pack(state).numpy())]
 
 
+def _signed(raw: bytes) -> bytes:
+    (length,) = struct.unpack_from("<Q", raw, 16)
+    return raw[64 : 64 + length] + b"\n" + raw[64 + length + -length % 64 :]
+
+
 def _messages() -> list[bytes]:
     return [bytes(message.pack(torch.arange(64, dtype=torch.uint8), sender=1, envelope=_envelope()).numpy())]
 
@@ -237,7 +262,9 @@ Target = tuple[Callable[[bytes], None], list[bytes]]
 TARGETS: dict[str, Target] = {
     "frame": (read_frame, _frames()),
     "message": (read_message, _messages()),
+    "signed-message": (read_signed_message, [raw[: message.HEADER_BYTES - 4] + raw[-64:] for raw in _messages()]),
     "state": (read_state, _states()),
+    "signed-state": (read_signed_state, [_signed(raw) for raw in _states()]),
     "part": (read_part, _parts()),
     "verdict": (read_quorum_word, _verdicts()),
     "invitation": (read_words, [Invitation(host="h", port=1, secret=Secret(key=bytes(32))).text().encode()]),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import hostile_inputs
 from tests.hostile_inputs import TARGETS
 
 ROUNDS = {"replicas": 150, "coordinator": 150, "journal": 60}
@@ -41,3 +42,17 @@ def test_what_is_almost_right_is_read_or_refused(name: str) -> None:
     for raw in seeds:
         for changed in mutations(raw, chance, count=ROUNDS.get(name, 2000 // len(seeds))):
             target(changed)
+
+
+def test_the_signed_seeds_are_read_and_not_only_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[object] = []
+    for module, name in ((hostile_inputs, "pack"), (hostile_inputs.message, "Received")):
+        inner = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *words, inner=inner, **more: (read.append(1), inner(*words, **more))[1]
+        )
+    for name in ("signed-message", "signed-state"):
+        target, seeds = TARGETS[name]
+        before = len(read)
+        target(seeds[0])
+        assert len(read) > before, f"{name} was refused"
