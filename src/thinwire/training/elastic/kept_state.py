@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from thinwire.files import replace_whole
 from thinwire.sync.elastic import global_tensors, load_global_tensors
 from thinwire.sync.inner_memory import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.global_state import GlobalState, pack, unpack
+from thinwire.training.global_state import GlobalState, spans, unpack
 
 # Copying may take such a share of the training's time, and writing such a share of the disk's and of a core's.
 _COPY_SHARE, _WRITE_SHARE = 0.005, 0.05
@@ -128,11 +129,16 @@ class KeptState:
     def _write(self, state: GlobalState) -> None:
         began_s = self._now()
         try:
-            vector = pack(state)
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_whole(self._path, lambda temporary: vector.numpy().tofile(temporary))
+            replace_whole(self._path, partial(_write_spans, state))
         except (OSError, ValueError, MemoryError) as error:
             self._has_failed = True
             self._warn(f"this replica's own state cannot be kept at {self._path}: {error}; it would fetch it again")
             return
         self._next_s = max(self._next_s, self._now() + (self._now() - began_s) / _WRITE_SHARE)
+
+
+def _write_spans(state: GlobalState, path: Path) -> None:
+    with path.open("wb") as file:
+        for span in spans(state):
+            file.write(span)
