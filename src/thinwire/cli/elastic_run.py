@@ -122,6 +122,8 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
     for one in status["members"]:
         paused = " (paused)" if one["paused"] else ""
         speed = f"{one['step_s']:.3f} s a step" if one["step_s"] else "-"
+        if one["tokens_s"]:
+            speed += f", {one['steps_per_interval']:g} steps an interval, {one['tokens_s']:.0f} tokens/s"
         name = f"replica {one['replica']:<4} {one['host']:<24} {one['standing']:<9}"
         print(f"  {name} step {one['step']:<8} {speed}{paused}")
     grace_s, vote_s, silence_s = (f"{status[name]:g} s" for name in ("grace_s", "vote_s", "silence_s"))

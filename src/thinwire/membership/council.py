@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import ConnectError, Expelled, RunOver
+from thinwire.membership.own_pace import Others
 from thinwire.membership.patience import Patience
 from thinwire.membership.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.membership.rounds import Decision
@@ -49,6 +50,7 @@ class Council:
         view: What is known.
         transfers: How long parts take to come once a round was called.
         quiet: Tells from whom nothing comes just now.
+        others: When the others launch.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Council:
         self.transfers = Patience(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
         self.step = 0
         self.step_s = 0.0
+        self.steps_per_interval = self.tokens_s = 0.0
+        self.others = Others()
         self.used: dict[int, int] = {}
         self.quiet: Callable[[], Collection[int]] = frozenset
         self._now = now
@@ -180,6 +184,9 @@ class Council:
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + 1.0
             self._say("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
+            if self.tokens_s:
+                work = {"steps_per_interval": self.steps_per_interval, "tokens_s": self.tokens_s}
+                self._say("work", **{name: round(value, 3) for name, value in work.items()})
         with self.changed:
             due = [said for said in self._unanswered.values() if now_s - said.at_s > _AGAIN_S]
             for said in due:
@@ -233,11 +240,15 @@ class Council:
 
     def _on_progress(self, message: Message) -> None:
         self._advance(message)
+        self.others.hear(message["step"], now_s=self._now())
         self.view.floor_step = max(self.view.floor_step, message["floor"])
         self.view.kept_step = max(self.view.kept_step, message["kept"])
         old = [number for number, found in self.view.decisions.items() if self._is_old(found)]
         for number in old:
             del self.view.decisions[number]
+
+    def _on_pace(self, message: Message) -> None:
+        self.others.step_s = float(message["step_s"])
 
     def _is_old(self, decision: Decision) -> bool:
         return decision.launch_step + 2 * self.interval_steps < self.view.floor_step
@@ -270,6 +281,7 @@ class Council:
         """Forget what was decided: nobody holds that state any more, and the run goes on from an earlier one."""
         self.view.decisions.clear()
         self.view.calls.clear()
+        self.others.forget()
         self.view.step = self.view.closed_step = self.view.floor_step = self.view.kept_step = 0
 
     def _on_leased(self, message: Message) -> None:
