@@ -17,8 +17,8 @@ from thinwire.membership.patience import Patience
 # Waiting for late replicas may cost the others so much of an interval.
 _SHARE_OF_INTERVAL = 0.1
 # One that was late is waited for again in one of so many rounds, since it may have only slept. One that is slow
-# launches ahead, and counts without being waited for; so it is waited for again when it was in time in so many rounds in
-# a row, or in one of more rounds, where a little patience may be all that it needs.
+# launches ahead, and counts without being waited for; so it is waited for again when it was in time in so many rounds
+# in a row, or in one of more rounds, where a little patience may be all that it needs.
 _AGAIN_ROUNDS, _SLOW_AGAIN_ROUNDS = 4, 16
 # Beyond the steps: for the scheduler and the way of the words; and as long as nobody has told how long steps take.
 _WORDS_S, _UNKNOWN_S = 0.3, 30.0
