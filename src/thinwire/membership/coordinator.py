@@ -13,7 +13,7 @@ from thinwire.errors import PayloadError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.membership.decide import Vote
 from thinwire.membership.people import Counter
-from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, printable, windows_of
+from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, printable, rates_of, windows_of
 from thinwire.membership.roster import Member, Standing
 from thinwire.membership.rounds import Decision
 
@@ -56,7 +56,7 @@ class Coordinator(Counter):
         if now_s >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_S
             self._tell_progress()
-            self._tell_all("pace", {"step_s": self.roster.step_s()})
+            self._tell_pace()
             self._ask_again()
 
     # -- what replicas say
@@ -152,6 +152,9 @@ class Coordinator(Counter):
 
     def _on_work(self, member: Member, message: Message, now_s: float) -> None:
         member.steps_per_interval, member.tokens_s = float(message["steps_per_interval"]), float(message["tokens_s"])
+
+    def _on_rates(self, member: Member, message: Message, now_s: float) -> None:
+        self._rates[member.replica] = rates_of(message["rates"])
 
     def _on_launch(self, member: Member, message: Message, now_s: float) -> None:
         used = windows_of(message["used"])
@@ -336,6 +339,7 @@ class Coordinator(Counter):
         self._lent.pop(member.replica, None)
         self._notes.pop(member.replica, None)
         self._notices.pop(member.replica, None)
+        self._rates.pop(member.replica, None)
         self._used = {number: used for number, used in self._used.items() if number in self.book.open_rounds}
         self._record("gone", {"replica": member.replica})
         self._record("ledger", self.ledger.state_dict())

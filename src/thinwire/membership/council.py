@@ -13,12 +13,14 @@ from thinwire.membership.own_pace import Others
 from thinwire.membership.patience import Patience
 from thinwire.membership.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.membership.rounds import Decision
+from thinwire.membership.sites import Rates
 from thinwire.membership.view import Neighbour, Offer, View
 
 _AGAIN_S = 2.0
 # Its supervisor starts a coordinator that died again within seconds; its host may take minutes to come back.
 _TELL_S, GONE_S = 30.0, 1800.0
 _LEAST_TRANSFER_S, _MOST_TRANSFER_S = 2.0, 60.0
+_LEAST_RELAY_S, _MOST_RELAY_S = 0.5, 20.0
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class Council:
         transfers: How long parts take to come once a round was called.
         quiet: Tells from whom nothing comes just now.
         others: When the others launch.
+        rates: How fast this replica's answers reach the others.
+        relayed: How long parts take to come by way of another replica of the site.
     """
 
     def __init__(
@@ -68,6 +72,8 @@ class Council:
         self.step_s = 0.0
         self.steps_per_interval = self.tokens_s = 0.0
         self.others = Others()
+        self.rates = Rates()
+        self.relayed = Patience(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
         self.used: dict[int, int] = {}
         self.quiet: Callable[[], Collection[int]] = frozenset
         self._now = now
@@ -187,12 +193,18 @@ class Council:
             if self.tokens_s:
                 work = {"steps_per_interval": self.steps_per_interval, "tokens_s": self.tokens_s}
                 self._say("work", **{name: round(value, 3) for name, value in work.items()})
+            self._tell_rates()
         with self.changed:
             due = [said for said in self._unanswered.values() if now_s - said.at_s > _AGAIN_S]
             for said in due:
                 said.at_s = now_s
         for said in due:
             self._say(said.kind, **said.fields)
+
+    def _tell_rates(self) -> None:
+        self.rates.keep(self.active())
+        if told := self.rates.told():
+            self._say("rates", rates=told)
 
     def _tell_of_silence(self, silence_s: float) -> None:
         if silence_s >= self._tell_s:
@@ -249,6 +261,7 @@ class Council:
 
     def _on_pace(self, message: Message) -> None:
         self.others.step_s = float(message["step_s"])
+        self.view.sites = tuple(numbers(site, what="a site") for site in message["sites"])
 
     def _is_old(self, decision: Decision) -> bool:
         return decision.launch_step + 2 * self.interval_steps < self.view.floor_step

@@ -10,6 +10,7 @@ from thinwire.membership.cuts import Cut, Cuts
 from thinwire.membership.roster import Member, Roster, Standing
 from thinwire.membership.rounds import Decision, RoundBook
 from thinwire.membership.shards import Lease, Ledger
+from thinwire.membership.sites import find_sites
 
 # Intervals whose parts are kept for a replica that is behind.
 _MOST_BEHIND = 8
@@ -80,6 +81,7 @@ class Desk:
         self._notices: dict[int, int] = {}
         self._finish: dict[str, Any] | None = None
         self._next_progress_s = 0.0
+        self._rates: dict[int, dict[int, int]] = {}
         self._lent: dict[int, tuple[int, Lease]] = {}
 
     def _tell(self, replica: int, kind: str, fields: dict[str, Any]) -> None:
@@ -128,6 +130,10 @@ class Desk:
         """Tell whether a replica can go on from a state that it holds itself."""
         is_of_this_past = era == self._era and not self._from_disk and held_step <= self._furthest_step()
         return bool(held_step) and is_of_this_past and bool(self.roster.active) and held_step >= self._keep()
+
+    def _tell_pace(self) -> None:
+        sites = [list(site) for site in find_sites(self._rates, self.roster.active)]
+        self._tell_all("pace", {"step_s": self.roster.step_s(), "sites": sites})
 
     def _write_member(self, member: Member) -> None:
         self._record("member", {**member.describe(), "token": member.token.hex(), "held_step": member.held_step})
