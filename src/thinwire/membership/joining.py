@@ -153,7 +153,7 @@ def join(
     seat = ElasticSeat(council, library)
     library.is_past = seat.is_past
     _tell_of_losses(transport, council)
-    transport.log.add_sink(lambda transfer: _note_rate(council, transfer))
+    transport.log.add_sink(lambda transfer: note_rate(council, transfer))
     greeting.hand_over(council)
     seated = Seated(job=job, council=council, transport=transport, library=library, seat=seat, line=line)
     return seated, Address(host=own_address, port=wire.port)
@@ -188,7 +188,7 @@ def _meet(wire: WireTransport, neighbours: Mapping[int, Neighbour], *, replica: 
             wire.add(peer, address=address)
 
 
-def _note_rate(council: Council, transfer: Transfer) -> None:
+def note_rate(council: Council, transfer: Transfer) -> None:
     """Learn from an answer how fast the wire to a replica is; an ask also waits for what is not there yet."""
     if transfer.direction == "sent" and not transfer.error:
         seconds = transfer.finished_s - transfer.started_s

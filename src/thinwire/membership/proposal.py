@@ -164,7 +164,7 @@ class Proposal:
                 called=view.calls.get(self._round_id), decision=self._decision, active=active,
                 neighbours=tuple(view.neighbours), limit_s=self._council.transfers.limit_s, quiet=self._council.quiet(),
                 relays=relays(view.sites, replica=me, round_id=self._round_id, active=active),
-                relay_limit_s=self._council.relayed.limit_s, near=site_of(me, view.sites),
+                relay_limit_s=self._council.relayed.limit_s + self._council.relayed.median_s, near=site_of(me, view.sites),
             )  # fmt: skip
 
     def _do(self, action: Action) -> None:

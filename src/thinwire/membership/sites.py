@@ -9,10 +9,10 @@ same bytes wherever they come from, and an origin is asked itself where its rela
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import struct
 import threading
-import zlib
 from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import combinations, pairwise
@@ -138,7 +138,11 @@ def relays(sites: Sites, *, replica: int, round_id: int, active: tuple[int, ...]
     chosen = {}
     for member in active:
         if member not in site and len(here) > 1:
-            relay = max(here, key=lambda one: (zlib.crc32(_CHOICE.pack(round_id, member, one)), one))
+            relay = max(here, key=lambda one: _draw(round_id, member, one))
             if relay != replica:
                 chosen[member] = relay
     return chosen
+
+
+def _draw(round_id: int, member: int, relay: int) -> bytes:
+    return hashlib.blake2b(_CHOICE.pack(round_id, member, relay), digest_size=8).digest()
