@@ -2,10 +2,10 @@
 
     sudo python benchmarks/elastic_sites/thin_sites.py
 
-Two hosts of the lab are two sites: inside, replicas reach each other over the host's own loopback; between them lies one
-wire of 20 Mbit/s each way that all share. Real seats, councils and connections; a process a site with a thread a replica,
-and the coordinator beside the first one's. Nothing is trained: a round begins where the last one has ended. Bytes are
-the kernel's, sent and received by the second host, the coordinator's words among them.
+Two hosts of the lab are two sites: inside, replicas reach each other over the host's own loopback; between them lies
+one wire of 20 Mbit/s each way that all share. Real seats, councils and connections; a process a site with a thread a
+replica, and the coordinator beside the first one's. Nothing is trained: a round begins where the last one has ended.
+Bytes are the kernel's, sent and received by the second host, the coordinator's words among them.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def measure(each: int, num_bytes: int, *, with_sites: bool) -> dict[str, object]
     seconds = [max(part["rounds"][n]["seconds"] for part in parts) for n in range(ROUNDS)]
     return {
         "replicas": f"{each}+{each}", "part_bytes": num_bytes, "rate": RATE, "with_sites": with_sites,
-        "sites": parts[0]["sites"], "rounds": ROUNDS, "megabytes_a_round": round((counts[1] - counts[0]) / ROUNDS / 1e6, 3),
+        "sites": parts[0]["sites"], "rounds": ROUNDS,
+        "megabytes_a_round": round((counts[1] - counts[0]) / ROUNDS / 1e6, 3),
         "seconds_a_round": round(statistics.median(seconds), 3), "longest_s": round(max(seconds), 3),
         "incomplete": sum(found["parts"] < 2 * each for part in parts for found in part["rounds"]),
     }  # fmt: skip

@@ -2,6 +2,8 @@
 
 import threading
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from thinwire.membership.joining import note_rate
 from thinwire.membership.proposal import round_of
 from thinwire.membership.protocol import rates_of
 from thinwire.membership.rounds import Decision
-from thinwire.membership.sites import Rates, find_sites, relays, site_of
+from thinwire.membership.sites import find_sites, relays, site_of
 
 FAST, THIN = 1e8, 2e6
 TWO_SITES = ((0, 1, 2), (3, 4, 5))
@@ -135,7 +137,7 @@ def test_of_many_that_hold_a_decided_part_those_of_the_own_site_are_asked_first(
 
 def test_only_what_was_sent_well_and_is_large_enough_tells_a_rate() -> None:
     council = Council(replica=0, interval_steps=4, say=lambda kind, **fields: None)
-    common = dict(peer=1, kind="library", round_id=0, fragment=0, phase=0, started_s=1.0)
+    common = {"peer": 1, "kind": "library", "round_id": 0, "fragment": 0, "phase": 0, "started_s": 1.0}
     for direction, num_bytes, error in (("received", 1 << 20, ""), ("sent", 1 << 20, "lost"), ("sent", 100, "")):
         note_rate(council, Transfer(
             direction=direction, payload_bytes=num_bytes, wire_bytes=num_bytes, finished_s=2.0, error=error, **common
@@ -151,49 +153,52 @@ def test_only_what_was_sent_well_and_is_large_enough_tells_a_rate() -> None:
 
 @pytest.mark.parametrize("bad", [[], {"a": 1}, {"1": -1}, {"1": 0.5}, {"1": True}, {"1" * 20: 1}, {"\u0661": 1}])
 def test_rates_that_cannot_be_are_refused(bad: object) -> None:
-    with pytest.raises(PayloadError, match="rate|number"):
+    with pytest.raises(PayloadError, match=r"rate|number"):
         rates_of(bad)
     assert rates_of({"3": 7}) == {3: 7}
 
 
-def test_rates_of_many_threads_are_counted() -> None:
-    rates = Rates()
-    threads = [threading.Thread(target=lambda n=n: rates.observe(n, num_bytes=1 << 20, seconds=1.0)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(rates.told()) == 8
+class Site:
+    """A town of two sites of two, in which each ask for a part from elsewhere is counted."""
 
+    SITES = ((0, 1), (2, 3))
 
-def crossings(*, has_sites: bool) -> tuple[Counter[tuple[int, int, int]], list[bytes]]:
-    """Return how often each part of three rounds crossed between two sites of two, and what each replica applied."""
-    town = Town(planned=4)
-    residents = [Resident(town, name=f"host{number}") for number in range(4)]
-    sites, crossed, applied, lock = ((0, 1), (2, 3)), Counter[tuple[int, int, int]](), [b""] * 4, threading.Lock()
-    for resident in residents:
-        asked = resident.shelf.get
-
-        def get(source: int, name: bytes, *, most_bytes: int, me: int = resident.replica, asked=asked):  # type: ignore[no-untyped-def]
-            if source not in site_of(me, sites):
-                with lock:
-                    crossed[round_of(name) or 0, int.from_bytes(name[9:], "little"), me // 2] += 1
-            return asked(source, name, most_bytes=most_bytes)
-
-        resident.shelf.get = get  # type: ignore[method-assign]
-        if has_sites:
-            other = 1 - resident.replica % 2 + 2 * (resident.replica // 2)
-            for peer in range(4):
-                seconds = 0.01 if peer == other else 1.0
+    def __init__(self, *, knows_sites: bool) -> None:
+        self.town = Town(planned=4)
+        self.crossed: Counter[tuple[int, int, int]] = Counter()
+        self.applied = [b""] * 4
+        self._lock = threading.Lock()
+        self.residents = [Resident(self.town, name=f"host{number}") for number in range(4)]
+        for resident in self.residents:
+            resident.shelf.get = partial(self._get, resident.replica, resident.shelf.get)  # type: ignore[method-assign]
+            for peer in range(4 if knows_sites else 0):
+                seconds = 0.01 if peer in site_of(resident.replica, self.SITES) else 1.0
                 resident.council.rates.observe(peer, num_bytes=1 << 20, seconds=seconds)
-        resident.begin()
-    for resident in residents:
-        resident.council.wait_for(
-            lambda view, r=resident: len(r.council.active()) == 4 and (not has_sites or view.sites == sites),
-            deadline_s=20, why="",
-        )  # fmt: skip
+            resident.begin()
+        expected = self.SITES if knows_sites else ()
+        for resident in self.residents:
+            active = resident.council.active
+            resident.council.wait_for(
+                lambda view, active=active: len(active()) == 4 and view.sites == expected, deadline_s=20, why=""
+            )
 
-    def live(resident: Resident) -> None:
+    def _get(self, me: int, get: Any, source: int, name: bytes, *, most_bytes: int) -> Any:
+        if source not in site_of(me, self.SITES):
+            with self._lock:
+                self.crossed[round_of(name) or 0, int.from_bytes(name[9:], "little"), me // 2] += 1
+        return get(source, name, most_bytes=most_bytes)
+
+    def run(self) -> None:
+        threads = [threading.Thread(target=self._live, args=(resident,)) for resident in self.residents]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        for resident in self.residents:
+            resident.close()
+        self.town.close()
+
+    def _live(self, resident: Resident) -> None:
         for round_id in range(3):
             part = torch.full((9,), 10 * round_id + resident.replica, dtype=torch.uint8)
             proposal = resident.seat.propose(
@@ -202,22 +207,13 @@ def crossings(*, has_sites: bool) -> tuple[Counter[tuple[int, int, int]], list[b
             proposal.wait(deadline_s=1)
             assert proposal.agreed is not None
             for member, found in proposal.agreed.parts.items():
-                applied[resident.replica] += bytes([member]) + bytes(found.numpy())
-
-    threads = [threading.Thread(target=live, args=(resident,)) for resident in residents]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    for resident in residents:
-        resident.close()
-    town.close()
-    return crossed, applied
+                self.applied[resident.replica] += bytes([member]) + bytes(found.numpy())
 
 
 def test_through_relays_all_apply_the_same_bytes_and_each_part_comes_to_a_site_once() -> None:
-    plain, expected = crossings(has_sites=False)
-    crossed, applied = crossings(has_sites=True)
-    assert applied == expected == [expected[0]] * 4 and len(expected[0]) == 3 * 4 * 10
-    assert set(plain.values()) == {2} and set(crossed.values()) == {1}
-    assert len(crossed) == 3 * 4, "each part of each round comes to the one site that it is not from"
+    plain, relayed = Site(knows_sites=False), Site(knows_sites=True)
+    plain.run()
+    relayed.run()
+    assert plain.applied == relayed.applied == [plain.applied[0]] * 4 and len(plain.applied[0]) == 3 * 4 * 10
+    assert set(plain.crossed.values()) == {2} and set(relayed.crossed.values()) == {1}
+    assert len(relayed.crossed) == 3 * 4, "each part of each round comes to the one site that it is not from"

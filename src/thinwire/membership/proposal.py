@@ -164,7 +164,9 @@ class Proposal:
                 called=view.calls.get(self._round_id), decision=self._decision, active=active,
                 neighbours=tuple(view.neighbours), limit_s=self._council.transfers.limit_s, quiet=self._council.quiet(),
                 relays=relays(view.sites, replica=me, round_id=self._round_id, active=active),
-                relay_limit_s=self._council.relayed.limit_s + self._council.relayed.median_s, near=site_of(me, view.sites),
+                # a relay that is given up too early costs the thin wire the part a second time
+                relay_limit_s=self._council.relayed.limit_s + self._council.relayed.median_s,
+                near=site_of(me, view.sites),
             )  # fmt: skip
 
     def _do(self, action: Action) -> None:

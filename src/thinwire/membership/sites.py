@@ -1,9 +1,9 @@
 """Sites: replicas that reach each other much faster than all others, and who of a site fetches which far part.
 
 Each replica measures how fast its answers reach the others, and tells the coordinator. That finds the sites in all
-rates and tells everyone. A part from elsewhere is then fetched over the thin wire once a site, by one replica of it, the
-relay, which a hash chooses anew for each part, so that the load spreads; the others get it from there. Parts are the
-same bytes wherever they come from, and an origin is asked itself where its relay does not have the part in time.
+rates and tells everyone. A part from elsewhere is then fetched over the thin wire once a site, by one replica of it,
+the relay, which a hash chooses anew for each part, so that the load spreads; the others get it from there. Parts are
+the same bytes wherever they come from, and an origin is asked itself where its relay does not have the part in time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import hashlib
 import math
 import struct
-import threading
 from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import combinations, pairwise
@@ -30,9 +29,10 @@ Sites = tuple[tuple[int, ...], ...]
 
 
 class Rates:
-    """How fast this replica's answers reached the others, in bytes a second; safe between threads.
+    """How fast this replica's answers reached the others, in bytes a second.
 
-    The highest of the latest few counts: others may have shared the wire, but nobody is faster than it.
+    The highest of the latest few counts: others may have shared the wire, but nobody is faster than it. One thread may
+    observe while another one asks: both work on what is there at one moment.
 
     Example:
         >>> rates = Rates()
@@ -45,23 +45,21 @@ class Rates:
 
     def __init__(self) -> None:
         self._seen: dict[int, deque[float]] = {}
-        self._lock = threading.Lock()
 
     def observe(self, peer: int, *, num_bytes: int, seconds: float) -> None:
         """Take in an answer that reached a replica."""
         if num_bytes >= LEAST_BYTES:
-            with self._lock:
-                self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
+            self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
 
     def keep(self, peers: Collection[int]) -> None:
         """Forget all but these replicas."""
-        with self._lock:
-            self._seen = {peer: seen for peer, seen in self._seen.items() if peer in peers}
+        for peer in set(self._seen.copy()) - set(peers):
+            self._seen.pop(peer, None)
 
     def told(self) -> dict[str, int]:
         """Return the rates as the coordinator is told them."""
-        with self._lock:
-            return {str(peer): min(_MOST_RATE, round(max(seen))) for peer, seen in sorted(self._seen.items())}
+        seen = {peer: max(rates.copy(), default=0.0) for peer, rates in sorted(self._seen.copy().items())}
+        return {str(peer): min(_MOST_RATE, round(rate)) for peer, rate in seen.items()}
 
 
 def find_sites(rates: Mapping[int, Mapping[int, float]], active: Collection[int]) -> Sites:
