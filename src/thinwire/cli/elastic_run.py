@@ -128,6 +128,8 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
         print(f"  {name} step {one['step']:<8} {speed}{paused}")
     grace_s, vote_s, silence_s = (f"{status[name]:g} s" for name in ("grace_s", "vote_s", "silence_s"))
     print(f"deadlines: late replicas {grace_s}, votes {vote_s}, silence {silence_s}")
+    if status["sites"]:
+        print("sites: " + "; ".join("replicas " + ", ".join(map(str, site)) for site in status["sites"]))
     for finding in status["findings"][-5:]:
         print(f"  {finding}")
 
