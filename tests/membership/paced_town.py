@@ -7,6 +7,7 @@ is a thread, of which one at a time runs, so a run is the same every time.
 import random
 import statistics
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,8 @@ class PacedEngine(Engine):
 
     def __init__(self, runner: "Runner", setting: Setting) -> None:
         self.runner = runner
+        self._bears = setting.overlap_steps > 0
+        self._overdue: deque[tuple[int, list[Round]]] = deque()
         self.schedule = setting.schedule
         self._where = {"num_fragments": setting.num_fragments, "replica": 0}
         self._in_flight: dict[int, Any] = {}

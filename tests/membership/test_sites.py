@@ -133,6 +133,14 @@ def test_of_many_that_hold_a_decided_part_those_of_the_own_site_are_asked_first(
     bid = Bid(replica=0, has_part=False)
     assert asks(bid.turn(seen((1, 2, 3), decision), now_s=0.0)) == {(1, 2)}
     assert asks(bid.turn(seen((1, 2, 3), decision), now_s=11.0)) < {(2, 2), (3, 2)}
+    bid = Bid(replica=0, has_part=False)
+    bid.turn(seen((1, 2, 3), decision), now_s=0.0)
+    asked: set[tuple[int, int]] = set()
+    for number in range(3):  # who does not give it is not asked for ever
+        for source in (1, 2, 3):
+            bid.fail(2, now_s=float(number), source=source)
+        asked |= asks(bid.turn(seen((1, 2, 3), decision), now_s=number + 0.5))
+    assert asked >= {(2, 2), (3, 2)}
 
 
 def test_only_what_was_sent_well_and_is_large_enough_tells_a_rate() -> None:

@@ -183,7 +183,8 @@ class Bid:
             if not sources or now_s > self._until_s:
                 return [GiveUp(member=member, sources=tuple(sources))]
             free = [source for source in sources if source not in self._asked.get(member, {})]
-            free = [source for source in free if source in seen.near] or free
+            if member not in self._turns:
+                free = [source for source in free if source in seen.near] or free
             if free and self._is_due(member, seen, now_s):
                 turn = self._turns.get(member, member)  # each part from another source first
                 self._turns[member] = turn + 1

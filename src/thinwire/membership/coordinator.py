@@ -154,7 +154,7 @@ class Coordinator(Counter):
         member.steps_per_interval, member.tokens_s = float(message["steps_per_interval"]), float(message["tokens_s"])
 
     def _on_rates(self, member: Member, message: Message, now_s: float) -> None:
-        self._rates[member.replica] = rates_of(message["rates"])
+        self.places.hear(member.replica, rates_of(message["rates"]))
 
     def _on_launch(self, member: Member, message: Message, now_s: float) -> None:
         used = windows_of(message["used"])
@@ -339,7 +339,7 @@ class Coordinator(Counter):
         self._lent.pop(member.replica, None)
         self._notes.pop(member.replica, None)
         self._notices.pop(member.replica, None)
-        self._rates.pop(member.replica, None)
+        self.places.forget(member.replica)
         self._used = {number: used for number, used in self._used.items() if number in self.book.open_rounds}
         self._record("gone", {"replica": member.replica})
         self._record("ledger", self.ledger.state_dict())

@@ -10,7 +10,7 @@ from thinwire.membership.cuts import Cut, Cuts
 from thinwire.membership.roster import Member, Roster, Standing
 from thinwire.membership.rounds import Decision, RoundBook
 from thinwire.membership.shards import Lease, Ledger
-from thinwire.membership.sites import Sites, find_sites
+from thinwire.membership.sites import SiteBook
 
 # Intervals whose parts are kept for a replica that is behind.
 _MOST_BEHIND = 8
@@ -47,7 +47,7 @@ class Desk:
         has_finished: Whether it has come to its end.
         is_paused: Whether all replicas were told to pause.
         findings: What people should know, the latest last.
-        sites: Groups of replicas that reach each other much faster than others.
+        places: Groups of replicas that reach each other much faster than others.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ class Desk:
         self.has_finished = False
         self.is_paused = False
         self.findings: list[str] = []
-        self.sites: Sites = ()
-        self._sites_told = 0
+        self.places = SiteBook()
         self._job = dict(job)
         self._planned = planned
         self._sync_interval = sync_interval
@@ -85,7 +84,6 @@ class Desk:
         self._notices: dict[int, int] = {}
         self._finish: dict[str, Any] | None = None
         self._next_progress_s = 0.0
-        self._rates: dict[int, dict[int, int]] = {}
         self._lent: dict[int, tuple[int, Lease]] = {}
 
     def _tell(self, replica: int, kind: str, fields: dict[str, Any]) -> None:
@@ -136,13 +134,10 @@ class Desk:
         return bool(held_step) and is_of_this_past and bool(self.roster.active) and held_step >= self._keep()
 
     def _tell_pace(self) -> None:
-        sites = find_sites(self._rates, self.roster.active)
-        if sites != self.sites:
-            self.sites = sites
-            self._sites_told += 1
+        is_new, sites = self.places.look(self.roster.active), self.places.sites
+        if is_new and self.places.num_changes <= _MOST_SITES_TOLD:  # rates may go up and down for days
             named = "; ".join(", ".join(map(str, site)) for site in sites)
-            if self._sites_told <= _MOST_SITES_TOLD:  # rates may go up and down for days
-                self._find(f"sites by measured rates: {f'replicas {named}' if sites else 'none any more'}")
+            self._find(f"sites by measured rates: {f'replicas {named}' if sites else 'none any more'}")
         self._tell_all("pace", {"step_s": self.roster.step_s(), "sites": [list(site) for site in sites]})
 
     def _write_member(self, member: Member) -> None:

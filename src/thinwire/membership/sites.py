@@ -107,6 +107,35 @@ def _joined(pairs: Mapping[tuple[int, int], float], *, least: float) -> Sites:
     return tuple(sorted({tuple(sorted(group)) for group in groups.values()}))
 
 
+class SiteBook:
+    """The rates that replicas told, and the sites that are found in them.
+
+    Attributes:
+        sites: As they were found last.
+        num_changes: How often they were others than before.
+    """
+
+    def __init__(self) -> None:
+        self.sites: Sites = ()
+        self.num_changes = 0
+        self._rates: dict[int, Mapping[int, float]] = {}
+
+    def hear(self, replica: int, rates: Mapping[int, float]) -> None:
+        """Take in how fast a replica's answers reach the others."""
+        self._rates[replica] = rates
+
+    def forget(self, replica: int) -> None:
+        """Let a replica go."""
+        self._rates.pop(replica, None)
+
+    def look(self, active: Collection[int]) -> bool:
+        """Find the sites anew; tell whether they are others than before."""
+        found, before = find_sites(self._rates, active), self.sites
+        self.sites = found
+        self.num_changes += found != before
+        return found != before
+
+
 def site_of(replica: int, sites: Sites) -> tuple[int, ...]:
     """Return the replicas of one's site, itself among them."""
     return next((site for site in sites if replica in site), (replica,))

@@ -140,8 +140,13 @@ class Engine(EngineState):
         """Tell whether the others may not have come to a step yet, and are needed there."""
         if step <= self._pace_maker.known_step:
             return False
+        if self._bears:  # it waits only where a fragment is launched again whose last round has not come
+            needed = {round.fragment for round in self.method.schedule.launches(step, **self._where)}
+            due = [round for _, found in self._overdue for round in found if round.fragment in needed]
+        else:
+            due = self._due(step)
         # what is launched at the very step is not in flight yet, and waited for there
-        flights = [self._in_flight[round.id] for round in self._due(step) if round.id in self._in_flight]
+        flights = [self._in_flight[round.id] for round in due if round.id in self._in_flight]
         return not all(flight.poll(step) for flight in flights)
 
     def _exchange_at(self, step: int) -> None:

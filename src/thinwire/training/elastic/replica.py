@@ -178,9 +178,7 @@ class _Life:
             others=seated.council.others, own_s=lambda: own_work.steps_s, launched=optimizer.engine.launched_at,
             has_work=optimizer.engine.has_work, interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
         )  # fmt: skip
-        optimizer.engine.follow(
-            seated.seat.known_step, patience_steps=patience_steps, bears=bears, aim=pace.aim
-        )
+        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps, bears=bears, aim=pace.aim)
         assert config.batch_size is not None and config.seq_len is not None
         batches = ShardBatches(
             corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
