@@ -53,10 +53,19 @@ def test_without_an_own_pace_a_slow_replica_is_late_and_others_wait_for_it() -> 
     assert new.seconds[0] < 0.95 * old.seconds[0]
 
 
-def test_one_whose_step_is_longer_than_the_launches_are_apart_counts_less_often_and_is_not_waited_for() -> None:
+def test_launches_that_are_less_than_a_step_apart_are_made_ahead_where_results_may_come_late() -> None:
     alike, found = (run("streaming", 10, speeds) for speeds in ((1.0, 1.0), (1.0, 10.0)))
+    assert found.own_share[1] > 0.9 and found.seconds[0] <= 1.035 * alike.seconds[0]
+
+
+def test_one_whose_step_is_longer_than_an_interval_counts_less_often_and_is_hardly_waited_for() -> None:
+    alike, found = (run("plain", 10, speeds) for speeds in ((1.0, 1.0), (1.0, 15.0)))
     assert 0.2 < found.own_share[1] < 1
     assert found.seconds[0] <= 1.08 * alike.seconds[0]
+
+
+def test_a_slow_replica_does_not_drive_fast_ones_on() -> None:
+    assert run("streaming", 30, (1.0, 10.0)).trained[0] == INTERVALS * 30
 
 
 def test_replicas_alike_pass_over_hardly_anything() -> None:

@@ -183,7 +183,9 @@ class Coordinator(Counter):
         if any(one >= self.roster.next_replica for one in has):
             raise PayloadError(f"a vote of replica {member.replica} for parts of replicas that nobody has heard of")
         vote = Vote(has=frozenset(has), reference_hash=message["hash"])
-        self.book.vote(member.replica, vote, round_id=message["round"], step=message["step"], now_s=now_s)
+        # where a slow one has gone ahead to, nobody has come yet
+        step = 0 if self.roster.ahead_s(member) else message["step"]
+        self.book.vote(member.replica, vote, round_id=message["round"], step=step, now_s=now_s)
         decision = self.book.decisions.get(message["round"])
         if decision is not None:
             self._tell_decision(decision, to=member)
