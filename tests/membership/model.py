@@ -26,7 +26,7 @@ LIMIT_S = 10.0
 # What happens where nothing breaks.
 PLAIN = ("up", "down", "launch", "pull", "time")
 # What says nothing about who takes part in what.
-_BACKGROUND = ("progress", "finish")
+_BACKGROUND = ("progress", "pace", "finish")
 
 
 class NoLock:

@@ -122,10 +122,14 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
     for one in status["members"]:
         paused = " (paused)" if one["paused"] else ""
         speed = f"{one['step_s']:.3f} s a step" if one["step_s"] else "-"
+        if one["tokens_s"]:
+            speed += f", {one['steps_per_interval']:g} steps an interval, {one['tokens_s']:.0f} tokens/s"
         name = f"replica {one['replica']:<4} {one['host']:<24} {one['standing']:<9}"
         print(f"  {name} step {one['step']:<8} {speed}{paused}")
     grace_s, vote_s, silence_s = (f"{status[name]:g} s" for name in ("grace_s", "vote_s", "silence_s"))
     print(f"deadlines: late replicas {grace_s}, votes {vote_s}, silence {silence_s}")
+    if status["sites"]:
+        print("sites: " + "; ".join("replicas " + ", ".join(map(str, site)) for site in status["sites"]))
     for finding in status["findings"][-5:]:
         print(f"  {finding}")
 

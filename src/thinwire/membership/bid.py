@@ -7,7 +7,7 @@ real blobs, and a model of a few replicas can go through all orders in which thi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thinwire.membership.rounds import Decision
 
@@ -54,6 +54,9 @@ class Seen:
         neighbours: Who is there at all.
         limit_s: For how long a part is waited for.
         quiet: From whom nothing has come for a while, not even a sign of life.
+        relays: Whom to ask first for a far part: another replica of this one's site.
+        relay_limit_s: For how long that is waited for, from the call on, until its origin is asked itself.
+        near: The replicas of this one's site, who are asked first for what many hold.
     """
 
     called: tuple[int, ...] | None
@@ -62,6 +65,9 @@ class Seen:
     neighbours: Collection[int]
     limit_s: float
     quiet: Collection[int] = ()
+    relays: Mapping[int, int] = field(default_factory=dict)
+    relay_limit_s: float = 0.0
+    near: Collection[int] = ()
 
 
 class Bid:
@@ -90,6 +96,8 @@ class Bid:
         self._until_s, self._num_parts = 0.0, -1
         self._has_voted = not has_part
         self._turns: dict[int, int] = {}
+        self._direct: set[int] = set()  # whose parts a relay did not give
+        self._direct_s = 0.0
 
     @property
     def has(self) -> tuple[int, ...]:
@@ -115,6 +123,8 @@ class Bid:
         """Note that a replica that was asked for a part cannot give it, or none of those that were."""
         asked = self._asked.get(member, {})
         asked.pop(source, None) if source is not None else asked.clear()
+        if source not in (None, member):
+            self._direct.add(member)
         if not asked:
             self._asked.pop(member, None)
             self._failed[member] = now_s
@@ -132,16 +142,35 @@ class Bid:
             return []
         todo: list[Action] = []
         for peer in seen.active:
-            if peer not in self._has and peer not in self._asked and self._is_due(peer, seen, now_s):
-                todo.append(self._ask(peer, peer, now_s))
+            if peer not in self._has and self._is_wanted(peer, seen, now_s):
+                todo.append(self._ask(self._first_source(peer, seen), peer, now_s))
         if seen.called is not None:
             self._called_s = now_s if self._called_s is None else self._called_s
             # who has died or sleeps is not waited for
             awaited = (set(seen.called) & {*seen.active, self._replica}) - set(seen.quiet)
-            if self._has.issuperset(awaited) or now_s > self._called_s + seen.limit_s:
+            # an origin that was asked in a relay's place has as much time
+            if self._has.issuperset(awaited) or now_s > max(self._called_s, self._direct_s) + seen.limit_s:
                 self._has_voted = True
                 todo.append(CastVote(has=self.has))
         return todo
+
+    def _is_wanted(self, peer: int, seen: Seen, now_s: float) -> bool:
+        """Tell whether to ask for a part of a round that is open: not yet asked for, or in vain."""
+        asked = self._asked.get(peer)
+        if not asked:
+            return self._is_due(peer, seen, now_s)
+        if peer in asked or self._called_s is None:
+            return False
+        is_called = seen.called is not None and set(asked) <= set(seen.called) - set(seen.quiet)
+        if is_called and now_s < max(self._called_s, *asked.values()) + seen.relay_limit_s:
+            return False
+        self._direct.add(peer)
+        self._direct_s = now_s
+        return True
+
+    def _first_source(self, peer: int, seen: Seen) -> int:
+        relay = seen.relays.get(peer, peer)
+        return relay if peer not in self._direct and relay in set(seen.active) - set(seen.quiet) else peer
 
     def _complete(self, decision: Decision, seen: Seen, now_s: float) -> list[Action]:
         if len(self._has) > self._num_parts:  # something comes, however slowly
@@ -154,6 +183,8 @@ class Bid:
             if not sources or now_s > self._until_s:
                 return [GiveUp(member=member, sources=tuple(sources))]
             free = [source for source in sources if source not in self._asked.get(member, {})]
+            if member not in self._turns:
+                free = [source for source in free if source in seen.near] or free
             if free and self._is_due(member, seen, now_s):
                 turn = self._turns.get(member, member)  # each part from another source first
                 self._turns[member] = turn + 1

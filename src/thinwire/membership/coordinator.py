@@ -13,7 +13,7 @@ from thinwire.errors import PayloadError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.membership.decide import Vote
 from thinwire.membership.people import Counter
-from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, printable, windows_of
+from thinwire.membership.protocol import RUN_OVER, VERSION, Message, numbers, printable, rates_of, windows_of
 from thinwire.membership.roster import Member, Standing
 from thinwire.membership.rounds import Decision
 
@@ -56,6 +56,7 @@ class Coordinator(Counter):
         if now_s >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_S
             self._tell_progress()
+            self._tell_pace()
             self._ask_again()
 
     # -- what replicas say
@@ -149,6 +150,12 @@ class Coordinator(Counter):
         if message["roster"] != self._roster_number() and member.standing is not Standing.ARRIVING:
             self._tell_roster(to=member)  # the last one was lost on its way
 
+    def _on_work(self, member: Member, message: Message, now_s: float) -> None:
+        member.steps_per_interval, member.tokens_s = float(message["steps_per_interval"]), float(message["tokens_s"])
+
+    def _on_rates(self, member: Member, message: Message, now_s: float) -> None:
+        self.places.hear(member.replica, rates_of(message["rates"]))
+
     def _on_launch(self, member: Member, message: Message, now_s: float) -> None:
         used = windows_of(message["used"])
         is_open = message["round"] in self.book.open_rounds
@@ -157,7 +164,10 @@ class Coordinator(Counter):
         self.ledger.use(member.replica, used)
         member.step = max(member.step, message["step"])
         round_id, before = message["round"], self.book.step
-        decision = self.book.launch(member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s)
+        decision = self.book.launch(
+            member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s,
+            ahead_s=self.roster.ahead_s(member),
+        )  # fmt: skip
         if decision is None:
             self._used.setdefault(round_id, {})[member.replica] = used
             if self.book.step > before:  # those that are behind learn at once that they are
@@ -173,7 +183,9 @@ class Coordinator(Counter):
         if any(one >= self.roster.next_replica for one in has):
             raise PayloadError(f"a vote of replica {member.replica} for parts of replicas that nobody has heard of")
         vote = Vote(has=frozenset(has), reference_hash=message["hash"])
-        self.book.vote(member.replica, vote, round_id=message["round"], step=message["step"], now_s=now_s)
+        # where a slow one has gone ahead to, nobody has come yet
+        step = 0 if self.roster.ahead_s(member) else message["step"]
+        self.book.vote(member.replica, vote, round_id=message["round"], step=step, now_s=now_s)
         decision = self.book.decisions.get(message["round"])
         if decision is not None:
             self._tell_decision(decision, to=member)
@@ -230,7 +242,9 @@ class Coordinator(Counter):
         active, present = self.roster.active, self.roster.present(now_s=now_s)
         for round_id, called in self.book.calls(present, step_s=self.roster.step_s(), now_s=now_s).items():
             self._tell_all("call", {"round": round_id, "members": list(called)})
-        for decision in self.book.decided(present, steps=self.roster.fresh_steps(now_s=now_s), now_s=now_s):
+        # who is in the middle of a longer step would not come while the others wait
+        near = self.roster.fresh_steps(now_s=now_s, within_s=self.book.grace_s(step_s=self.roster.step_s()))
+        for decision in self.book.decided(present, steps=near, now_s=now_s):
             self._announce(decision)
         self._help_joiners(active)
         self._finish_when_all_are_done(present)
@@ -327,6 +341,7 @@ class Coordinator(Counter):
         self._lent.pop(member.replica, None)
         self._notes.pop(member.replica, None)
         self._notices.pop(member.replica, None)
+        self.places.forget(member.replica)
         self._used = {number: used for number, used in self._used.items() if number in self.book.open_rounds}
         self._record("gone", {"replica": member.replica})
         self._record("ledger", self.ledger.state_dict())

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import ConnectError, Expelled, RunOver
+from thinwire.membership.own_pace import Others
 from thinwire.membership.patience import Patience
 from thinwire.membership.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.membership.rounds import Decision
+from thinwire.membership.sites import Rates
 from thinwire.membership.view import Neighbour, Offer, View
 
 _AGAIN_S = 2.0
 # Its supervisor starts a coordinator that died again within seconds; its host may take minutes to come back.
 _TELL_S, GONE_S = 30.0, 1800.0
 _LEAST_TRANSFER_S, _MOST_TRANSFER_S = 2.0, 60.0
+_LEAST_RELAY_S, _MOST_RELAY_S = 0.5, 20.0
 
 
 @dataclass(slots=True)
@@ -49,6 +52,9 @@ class Council:
         view: What is known.
         transfers: How long parts take to come once a round was called.
         quiet: Tells from whom nothing comes just now.
+        others: When the others launch.
+        rates: How fast this replica's answers reach the others.
+        relayed: How long parts take to come by way of another replica of the site.
     """
 
     def __init__(
@@ -64,6 +70,10 @@ class Council:
         self.transfers = Patience(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
         self.step = 0
         self.step_s = 0.0
+        self.steps_per_interval = self.tokens_s = 0.0
+        self.others = Others()
+        self.rates = Rates()
+        self.relayed = Patience(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
         self.used: dict[int, int] = {}
         self.quiet: Callable[[], Collection[int]] = frozenset
         self._now = now
@@ -180,12 +190,21 @@ class Council:
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + 1.0
             self._say("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
+            if self.tokens_s:
+                work = {"steps_per_interval": self.steps_per_interval, "tokens_s": self.tokens_s}
+                self._say("work", **{name: round(value, 3) for name, value in work.items()})
+            self._tell_rates()
         with self.changed:
             due = [said for said in self._unanswered.values() if now_s - said.at_s > _AGAIN_S]
             for said in due:
                 said.at_s = now_s
         for said in due:
             self._say(said.kind, **said.fields)
+
+    def _tell_rates(self) -> None:
+        self.rates.keep(self.active())
+        if told := self.rates.told():
+            self._say("rates", rates=told)
 
     def _tell_of_silence(self, silence_s: float) -> None:
         if silence_s >= self._tell_s:
@@ -233,11 +252,16 @@ class Council:
 
     def _on_progress(self, message: Message) -> None:
         self._advance(message)
+        self.others.hear(message["step"], now_s=self._now())
         self.view.floor_step = max(self.view.floor_step, message["floor"])
         self.view.kept_step = max(self.view.kept_step, message["kept"])
         old = [number for number, found in self.view.decisions.items() if self._is_old(found)]
         for number in old:
             del self.view.decisions[number]
+
+    def _on_pace(self, message: Message) -> None:
+        self.others.step_s = float(message["step_s"])
+        self.view.sites = tuple(numbers(site, what="a site") for site in message["sites"])
 
     def _is_old(self, decision: Decision) -> bool:
         return decision.launch_step + 2 * self.interval_steps < self.view.floor_step
@@ -270,6 +294,7 @@ class Council:
         """Forget what was decided: nobody holds that state any more, and the run goes on from an earlier one."""
         self.view.decisions.clear()
         self.view.calls.clear()
+        self.others.forget()
         self.view.step = self.view.closed_step = self.view.floor_step = self.view.kept_step = 0
 
     def _on_leased(self, message: Message) -> None:

@@ -10,11 +10,13 @@ from thinwire.membership.cuts import Cut, Cuts
 from thinwire.membership.roster import Member, Roster, Standing
 from thinwire.membership.rounds import Decision, RoundBook
 from thinwire.membership.shards import Lease, Ledger
+from thinwire.membership.sites import SiteBook
 
 # Intervals whose parts are kept for a replica that is behind.
 _MOST_BEHIND = 8
 # Parts that are kept for those that may come back are no more than such a share of the state.
 _KEPT_SHARE = 0.5
+_MOST_SITES_TOLD = 20
 Send = Callable[[bytes, str, dict[str, Any]], None]
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -45,6 +47,7 @@ class Desk:
         has_finished: Whether it has come to its end.
         is_paused: Whether all replicas were told to pause.
         findings: What people should know, the latest last.
+        places: Groups of replicas that reach each other much faster than others.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Desk:
         self.has_finished = False
         self.is_paused = False
         self.findings: list[str] = []
+        self.places = SiteBook()
         self._job = dict(job)
         self._planned = planned
         self._sync_interval = sync_interval
@@ -128,6 +132,13 @@ class Desk:
         """Tell whether a replica can go on from a state that it holds itself."""
         is_of_this_past = era == self._era and not self._from_disk and held_step <= self._furthest_step()
         return bool(held_step) and is_of_this_past and bool(self.roster.active) and held_step >= self._keep()
+
+    def _tell_pace(self) -> None:
+        is_new, sites = self.places.look(self.roster.active), self.places.sites
+        if is_new and self.places.num_changes <= _MOST_SITES_TOLD:  # rates may go up and down for days
+            named = "; ".join(", ".join(map(str, site)) for site in sites)
+            self._find(f"sites by measured rates: {f'replicas {named}' if sites else 'none any more'}")
+        self._tell_all("pace", {"step_s": self.roster.step_s(), "sites": [list(site) for site in sites]})
 
     def _write_member(self, member: Member) -> None:
         self._record("member", {**member.describe(), "token": member.token.hex(), "held_step": member.held_step})

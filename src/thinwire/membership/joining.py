@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import ConnectError, Refused, RunOver
+from thinwire.events import Transfer
 from thinwire.membership.council import Council
 from thinwire.membership.invitation import Invitation
 from thinwire.membership.line import Line
@@ -152,6 +153,7 @@ def join(
     seat = ElasticSeat(council, library)
     library.is_past = seat.is_past
     _tell_of_losses(transport, council)
+    transport.log.add_sink(lambda transfer: note_rate(council, transfer))
     greeting.hand_over(council)
     seated = Seated(job=job, council=council, transport=transport, library=library, seat=seat, line=line)
     return seated, Address(host=own_address, port=wire.port)
@@ -184,6 +186,13 @@ def _meet(wire: WireTransport, neighbours: Mapping[int, Neighbour], *, replica: 
         if peer != replica:
             address = Address(host=found.address, port=found.port) if peer < replica else None
             wire.add(peer, address=address)
+
+
+def note_rate(council: Council, transfer: Transfer) -> None:
+    """Learn from an answer how fast the wire to a replica is; an ask also waits for what is not there yet."""
+    if transfer.direction == "sent" and not transfer.error:
+        seconds = transfer.finished_s - transfer.started_s
+        council.rates.observe(transfer.peer, num_bytes=transfer.wire_bytes, seconds=seconds)
 
 
 def _tell_of_losses(transport: RecordingAskingTransport, council: Council) -> None:

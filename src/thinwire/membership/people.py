@@ -19,7 +19,8 @@ class Counter(Memory):
             "step": self.book.step, "started": self.has_started, "paused": self.is_paused,
             "rounds": len(self.book.decisions), "members": [member.describe() for member in self.roster],
             "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
-            "findings": self.findings[-20:], "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
+            "sites": [list(site) for site in self.places.sites], "findings": self.findings[-20:],
+            "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
             "vote_s": round(self.book.vote_s, 3), "silence_s": round(self.roster.silence_s, 3),
         }  # fmt: skip
 

@@ -18,6 +18,7 @@ from thinwire.errors import Expelled, PayloadError, TransportError
 from thinwire.membership.bid import Action, Ask, Bid, CastVote, GiveUp, Seen
 from thinwire.membership.council import Council
 from thinwire.membership.rounds import Decision
+from thinwire.membership.sites import relays, site_of
 from thinwire.transport.base import Received
 
 _HEAD = struct.Struct("<IxxxxQ")
@@ -156,13 +157,16 @@ class Proposal:
 
     def _seen(self) -> Seen:
         with self._council.changed:
-            view = self._council.view
+            view, active, me = self._council.view, self._council.active(), self._council.replica
             # the council forgets it once all others are far ahead
             self._decision = self._decision or view.decisions.get(self._round_id)
             return Seen(
-                called=view.calls.get(self._round_id), decision=self._decision,
-                active=self._council.active(), neighbours=tuple(view.neighbours),
-                limit_s=self._council.transfers.limit_s, quiet=self._council.quiet(),
+                called=view.calls.get(self._round_id), decision=self._decision, active=active,
+                neighbours=tuple(view.neighbours), limit_s=self._council.transfers.limit_s, quiet=self._council.quiet(),
+                relays=relays(view.sites, replica=me, round_id=self._round_id, active=active),
+                # a relay that is given up too early costs the thin wire the part a second time
+                relay_limit_s=self._council.relayed.limit_s + self._council.relayed.median_s,
+                near=site_of(me, view.sites),
             )  # fmt: skip
 
     def _do(self, action: Action) -> None:
@@ -192,6 +196,8 @@ class Proposal:
             called_s = self._bid.called_s
             since_s = now_s if called_s is None else max(asked_s, called_s)
             self._council.transfers.observe(max(0.0, now_s - since_s))
+            if source != member:
+                self._council.relayed.observe(max(0.0, now_s - since_s))
 
     def _cancel(self, member: int) -> None:
         """Ask for a part no longer."""

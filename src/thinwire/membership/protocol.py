@@ -36,6 +36,8 @@ _TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
     "here": {"address": str, "port": int, "corpus": str, "windows": int, "held": int, "era": int},
     "active": {"step": int},
     "beat": {"step": int, "step_s": _NUMBERS, "roster": int},
+    "work": {"steps_per_interval": _NUMBERS, "tokens_s": _NUMBERS},
+    "rates": {"rates": dict},
     "launch": {"round": int, "step": int, "used": dict},
     "vote": {"round": int, "step": int, "has": list, "hash": int},
     "lease": {"number": int},
@@ -55,6 +57,7 @@ _TO_MEMBER: dict[str, dict[str, type | tuple[type, ...]]] = {
     "call": {"round": int, "members": list},
     "decision": {"round": int, "launch_step": int, "members": list, "holders": list, "step": int, "closed": int},
     "progress": {"step": int, "closed": int, "floor": int, "kept": int, "generation": str},
+    "pace": {"step_s": _NUMBERS, "sites": list},
     "capture": {"step": int},
     "state": {"step": int, "root": str, "bytes": int, "holders": list, "note": dict, "era": int},
     "anew": {},
@@ -199,3 +202,19 @@ def windows_of(values: Any) -> dict[int, int]:
             raise PayloadError(f"the windows used of shard {shard} must be a whole number, got {str(used)[:40]!r}")
         found[int(shard)] = used
     return found
+
+
+def rates_of(values: Any) -> dict[int, int]:
+    """Check how fast a replica's answers reach the others: texts of replicas' numbers to bytes a second.
+
+    Raises:
+        PayloadError: It is no such thing.
+    """
+    if not isinstance(values, Mapping) or len(values) > 1024:
+        raise PayloadError("rates must be of at most 1024 replicas")
+    for peer, rate in values.items():
+        if not (isinstance(peer, str) and peer.isascii() and peer.isdecimal() and len(peer) < 11):
+            raise PayloadError(f"a replica's number must be a whole number, got {str(peer)[:40]!r}")
+        if type(rate) is not int or not 0 <= rate < 1 << 63:
+            raise PayloadError(f"the rate to replica {peer} must be a whole number, got {str(rate)[:40]!r}")
+    return {int(peer): rate for peer, rate in values.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from thinwire.membership.own_pace import is_slower
 from thinwire.membership.patience import Patience
 
 # Signs of life come once a second; so many seconds without one are always borne, and no more than the second number.
@@ -43,6 +44,8 @@ class Member:
         heard_s: When it was last heard of.
         step: The step that it last told.
         step_s: Seconds that its steps take, 0 where it has not said so.
+        steps_per_interval: Inner steps that it does itself in an interval, as it last told.
+        tokens_s: Tokens a second that it trains on, its waits included, as it last told.
         is_suspect: Whether another replica lost its connection to it while the coordinator still heard of it.
         is_paused: Whether it was told to pause.
         is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
@@ -58,6 +61,8 @@ class Member:
     standing: Standing = Standing.ARRIVING
     step: int = 0
     step_s: float = 0.0
+    steps_per_interval: float = 0.0
+    tokens_s: float = 0.0
     is_suspect: bool = False
     is_paused: bool = False
     is_awaited: bool = False
@@ -68,7 +73,8 @@ class Member:
         return {
             "replica": self.replica, "host": self.host, "address": self.address, "port": self.port,
             "standing": str(self.standing), "step": self.step, "step_s": round(self.step_s, 4),
-            "paused": self.is_paused,
+            "paused": self.is_paused, "steps_per_interval": round(self.steps_per_interval, 1),
+            "tokens_s": round(self.tokens_s, 1),
         }  # fmt: skip
 
 
@@ -176,9 +182,10 @@ class Roster:
         """The numbers of those that take part in rounds."""
         return tuple(member.replica for member in self.with_standing(Standing.ACTIVE))
 
-    def fresh_steps(self, *, now_s: float) -> dict[int, int]:
-        """Return the steps of those that take part and were heard of just now."""
-        return {member.replica: member.step for member in self._heard(now_s) if not member.is_awaited}
+    def fresh_steps(self, *, now_s: float, within_s: float) -> dict[int, int]:
+        """Return the steps of those that take part, were heard of just now, and do a step in so many seconds."""
+        found = [member for member in self._heard(now_s) if not member.is_awaited and member.step_s <= within_s]
+        return {member.replica: member.step for member in found}
 
     def present(self, *, now_s: float) -> tuple[int, ...]:
         """Return those that take part and may say something soon: neither silent nor paused.
@@ -194,6 +201,10 @@ class Roster:
             if member.is_awaited
             or not (now_s - member.heard_s >= SUSPECT_SILENCE_S or member.is_suspect or member.is_paused)
         ]
+
+    def ahead_s(self, member: Member) -> float:
+        """Return how long before the others a replica may launch a round, because its next step would be too late."""
+        return member.step_s if is_slower(member.step_s, fastest_s=self.step_s()) else 0.0
 
     def step_s(self) -> float:
         """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""

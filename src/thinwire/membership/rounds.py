@@ -16,8 +16,10 @@ from thinwire.membership.patience import Patience
 
 # Waiting for late replicas may cost the others so much of an interval.
 _SHARE_OF_INTERVAL = 0.1
-# One that was late is waited for again in one of so many rounds: else one that is slow for good would never count.
-_AGAIN_ROUNDS = 4
+# One that was late is waited for again in one of so many rounds, since it may have only slept. One that is slow
+# launches ahead, and counts without being waited for; so it is waited for again when it was in time in so many rounds
+# in a row, or in one of more rounds, where a little patience may be all that it needs.
+_AGAIN_ROUNDS, _SLOW_AGAIN_ROUNDS = 4, 16
 # Beyond the steps: for the scheduler and the way of the words; and as long as nobody has told how long steps take.
 _WORDS_S, _UNKNOWN_S = 0.3, 30.0
 _LEAST_VOTE_S, _MOST_VOTE_S = 2.0, 60.0
@@ -53,7 +55,7 @@ class OpenRound:
 
     Attributes:
         launch_step: The step that it is launched at.
-        first_s: When the first replica launched it.
+        first_s: When the first replica launched it, or, where only slow ones have, by when the others will have.
         launched: Who has.
         called: Who gathers, None before the call.
         votes: What those said.
@@ -91,7 +93,7 @@ class RoundBook:
         decisions: The latest, by round.
         step: The furthest step that was heard of.
         late: Who was not there when the last round was called; nobody waits for these until they are in time again, but
-            in every fourth round.
+            in every fourth round. A slow one must be in time four times in a row, but in every sixteenth round.
     """
 
     def __init__(self, *, sync_interval: int, overlap_steps: int) -> None:
@@ -100,6 +102,7 @@ class RoundBook:
         self.late: set[int] = set()
         self._open: dict[int, OpenRound] = {}
         self._rounds_without = 0
+        self._in_time: dict[int, int] = {}  # by slow replica: in how many rounds in a row
         self._sync_interval = sync_interval
         self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._spreads = Patience(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
@@ -132,14 +135,30 @@ class RoundBook:
         """For how long the rest is waited for once one has gathered all."""
         return self._spreads.limit_s
 
-    def launch(self, member: int, *, round_id: int, launch_step: int, now_s: float) -> Decision | None:
-        """Note that a replica has published its part; return the decision where there is one already."""
-        self.step = max(self.step, launch_step)
+    def launch(
+        self, member: int, *, round_id: int, launch_step: int, now_s: float, ahead_s: float = 0.0
+    ) -> Decision | None:
+        """Note that a replica has published its part; return the decision where there is one already.
+
+        Args:
+            member: The replica.
+            round_id: The round.
+            launch_step: The step that it is launched at.
+            now_s: When it was.
+            ahead_s: A slow replica launches that long before the others at most. So it does not say where they are, and
+                nobody is late before that is over.
+        """
+        if ahead_s:
+            self._in_time.setdefault(member, 0)
+        else:
+            self._in_time.pop(member, None)
+            self.step = max(self.step, launch_step)
         if round_id in self.decisions:
             return self.decisions[round_id]
         found = self._open.get(round_id)
         if found is None:
-            found = self._open[round_id] = OpenRound(launch_step=launch_step, first_s=now_s)
+            found = self._open[round_id] = OpenRound(launch_step=launch_step, first_s=now_s + ahead_s)
+        found.first_s = min(found.first_s, now_s + ahead_s)
         found.launched.add(member)
         return None
 
@@ -158,6 +177,7 @@ class RoundBook:
     def forget(self, member: int) -> None:
         """Let a replica go; its part may count still where others hold it."""
         self.late.discard(member)
+        self._in_time.pop(member, None)
         for found in self._open.values():
             found.votes.pop(member, None)
             found.launched.discard(member)
@@ -179,13 +199,23 @@ class RoundBook:
             if waited_for and now_s < one.first_s + self.grace_s(step_s=step_s):
                 continue
             one.called = tuple(sorted(one.launched))
-            self.late = (self.late - one.launched) | (set(active) - one.launched)
+            self.step = max(self.step, one.launch_step)
             found[round_id] = one.called
-            self._rounds_without = self._rounds_without + 1 if self.late else 0
-            if self._rounds_without == _AGAIN_ROUNDS - 1:
-                self._rounds_without = 0
-                self.late.clear()
+            self._note_late(one.launched, missing=set(active) - one.launched)
         return found
+
+    def _note_late(self, launched: Collection[int], *, missing: set[int]) -> None:
+        for slow, rounds in self._in_time.items():
+            self._in_time[slow] = rounds + 1 if slow in launched else 0
+        self.late = {one for one in self.late if one not in launched or self._is_unsteady(one)} | missing
+        self._rounds_without = self._rounds_without + 1 if self.late else 0
+        if self._rounds_without % (_SLOW_AGAIN_ROUNDS - 1) == 0:
+            self.late.clear()
+        elif self._rounds_without % (_AGAIN_ROUNDS - 1) == 0:
+            self.late = set(filter(self._is_unsteady, self.late))
+
+    def _is_unsteady(self, member: int) -> bool:
+        return self._in_time.get(member, _AGAIN_ROUNDS) < _AGAIN_ROUNDS
 
     def decided(self, active: Collection[int], *, steps: Mapping[int, int], now_s: float) -> list[Decision]:
         """Decide what can be, in the order of the rounds.

@@ -8,6 +8,7 @@ from typing import Any
 
 from thinwire.membership.protocol import Message
 from thinwire.membership.rounds import Decision
+from thinwire.membership.sites import Sites
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,7 @@ class View:
     roster_number: int = 0
     calls: dict[int, tuple[int, ...]] = field(default_factory=dict)
     decisions: dict[int, Decision] = field(default_factory=dict)
+    sites: Sites = ()
     step: int = 0
     closed_step: int = 0
     floor_step: int = 0

@@ -140,7 +140,14 @@ class Engine(EngineState):
         """Tell whether the others may not have come to a step yet, and are needed there."""
         if step <= self._pace_maker.known_step:
             return False
-        return not all(self._in_flight[round.id].poll(step) for round in self._due(step))
+        if self._bears:  # it waits only where a fragment is launched again whose last round has not come
+            needed = {round.fragment for round in self.method.schedule.launches(step, **self._where)}
+            due = [round for _, found in self._overdue for round in found if round.fragment in needed]
+        else:
+            due = self._due(step)
+        # what is launched at the very step is not in flight yet, and waited for there
+        flights = [self._in_flight[round.id] for round in due if round.id in self._in_flight]
+        return not all(flight.poll(step) for flight in flights)
 
     def _exchange_at(self, step: int) -> None:
         for round in self.method.schedule.launches(step, **self._where):
@@ -354,7 +361,10 @@ class Engine(EngineState):
         check_agreement(average.reference_hashes, round=flight.round)
         return average
 
-    def follow(self, known: Callable[[], int], *, patience_steps: float, bears: bool = False) -> None:
+    def follow(
+        self, known: Callable[[], int], *, patience_steps: float, bears: bool = False,
+        aim: Callable[[int], int] = lambda reached: 0,
+    ) -> None:  # fmt: skip
         """Keep up with a step that somebody else tells, as in an elastic run; see `FollowedPace`.
 
         Args:
@@ -362,10 +372,19 @@ class Engine(EngineState):
             patience_steps: By so many steps this replica may be behind and still do all of them.
             bears: Whether training goes on while a round that is due has not come: it is applied as soon as it is
                 there, in the order in which rounds are due, and at the latest before its fragment's next launch.
+            aim: See `FollowedPace`.
         """
         self._bears = bears
         reached = partial(getattr, self, "_reached_step")
-        self._pace_maker = FollowedPace(known=known, reached=reached, patience_steps=patience_steps)
+        self._pace_maker = FollowedPace(known=known, reached=reached, patience_steps=patience_steps, aim=aim)
+
+    def launched_at(self, step: int) -> tuple[int, ...]:
+        """Return the fragments of the rounds that are launched after a step."""
+        return tuple(round.fragment for round in self.method.schedule.launches(step, **self._where))
+
+    def has_work(self, fragment: int) -> bool:
+        """Tell whether this replica has trained anything that no round of a fragment has counted."""
+        return self.work.since(fragment)[1] > 0
 
     def begin_at(self, step: int) -> None:
         """Go on from the global values that hold after a step: take part in the rounds that are in flight there."""

@@ -128,12 +128,12 @@ class PaceMaker:
 class FollowedPace:
     """The step that somebody in an elastic run has come to: who is too far behind passes over what it lacks.
 
-    Nobody aims ahead of it: then those that only aim would drive the others on.
-
     Args:
         known: Returns the furthest step at which somebody has launched a round.
         reached: Returns the step that this replica is at.
         patience_steps: By so many steps it may be behind and still do all of them: the others wait that long.
+        aim: Returns for a step that this replica is at where to be before its next one, so that it is not behind
+            later; 0 for nowhere.
 
     Example:
         >>> pace = FollowedPace(known=lambda: 30, reached=lambda: 25, patience_steps=3.0)
@@ -145,7 +145,11 @@ class FollowedPace:
 
     closed_step = 0
 
-    def __init__(self, *, known: Callable[[], int], reached: Callable[[], int], patience_steps: float) -> None:
+    def __init__(
+        self, *, known: Callable[[], int], reached: Callable[[], int], patience_steps: float,
+        aim: Callable[[int], int] = lambda reached: 0,
+    ) -> None:  # fmt: skip
+        self._aim = aim
         self._known = known
         self._reached = reached
         self._patience_steps = patience_steps
@@ -160,7 +164,7 @@ class FollowedPace:
 
     def target(self, *, stop: int | None) -> int:
         """See `Pace.target`."""
-        known_step = self._known()
-        if known_step - self._reached() <= self._patience_steps:
-            return 0
-        return known_step if stop is None else min(stop, known_step)
+        known_step, reached = self._known(), self._reached()
+        is_behind = known_step - reached > self._patience_steps
+        wanted = max(known_step if is_behind else 0, self._aim(reached))
+        return wanted if stop is None else min(stop, wanted)

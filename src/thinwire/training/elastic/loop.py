@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
@@ -15,10 +13,10 @@ from thinwire.membership.joining import Seated
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import watch_for
+from thinwire.training.elastic.own_work import OwnWork
 from thinwire.training.loop import Batch, Batches, Training
 from thinwire.training.metrics import Meter
 
-_SEEN = 32
 # AdamW without a past steps by the sign of each gradient; so a replica that comes in the middle of a run begins slowly.
 _MOST_RAMP_STEPS = 20
 
@@ -41,11 +39,13 @@ class ElasticTraining(Training):
         seated: This replica's seat.
         step: Inner steps that the run has done already.
         is_fresh: Whether the inner optimizer remembers nothing yet.
+        own_work: Takes this replica's steps.
     """
 
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, device: torch.device, seated: Seated, step: int,
+        own_work: OwnWork,
         is_fresh: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -54,8 +54,10 @@ class ElasticTraining(Training):
         )  # fmt: skip
         self.step = self._reported_step = step
         self._seated = seated
-        self._own_s: deque[float] = deque(maxlen=_SEEN)
+        self._own_work = own_work
         self._own_steps = 0
+        if not step:
+            seated.council.others.begin(now_s=time.monotonic())
         self._ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step and is_fresh else 0
 
     def share(self) -> tuple[int, int]:
@@ -85,8 +87,9 @@ class ElasticTraining(Training):
         super()._train_step()
         self._own_steps += 1
         took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
-        self._own_s.append(max(1e-6, took_s))
-        council.step, council.step_s = max(council.step, self.step), statistics.median(self._own_s)
+        assert self._config.batch_size is not None and self._config.seq_len is not None
+        tokens = self._config.batch_size * self._config.seq_len
+        self._own_work.add_step(took_s=took_s, step=self.step, tokens=tokens)
 
     def _rest(self) -> None:
         """Wait until the pause is over."""

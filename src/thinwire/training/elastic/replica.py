@@ -13,6 +13,7 @@ import torch
 from thinwire.errors import Expelled, Refused, RunOver
 from thinwire.membership.invitation import read_invitation
 from thinwire.membership.joining import Seated, join
+from thinwire.membership.own_pace import OwnPace
 from thinwire.membership.rounds import grace_steps
 from thinwire.membership.view import View
 from thinwire.sync.elastic import elastic
@@ -24,6 +25,7 @@ from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.kept_state import Held, KeptState
 from thinwire.training.elastic.loop import ElasticTraining, Left
+from thinwire.training.elastic.own_work import OwnWork
 from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
 from thinwire.training.metrics import Meter, open_loggers
@@ -89,6 +91,7 @@ class _Parts:
     model: torch.nn.Module
     optimizer: DistributedOptimizer
     batches: ShardBatches
+    own_work: OwnWork
 
 
 class _Life:
@@ -170,7 +173,12 @@ class _Life:
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
         # at blend 0 what is trained while a round is overdue would be given up for its result
         bears = getattr(method.update(2), "blend", 0.0) > 0
-        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps, bears=bears)
+        own_work = OwnWork(seated.council, interval_steps=job.sync_interval)
+        pace = OwnPace(
+            others=seated.council.others, own_s=lambda: own_work.steps_s, launched=optimizer.engine.launched_at,
+            has_work=optimizer.engine.has_work, interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
+        )  # fmt: skip
+        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps, bears=bears, aim=pace.aim)
         assert config.batch_size is not None and config.seq_len is not None
         batches = ShardBatches(
             corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
@@ -178,8 +186,9 @@ class _Life:
         )  # fmt: skip
         seated.council.used = batches.used
         return _Parts(
-            config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches
-        )
+            config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches,
+            own_work=own_work,
+        )  # fmt: skip
 
     def _arrive(self, seated: Seated, parts: _Parts, address: Address) -> None:
         path = parts.config.run_dir / "kept" / f"replica-process-{self._device_index}.state"
@@ -235,6 +244,7 @@ class _Life:
             config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
             meter=self._meter, device=parts.device, seated=seated, step=step, is_fresh=not self._is_from_held,
+            own_work=parts.own_work,
         )  # fmt: skip
 
     def _end(self, seated: Seated, parts: _Parts, training: ElasticTraining) -> bool:

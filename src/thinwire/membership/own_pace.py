@@ -1,0 +1,158 @@
+"""A slow replica's own pace: it takes fewer inner steps an interval, so that its part is there when others launch.
+
+The fastest replicas set the pace: the coordinator tells when they launch, and how long their steps take. A slower one
+knows from its own steps' times where they will be after its next step, and passes over the steps that it cannot do
+before it, not after. So it is with them at each launch, its steps are spread evenly over the interval, and nobody
+waits. What it has trained counts by its tokens. That a replica's H follows its speed is DyLU's idea (arXiv 2401.09135);
+there a server hands it out, here each replica finds its own, step by step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+# Who needs less than this many times the fastest one's step time keeps up, but for the noise of what is measured.
+SLOWER = 1.05
+# So many launches of the others are a measure of how fast they are.
+_SEEN = 8
+# A step takes longer than the median by more than so many median deviations only now and then.
+_DEVIATIONS = 3.0
+# Rounding of sums of times must not make a step that just fits one that does not.
+_EPSILON = 1e-6
+# Nobody looks further ahead, whatever the numbers say.
+_MOST_STEPS = 1 << 20
+
+
+def is_slower(step_s: float, *, fastest_s: float) -> bool:
+    """Tell whether a replica is slower than the fastest one by more than noise; False where a time is not known (0).
+
+    Example:
+        >>> is_slower(0.2, fastest_s=0.1), is_slower(0.102, fastest_s=0.1), is_slower(0.2, fastest_s=0.0)
+        (True, False, False)
+    """
+    return fastest_s > 0 and step_s > SLOWER * fastest_s
+
+
+class Others:
+    """What a replica hears of the pace of the fastest: when they came to which step, and how long their steps take.
+
+    Attributes:
+        step_s: Seconds of an inner step at the fastest replica, 0 where nobody has said so.
+    """
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._reached: deque[tuple[int, float]] = deque(maxlen=4 * _SEEN)
+
+    def hear(self, step: int, *, now_s: float) -> None:
+        """Take in that one of the fastest has come to a step."""
+        if step > (self._reached[-1][0] if self._reached else 0):
+            self._reached.append((step, now_s))
+
+    def begin(self, *, now_s: float) -> None:
+        """Take in that all begin now, from step 0; where more has been heard, it says nothing."""
+        if not self._reached:
+            self._reached.append((0, now_s))
+
+    def forget(self) -> None:
+        """Forget all steps: the run goes on from an earlier state."""
+        self._reached.clear()
+
+    def at(self, is_launch: Callable[[int], bool]) -> list[tuple[int, float]]:
+        """Return the latest launches that were heard of, and the beginning of the run: their steps, and when."""
+        return [found for found in list(self._reached) if found[0] == 0 or is_launch(found[0])][-_SEEN - 1 :]
+
+
+class OwnPace:
+    """See the module; `aim` is for the engine, between two inner steps.
+
+    Args:
+        others: What is heard of them.
+        own_s: Returns the times of this replica's own latest steps, in seconds, without its waits.
+        launched: Returns the fragments of the rounds that are launched at a step.
+        has_work: Tells of a fragment whether this replica has trained anything that no round has counted.
+        interval_steps: H: within so many steps there is a launch.
+        slack_steps: By so many of the others' steps a launch may come later than theirs, since nobody needs it yet.
+        now: Gives seconds that only grow, of the same clock as what is heard.
+
+    Example:
+        >>> others = Others()
+        >>> others.step_s = 0.1
+        >>> for step in (10, 20):
+        ...     others.hear(step, now_s=0.1 * step)
+        >>> pace = OwnPace(
+        ...     others=others, own_s=lambda: [0.5], launched=lambda step: [0] if step % 10 == 0 else [],
+        ...     has_work=lambda fragment: True, interval_steps=10, now=lambda: 2.0,
+        ... )
+        >>> pace.aim(20)  # after its next step the others are at 25: it goes to 24, and does that one
+        24
+        >>> pace.aim(12)  # it is late: it goes to where they launched
+        20
+    """
+
+    def __init__(
+        self, *, others: Others, own_s: Callable[[], Sequence[float]], launched: Callable[[int], Iterable[int]],
+        has_work: Callable[[int], bool], interval_steps: int, slack_steps: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._others = others
+        self._own_s = own_s
+        self._launched = launched
+        self._has_work = has_work
+        self._interval_steps = interval_steps
+        self._slack_steps = slack_steps
+        self._now = now
+
+    def aim(self, reached: int) -> int:
+        """Return the step to be at before the next inner step; where it is no further than `reached`, none is passed.
+
+        Args:
+            reached: The step that this replica is at.
+        """
+        own_s = self._own_s()
+        if not own_s or not is_slower(statistics.median(own_s), fastest_s=self._others.step_s):
+            return 0
+        seen = self._others.at(self._is_launch)
+        if not seen:
+            return 0
+        (known, at_s), now_s, each_s = seen[-1], self._now(), self._each_s(seen)
+        if reached < known:
+            return known
+        if now_s > at_s + (self._next_launch(known) - known + self._interval_steps / 2) * each_s:
+            return 0  # they have stopped: nobody drives them on
+        end_s = now_s + statistics.median(own_s) + _DEVIATIONS * _deviation(own_s)
+        return self._ahead(reached, min(known + (end_s - at_s) / each_s, float(reached + _MOST_STEPS)))
+
+    def _ahead(self, reached: int, after: float) -> int:
+        """Return where to go if the others will be at `after` when the next step has been done."""
+        last = math.floor(after + _EPSILON)
+        target = last - 1
+        for step in filter(self._is_launch, range(reached + 1, last + 1)):
+            if after <= step + self._slack_steps + _EPSILON:
+                return min(target, step - 1)  # it will be there in time
+            if not any(map(self._has_work, self._launched(step))):
+                return min(target, step - 1)  # a part of nothing would count nothing: rather it comes late
+            target = max(target, step)  # its next step would be too late: it launches before it
+        return target
+
+    def _each_s(self, seen: list[tuple[int, float]]) -> float:
+        """Return the seconds that a step takes the fastest, its waits for the rounds among them."""
+        measured = [(later_s - s) / (later - step) for (step, s), (later, later_s) in pairwise(seen)]
+        return max(statistics.median(measured) if measured else 0.0, self._others.step_s)
+
+    def _is_launch(self, step: int) -> bool:
+        return any(True for _ in self._launched(step))
+
+    def _next_launch(self, step: int) -> int:
+        ahead = range(step + 1, step + self._interval_steps + 1)
+        return next(filter(self._is_launch, ahead), step + self._interval_steps)
+
+
+def _deviation(times_s: Sequence[float]) -> float:
+    median = statistics.median(times_s)
+    return statistics.median(abs(took_s - median) for took_s in times_s)

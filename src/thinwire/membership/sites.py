@@ -1,0 +1,175 @@
+"""Sites: replicas that reach each other much faster than all others, and who of a site fetches which far part.
+
+Each replica measures how fast its answers reach the others, and tells the coordinator. That finds the sites in all
+rates and tells everyone. A part from elsewhere is then fetched over the thin wire once a site, by one replica of it,
+the relay, which a hash chooses anew for each part, so that the load spreads; the others get it from there. Parts are
+the same bytes wherever they come from, and an origin is asked itself where its relay does not have the part in time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import struct
+from collections import deque
+from collections.abc import Collection, Mapping
+from itertools import combinations, pairwise
+
+# Inside a site each rate is at least so many times as large as any between it and others.
+FASTER = 4.0
+# A smaller answer tells of the latency, not of the rate.
+LEAST_BYTES = 1 << 14
+_SEEN = 8
+_LEAST_S = 1e-4
+_MOST_RATE = 1 << 53
+_CHOICE = struct.Struct("<QII")
+
+Sites = tuple[tuple[int, ...], ...]
+
+
+class Rates:
+    """How fast this replica's answers reached the others, in bytes a second.
+
+    The highest of the latest few counts: others may have shared the wire, but nobody is faster than it. One thread may
+    observe while another one asks: both work on what is there at one moment.
+
+    Example:
+        >>> rates = Rates()
+        >>> rates.observe(3, num_bytes=100_000, seconds=0.5)
+        >>> rates.observe(3, num_bytes=100_000, seconds=0.25)
+        >>> rates.observe(3, num_bytes=10, seconds=0.25)  # too small to tell
+        >>> rates.told()
+        {'3': 400000}
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, deque[float]] = {}
+
+    def observe(self, peer: int, *, num_bytes: int, seconds: float) -> None:
+        """Take in an answer that reached a replica."""
+        if num_bytes >= LEAST_BYTES:
+            self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
+
+    def keep(self, peers: Collection[int]) -> None:
+        """Forget all but these replicas."""
+        for peer in set(self._seen.copy()) - set(peers):
+            self._seen.pop(peer, None)
+
+    def told(self) -> dict[str, int]:
+        """Return the rates as the coordinator is told them."""
+        seen = {peer: max(rates.copy(), default=0.0) for peer, rates in sorted(self._seen.copy().items())}
+        return {str(peer): min(_MOST_RATE, round(rate)) for peer, rate in seen.items()}
+
+
+def find_sites(rates: Mapping[int, Mapping[int, float]], active: Collection[int]) -> Sites:
+    """Return the sites among replicas: all in ascending order, single ones left out; none where none stands out.
+
+    A pair's rate is the lower one of its two directions. The replicas are cut where the pairs' rates, from high to low,
+    fall by the greatest factor, if that is at least `FASTER`, and if all pairs inside the groups that come out are
+    faster than all others by as much.
+
+    Args:
+        rates: By replica and then by other replica, bytes a second from the one to the other.
+        active: The replicas that take part.
+
+    Example:
+        >>> fast, thin = 1e8, 2e6
+        >>> find_sites({0: {1: fast, 2: thin}, 2: {3: fast, 1: thin}}, (0, 1, 2, 3))
+        ((0, 1), (2, 3))
+        >>> find_sites({0: {1: fast, 2: fast / 2}, 1: {2: fast / 2}}, (0, 1, 2))
+        ()
+    """
+    pairs = {}
+    for one, other in combinations(sorted(active), 2):
+        found = [rate for rate in (rates.get(one, {}).get(other), rates.get(other, {}).get(one)) if rate]
+        if found:
+            pairs[one, other] = min(found)
+    ordered = sorted(pairs.values(), reverse=True)
+    falls = [(high / low, high) for high, low in pairwise(ordered) if high >= FASTER * low]
+    for _, least in sorted(falls, reverse=True):
+        sites = _joined(pairs, least=least)
+        inside = {pair for site in sites for pair in combinations(site, 2)}
+        slowest = min((rate for pair, rate in pairs.items() if pair in inside), default=0.0)
+        fastest = max((rate for pair, rate in pairs.items() if pair not in inside), default=math.inf)
+        if slowest >= FASTER * fastest:
+            return sites
+    return ()
+
+
+def _joined(pairs: Mapping[tuple[int, int], float], *, least: float) -> Sites:
+    """Return the groups that pairs of at least a rate join."""
+    groups: dict[int, set[int]] = {}
+    for (one, other), rate in pairs.items():
+        if rate >= least:
+            joined = groups.get(one, {one}) | groups.get(other, {other})
+            groups.update(dict.fromkeys(joined, joined))
+    return tuple(sorted({tuple(sorted(group)) for group in groups.values()}))
+
+
+class SiteBook:
+    """The rates that replicas told, and the sites that are found in them.
+
+    Attributes:
+        sites: As they were found last.
+        num_changes: How often they were others than before.
+    """
+
+    def __init__(self) -> None:
+        self.sites: Sites = ()
+        self.num_changes = 0
+        self._rates: dict[int, Mapping[int, float]] = {}
+
+    def hear(self, replica: int, rates: Mapping[int, float]) -> None:
+        """Take in how fast a replica's answers reach the others."""
+        self._rates[replica] = rates
+
+    def forget(self, replica: int) -> None:
+        """Let a replica go."""
+        self._rates.pop(replica, None)
+
+    def look(self, active: Collection[int]) -> bool:
+        """Find the sites anew; tell whether they are others than before."""
+        found, before = find_sites(self._rates, active), self.sites
+        self.sites = found
+        self.num_changes += found != before
+        return found != before
+
+
+def site_of(replica: int, sites: Sites) -> tuple[int, ...]:
+    """Return the replicas of one's site, itself among them."""
+    return next((site for site in sites if replica in site), (replica,))
+
+
+@functools.lru_cache(maxsize=64)
+def relays(sites: Sites, *, replica: int, round_id: int, active: tuple[int, ...]) -> Mapping[int, int]:
+    """Return whom to ask first for which far part of a round, where that is not whose part it is.
+
+    The relay is the replica of the own site whose hash with the part is the highest (rendezvous hashing), so all of a
+    site choose the same one without a word, and when one goes only its parts change hands.
+
+    Args:
+        sites: All sites.
+        replica: Who asks.
+        round_id: The round.
+        active: The replicas that take part.
+
+    Example:
+        >>> found = relays(((0, 1), (2, 3)), replica=0, round_id=7, active=(0, 1, 2, 3))
+        >>> other = relays(((0, 1), (2, 3)), replica=1, round_id=7, active=(0, 1, 2, 3))
+        >>> sorted([*found, *other])  # each far part has one relay, which asks for it itself
+        [2, 3]
+    """
+    site = site_of(replica, sites)
+    here = [one for one in site if one in active]
+    chosen = {}
+    for member in active:
+        if member not in site and len(here) > 1:
+            relay = max(here, key=lambda one: _draw(round_id, member, one))
+            if relay != replica:
+                chosen[member] = relay
+    return chosen
+
+
+def _draw(round_id: int, member: int, relay: int) -> bytes:
+    return hashlib.blake2b(_CHOICE.pack(round_id, member, relay), digest_size=8).digest()
