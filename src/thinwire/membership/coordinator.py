@@ -138,7 +138,7 @@ class Coordinator(Counter):
         if member.standing is Standing.ACTIVE:
             self._tell_roster(to=member)
         if member.standing is Standing.LOADING:
-            member.standing = Standing.ACTIVE
+            member.standing, member.begin_step = Standing.ACTIVE, message["step"]
             self.book.late.discard(member.replica)
             self._write_member(member)
             self._find(f"replica {member.replica} on {member.host} takes part from step {member.step}")

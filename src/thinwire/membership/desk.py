@@ -130,8 +130,16 @@ class Desk:
 
     def _may_go_on(self, held_step: int, *, era: int) -> bool:
         """Tell whether a replica can go on from a state that it holds itself."""
-        is_of_this_past = era == self._era and not self._from_disk and held_step <= self._furthest_step()
-        return bool(held_step) and is_of_this_past and bool(self.roster.active) and held_step >= self._keep()
+        if not held_step or era != self._era or self._from_disk or not self.roster.active:
+            return False
+        since = [found for found in self.book.decisions.values() if found.launch_step > held_step - self._sync_interval]
+        is_in_bounds = self._keep() <= held_step <= self._furthest_step()
+        return is_in_bounds and all(map(self._is_held, since))
+
+    def _is_held(self, decision: Decision) -> bool:
+        """Tell whether somebody who takes part has a round's parts: those that came later may have none of it."""
+        active = self.roster.with_standing(Standing.ACTIVE)
+        return any(one.replica in decision.holders or one.begin_step <= decision.launch_step for one in active)
 
     def _tell_pace(self) -> None:
         is_new, sites = self.places.look(self.roster.active), self.places.sites
@@ -141,7 +149,8 @@ class Desk:
         self._tell_all("pace", {"step_s": self.roster.step_s(), "sites": [list(site) for site in sites]})
 
     def _write_member(self, member: Member) -> None:
-        self._record("member", {**member.describe(), "token": member.token.hex(), "held_step": member.held_step})
+        own = {"token": member.token.hex(), "held_step": member.held_step, "begin_step": member.begin_step}
+        self._record("member", {**member.describe(), **own})
 
     def _find(self, text: str) -> None:
         self.findings.append(text)

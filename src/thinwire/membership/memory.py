@@ -44,6 +44,7 @@ class Memory(Desk):
             replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
             address=line["address"], port=line["port"], standing=Standing(line["standing"]), step=line["step"],
             is_awaited=True, held_step=line.get("held_step", 0),
+            begin_step=line.get("begin_step", 0),
         ))  # fmt: skip
 
     def _replay_word(self, what: str, line: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ class Member:
         is_paused: Whether it was told to pause.
         is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
         held_step: The step of the state of its own that it goes on from, 0 where it begins from another one.
+        begin_step: The step that it takes part from: it holds the parts of rounds since, and may hold none before.
     """
 
     replica: int
@@ -67,6 +68,7 @@ class Member:
     is_paused: bool = False
     is_awaited: bool = False
     held_step: int = 0
+    begin_step: int = 0
 
     def describe(self) -> dict[str, object]:
         """Return what other replicas and people are told of it."""
