@@ -47,7 +47,7 @@ class InnerGroup:
         self.size = size
         self.device = torch.device("cpu")
         self._gpu = gpu
-        store: dist.Store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
+        store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
         both = torch.cuda.is_available() and dist.is_nccl_available()
         with gloo_on(interface_of("127.0.0.1")):
             dist.init_process_group(

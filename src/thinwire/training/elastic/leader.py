@@ -56,7 +56,7 @@ class Crew:
         with self._during("making the model", limit_s=_ASSEMBLY_S):
             self._tell("assemble", config=to_json(config), vocab_size=vocab_size)
             self._shard = ModelShard(self._group, config, vocab_size=vocab_size)
-        self._indices = {name: index for index, name in enumerate(self._shard.names)}
+        self._indices = {name: index for index, name in enumerate(self._shard.parameters.names)}
         return self._shard.model, self._shard.inner
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
@@ -89,23 +89,23 @@ class Crew:
         """See `Pieces.gather`."""
         with self._during("shards"):
             self._tell("gather", which=self._which(names))
-            return self._made.gather(names)
+            return self._made.parameters.gather(names)
 
     def scatter(self, names: Sequence[str], values: Tensor, *, blend: float = 0.0) -> None:
         """See `Pieces.scatter`."""
         with self._during("taking over shards"):
             self._tell("scatter", which=self._which(names), blend=blend)
-            self._made.scatter(names, values, blend=blend)
+            self._made.parameters.scatter(names, values, blend=blend)
 
     def keep(self) -> None:
         """See `Pieces.keep`."""
         self._tell("keep")
-        self._made.keep()
+        self._made.parameters.keep()
 
     def restore(self) -> None:
         """See `Pieces.restore`."""
         self._tell("restore")
-        self._made.restore()
+        self._made.parameters.restore()
 
     def dismiss(self) -> None:
         """Tell the other ranks that this is the end."""

@@ -14,10 +14,10 @@ from thinwire.shared_random import derive_seed
 from thinwire.sync.blocks import find_blocks
 from thinwire.training.assembly import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, from_json
-from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
+from thinwire.transport.sharded_parameters import ShardedParameters
 
 if TYPE_CHECKING:
-    from thinwire.transport.inner_group import InnerGroup  # imports FSDP, which takes a second
+    from thinwire.transport.inner_group import InnerGroup
 
 
 class ModelShard:
@@ -33,6 +33,7 @@ class ModelShard:
     Attributes:
         model: This rank's part; its parameters are DTensors.
         inner: Over it.
+        parameters: The shards of all ranks.
     """
 
     def __init__(self, group: InnerGroup, config: TrainConfig, *, vocab_size: int) -> None:
@@ -44,11 +45,7 @@ class ModelShard:
         self.model = make_model(config, vocab_size=vocab_size, device=group.device)
         group.shard(self.model, blocks=block_modules(self.model))
         self.inner = make_inner_optimizer(config, self.model)
-        self._tensors = dict(self.model.named_parameters())
-        self.names = tuple(self._tensors)
-        sizes = group.tell_all([local_shard(tensor).numel() for tensor in self._tensors.values()])
-        self._sizes = {name: [of_rank[i] for of_rank in sizes] for i, name in enumerate(self.names)}
-        self._kept: list[Tensor] = []
+        self.parameters = ShardedParameters(group, self.model)
         if group.rank:  # ranks see other rows, and drop out other numbers
             torch.manual_seed(derive_seed(config.seed, "rank", group.rank))
 
@@ -91,51 +88,6 @@ class ModelShard:
         """Shorten the gradient of all shards together to `clip_norm`."""
         if self._config.clip_norm > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm)
-
-    def gather(self, names: Sequence[str]) -> Tensor:
-        """Return tensors whole at the rank that leads; see `Pieces.gather`. An empty vector elsewhere."""
-        own = flatten([local_shard(self._tensors[name]) for name in names], device=self._group.device)
-        by_rank = self._group.gather(own, sizes=self._rank_sizes(names))
-        starts = [0] * len(by_rank)
-        pieces = []
-        for name in names if by_rank else ():
-            for rank, size in enumerate(self._sizes[name]):
-                pieces.append(by_rank[rank][starts[rank] : starts[rank] + size])
-                starts[rank] += size
-        return torch.cat(pieces) if pieces else own.new_empty(0)
-
-    def scatter(self, names: Sequence[str], values: Tensor | None, *, blend: float) -> None:
-        """Set all ranks' shards from a vector at the one that leads; see `Pieces.scatter`."""
-        own = [local_shard(self._tensors[name]) for name in names]
-        parts = [] if values is None else self._cut(names, values.to(self._group.device))
-        room = torch.empty(sum(t.numel() for t in own), dtype=torch.float32, device=self._group.device)
-        target = self._group.deal(parts, own=room)
-        if blend > 0:
-            target = torch.lerp(flatten(own, device=self._group.device), target, 1 - blend)
-        with torch.no_grad():
-            unflatten_into(target, own)
-
-    def keep(self) -> None:
-        """Copy the shards aside; see `Pieces.keep`."""
-        drop_gathered(self.model)
-        self._kept = [local_shard(tensor).clone() for tensor in self._tensors.values()]
-
-    def restore(self) -> None:
-        """Put back what `keep` copied; see `Pieces.restore`."""
-        drop_gathered(self.model)
-        with torch.no_grad():
-            for tensor, kept in zip(self._tensors.values(), self._kept, strict=True):
-                local_shard(tensor).copy_(kept)
-        self._kept = []
-
-    def _cut(self, names: Sequence[str], values: Tensor) -> list[Tensor]:
-        """Cut whole tensors, one behind the other, into what each rank holds of them."""
-        pieces = torch.split(values, [size for name in names for size in self._sizes[name]])
-        num_ranks = self._group.size
-        return [torch.cat(pieces[rank::num_ranks]) for rank in range(num_ranks)]
-
-    def _rank_sizes(self, names: Sequence[str]) -> list[int]:
-        return [sum(self._sizes[name][rank] for name in names) for rank in range(self._group.size)]
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         loss: tuple[Tensor, Tensor] = self.model.loss(tokens, targets)  # type: ignore[operator]
@@ -193,7 +145,7 @@ def follow(group: InnerGroup) -> None:
 
 
 def _obey(order: dict[str, Any], shard: ModelShard, *, group: InnerGroup, base_lrs: Sequence[float]) -> None:
-    names = [shard.names[index] for index in order.get("which", ())]
+    names = [shard.parameters.names[index] for index in order.get("which", ())]
     match order["do"]:
         case "step":
             shard.backward(*hear_batch(order, group=group))
@@ -201,13 +153,13 @@ def _obey(order: dict[str, Any], shard: ModelShard, *, group: InnerGroup, base_l
         case "held_out":
             shard.held_out(*hear_batch(order, group=group))
         case "gather":
-            shard.gather(names)
+            shard.parameters.gather(names)
         case "scatter":
-            shard.scatter(names, None, blend=order["blend"])
+            shard.parameters.scatter(names, None, blend=order["blend"])
         case "keep":
-            shard.keep()
+            shard.parameters.keep()
         case "restore":
-            shard.restore()
+            shard.parameters.restore()
 
 
 def hear_batch(order: dict[str, Any], *, group: InnerGroup) -> Sequence[Tensor]:
