@@ -18,6 +18,7 @@ from thinwire.transport.inner_group import InnerGroup
 _LOOK_S = 0.1
 _JOINING = ("joining its ranks", 300.0)
 _END_S = 10.0
+_FIND_OUT_S = 1.0
 # A process that was stopped finds that its clock went on; a look counts for no longer than this.
 _LONGEST_LOOK_S = 1.0
 
@@ -55,6 +56,10 @@ class RankProcesses:
     def follow(self, crew: Crew) -> None:
         """Watch also how long the other ranks keep this one waiting."""
         self._crew = crew
+
+    def find_out(self) -> None:
+        """Wait a moment for what a failure here may have come from: a rank that dies breaks connections first."""
+        self._thread.join(timeout=_FIND_OUT_S)
 
     def close(self) -> None:
         """End the other ranks; they have nothing to lose."""
@@ -100,7 +105,7 @@ class RankProcesses:
         self._latest = waits
         if waits is None or self._waited_s <= waits[1]:
             return ""
-        return f"a rank of this replica hangs: {waits[0]} took longer than {waits[1]:.0f} s; see {self._log(1).parent}"
+        return f"a rank of this replica hangs: {waits[0]} took longer than {waits[1]:.3g} s; see {self._log(1).parent}"
 
     def _kill_all(self) -> None:
         for process in self._processes.values():
@@ -134,6 +139,9 @@ def crew_of(
         crew = Crew(join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks))
         processes.follow(crew)
         yield crew
+    except Exception:
+        processes.find_out()
+        raise
     finally:
         processes.close()
 
