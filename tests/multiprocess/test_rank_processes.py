@@ -30,7 +30,10 @@ def told() -> list[str]:
 @pytest.fixture
 def ranks(tmp_path: Path, told: list[str]) -> Iterator[RankProcesses]:
     command = [sys.executable, "-c", SLEEPER]
-    started = RankProcesses(command, num_ranks=3, logs=tmp_path / "logs", name="replica-process-0", end=told.append)
+    started = RankProcesses(
+        command, num_ranks=3, logs=tmp_path / "logs", name="replica-process-0", say=told.append,
+        end=lambda: told.append("ended"),
+    )  # fmt: skip
     yield started
     started.close()
 
@@ -40,6 +43,11 @@ def wait_until(what: Callable[[], Any]) -> None:
     while not what():
         assert time.monotonic() < until_s
         time.sleep(0.02)
+
+
+def pair(*values: Any) -> tuple[Any, ...]:
+    """Return a tuple that is no other one, however alike; a literal would be the same one each time."""
+    return values
 
 
 def own_ranks() -> list[psutil.Process]:
@@ -54,6 +62,7 @@ def test_a_rank_that_dies_takes_the_others_with_it_and_is_named(ranks: RankProce
     assert told[0].startswith("rank 2 of this replica was ended by SIGKILL; see ")
     assert told[0].endswith("replica-process-0-rank-2.err")
     wait_until(lambda: not own_ranks())
+    wait_until(lambda: told[1:] == ["ended"])  # this process did not come to its end by itself
 
 
 def test_a_rank_that_hangs_is_ended_after_the_time_that_it_was_given(ranks: RankProcesses, told: list[str]) -> None:
@@ -63,7 +72,7 @@ def test_a_rank_that_hangs_is_ended_after_the_time_that_it_was_given(ranks: Rank
     ranks.follow(crew)
     time.sleep(0.5)
     for _ in range(6):  # each order is given the whole time, however alike they are
-        crew.waits = tuple(["a step", 0.4])
+        crew.waits = pair("a step", 0.4)
         time.sleep(0.2)
     crew.waits = None
     time.sleep(0.5)

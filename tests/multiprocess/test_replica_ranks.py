@@ -41,36 +41,41 @@ def move_shards(folder: str, num_ranks: int) -> list[Any]:
     from thinwire.transport.sharded_parameters import ShardedParameters
     from thinwire.transport.shards import local_shard
 
-    rank = int(os.environ["RANK"])
-    group = InnerGroup(rank=rank, size=num_ranks, meeting=Path(folder) / "meeting")
+    group = InnerGroup(rank=int(os.environ["RANK"]), size=num_ranks, meeting=Path(folder) / "meeting")
     group.use("cpu")
     torch.manual_seed(3)
     model = Awkward()
     whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     group.shard(model, blocks=[])
     shards = ShardedParameters(group, model)
-    told = [group.tell(word) or word if group.leads else group.hear() for word in (b"", b"x" * 1016, b"y" * 99_999)]
-    assert told == [b"", b"x" * 1016, b"y" * 99_999]
+    for word in (b"", b"x" * 1016, b"y" * 99_999):
+        assert (group.tell(word) or word if group.leads else group.hear()) == word
     names = [*reversed(shards.names)]  # any choice, in any order
     wanted = torch.cat([whole[name].reshape(-1).float() for name in names])
-    found = shards.gather(names)
+    found = [shards.gather(names)]
     shards.keep()
-    shards.scatter(names, wanted * 3 if group.leads else None)
-    tripled = shards.gather(names)
-    shards.scatter(names, wanted if group.leads else None, blend=0.25)
-    blended = shards.gather(names)
+    for factor, blend in ((3, 0.0), (1, 0.25)):
+        shards.scatter(names, wanted * factor if group.leads else None, blend=blend)
+        found.append(shards.gather(names))
     shards.restore()
-    back = shards.gather(names)
+    found.append(shards.gather(names))
     mine = [local_shard(parameter).numel() for parameter in model.parameters()]
     group.close()
-    if not group.leads:
-        assert not any(vector.numel() for vector in (found, tripled, blended, back))
-        return [mine, True]
-    narrow = [whole[name].dtype == torch.bfloat16 for name in names for _ in range(whole[name].numel())]
-    rounded = torch.where(torch.tensor(narrow), (wanted * 3).bfloat16().float(), wanted * 3)
-    lerped = torch.lerp(rounded, wanted, 0.75)
-    expected = torch.where(torch.tensor(narrow), lerped.bfloat16().float(), lerped)
-    return [mine, *(torch.equal(*pair) for pair in ((found, wanted), (tripled, rounded), (blended, expected), (back, wanted)))]  # fmt: skip
+    return [mine, *(same(*pair) for pair in zip(found, expected(whole, names, wanted), strict=True) if group.leads)]
+
+
+def expected(whole: dict[str, torch.Tensor], names: list[str], wanted: torch.Tensor) -> list[torch.Tensor]:
+    is_narrow = torch.cat([torch.full((whole[n].numel(),), whole[n].dtype == torch.bfloat16) for n in names])
+
+    def held(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(is_narrow, values.bfloat16().float(), values)
+
+    tripled = held(wanted * 3)
+    return [wanted, tripled, held(torch.lerp(tripled, wanted, 0.75)), wanted]
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -180,46 +185,56 @@ def assembled(
 
 
 def train(config: TrainConfig, *, replica: int, crew: Crew | None, folder: Path) -> dict[str, Any]:
+    """Take a state in, train, evaluate, and write the last state down."""
     model, optimizer = assembled(config, replica=replica, crew=crew, folder=folder)
-    state = torch.load(folder / "start.pt", weights_only=True)
-    load_global_tensors(optimizer.engine, model, state["parameters"], state["outer"])
-    again, outer = global_tensors(optimizer.engine, model)
-    alike = all(torch.equal(again[name], tensor) for name, tensor in state["parameters"].items())
-    alike &= all(torch.equal(outer[name], tensor) for name, tensor in state["outer"].items())
-    losses = []
-    for step in range(1, STEPS + 1):
-        tokens, targets = batch_of(replica, step)
-        optimizer.count_tokens(tokens.numel())
-        if crew is None:
-            loss, nll = model.loss(tokens, targets)  # type: ignore[operator]
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-        else:
-            loss, nll = crew.backward(tokens, targets, factor=1.0)
-            crew.clip()
-        losses.append(float(nll))
-        optimizer.step()
-        optimizer.zero_grad()
+    start = torch.load(folder / "start.pt", weights_only=True)
+    load_global_tensors(optimizer.engine, model, start["parameters"], start["outer"])
+    parameters, outer = global_tensors(optimizer.engine, model)
+    is_given_on = hash_of(parameters, outer) == hash_of(start["parameters"], start["outer"])
+    losses = [one_step(step, model, optimizer, config, replica=replica, crew=crew) for step in range(1, STEPS + 1)]
     optimizer.close()
     before = optimizer.engine.view.parameters.read(0)
     with optimizer.global_parameters():
-        held = batch_of(7, 0)
-        held = held[0][:1], held[1][:1]  # fewer rows than ranks
-        with torch.no_grad():
-            held_out = crew.held_out(*held) if crew else model.loss(*held)[1]  # type: ignore[operator]
+        held_out = held_out_loss(model, crew)
     assert torch.equal(before, optimizer.engine.view.parameters.read(0)), "the local parameters are back"
     parameters, outer = global_tensors(optimizer.engine, model)
     if crew is not None:
-        model = whole_model(config, vocab_size=30, parameters=parameters, sharded=model)
-        with torch.no_grad():
-            assert abs(float(model.loss(*held)[1] - held_out)) < 1e-5  # type: ignore[operator]
+        whole = whole_model(config, vocab_size=30, parameters=parameters, sharded=model)
+        assert held_out_loss(whole, None) == pytest.approx(held_out, rel=1e-5)
     torch.save({"parameters": parameters, "outer": outer}, folder / f"end-{replica}.pt")
-    vectors = [*parameters.values(), *outer.values()]
-    hashed = hashlib.sha256(b"".join(vector.numpy().tobytes() for vector in vectors)).hexdigest()
     return {
-        "alike": alike, "losses": losses, "held_out": float(held_out), "hash": hashed,
+        "is_given_on": is_given_on, "losses": losses, "held_out": held_out, "hash": hash_of(parameters, outer),
         "missed": optimizer.statistics.rounds_missed,
     }  # fmt: skip
+
+
+def one_step(
+    step: int, model: Any, optimizer: thinwire.DistributedOptimizer, config: TrainConfig, *, replica: int,
+    crew: Crew | None,
+) -> float:  # fmt: skip
+    tokens, targets = batch_of(replica, step)
+    optimizer.count_tokens(tokens.numel())
+    if crew is None:
+        loss, nll = model.loss(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+    else:
+        _, nll = crew.backward(tokens, targets, factor=1.0)
+        crew.clip()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(nll)
+
+
+def held_out_loss(model: Any, crew: Crew | None) -> float:
+    tokens, targets = (part[:1] for part in batch_of(7, 0))  # fewer rows than ranks
+    with torch.no_grad():
+        return float(crew.held_out(tokens, targets) if crew else model.loss(tokens, targets)[1])
+
+
+def hash_of(*states: dict[str, torch.Tensor]) -> str:
+    vectors = [state[name] for state in states for name in sorted(state)]
+    return hashlib.sha256(b"".join(vector.numpy().tobytes() for vector in vectors)).hexdigest()
 
 
 def live(folder: str, ranks: list[int]) -> dict[str, Any]:
@@ -280,7 +295,7 @@ def test_replicas_of_several_ranks_train_as_replicas_of_one(
 ) -> None:
     (one, moved), many = single, trained(tmp_path / "many", ranks)
     for told in (one, many):
-        assert all(replica["alike"] for replica in told), "a state that was taken in is given on bit for bit"
+        assert all(replica["is_given_on"] for replica in told), "a state that was taken in is given on bit for bit"
         assert told[0]["hash"] == told[1]["hash"], "replicas hold the same bits, however many ranks they have"
         assert [replica["missed"] for replica in told] == [0, 1], "one part came too late, and its replica moved along"
     # sums over the parts of a batch round otherwise than one sum over all of it

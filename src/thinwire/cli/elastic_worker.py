@@ -65,14 +65,12 @@ def _crew(settings: LocalSettings, run_dir: Path, *, index: int) -> contextlib.A
 
     return crew_of(
         run_dir, module="thinwire.cli.elastic_rank", leader=os.getpid(), index=index,
-        num_ranks=settings.ranks_per_replica, end=_end,
+        num_ranks=settings.ranks_per_replica, say=_complain, end=lambda: os._exit(1),
     )  # fmt: skip
 
 
-def _end(why: str) -> None:
-    # what the main thread waits for may never come; the others see closed connections at once
+def _complain(why: str) -> None:
     print(f"error: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

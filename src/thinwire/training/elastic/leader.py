@@ -31,6 +31,7 @@ class Crew:
 
     Attributes:
         waits: What the others are waited for just now, and for how many seconds at most; None between two orders.
+        problem: Why the replica leaves, once a rank of it is gone.
     """
 
     def __init__(self, group: InnerGroup) -> None:
@@ -39,6 +40,7 @@ class Crew:
         self._indices: dict[str, int] = {}
         self._deadlines = Deadlines()
         self.waits: tuple[str, float] | None = None
+        self.problem = ""
 
     @property
     def num_ranks(self) -> int:

@@ -19,6 +19,7 @@ _LOOK_S = 0.1
 _JOINING = ("joining its ranks", 300.0)
 _END_S = 10.0
 _FIND_OUT_S = 1.0
+_FAREWELL_S = 3.0
 # A process that was stopped finds that its clock went on; a look counts for no longer than this.
 _LONGEST_LOOK_S = 1.0
 
@@ -31,14 +32,17 @@ class RankProcesses:
         num_ranks: Ranks of the replica, this one among them.
         logs: Folder of their logs, `NAME-rank-N.err` each.
         name: What the replica's process is called there.
-        end: Ends this process at once, told why in words: a rank is gone or hangs, and whatever this process waits for
-            may never come. Called from a thread.
+        say: Told, from a thread, that a rank is gone or hangs; all ranks have been ended then.
+        end: Ends this process, which has not done so by itself soon after: what it waits for may never come.
     """
 
     def __init__(
-        self, command: list[str], *, num_ranks: int, logs: Path, name: str, end: Callable[[str], None]
-    ) -> None:
+        self, command: list[str], *, num_ranks: int, logs: Path, name: str, say: Callable[[str], None],
+        end: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._say = say
         self._end = end
+        self._has_said = threading.Event()
         self._logs = logs
         self._name = name
         self._is_over = threading.Event()
@@ -59,7 +63,7 @@ class RankProcesses:
 
     def find_out(self) -> None:
         """Wait a moment for what a failure here may have come from: a rank that dies breaks connections first."""
-        self._thread.join(timeout=_FIND_OUT_S)
+        self._has_said.wait(_FIND_OUT_S)
 
     def close(self) -> None:
         """End the other ranks; they have nothing to lose."""
@@ -91,9 +95,20 @@ class RankProcesses:
             now_s = time.monotonic()
             passed_s, before_s = min(_LONGEST_LOOK_S, now_s - before_s), now_s
             if why := self._whats_wrong(passed_s):
-                self._kill_all()
-                self._end(why)
+                self._give_up(why)
                 return
+
+    def _give_up(self, why: str) -> None:
+        """End all ranks: the main thread finds its connections broken then, and has a moment to say goodbye."""
+        if self._crew is not None:
+            self._crew.problem = "lost one of its ranks"
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+        self._say(why)
+        self._has_said.set()
+        if not self._is_over.wait(_FAREWELL_S):
+            self._end()
 
     def _whats_wrong(self, passed_s: float) -> str:
         for rank, process in self._processes.items():
@@ -107,11 +122,6 @@ class RankProcesses:
             return ""
         return f"a rank of this replica hangs: {waits[0]} took longer than {waits[1]:.3g} s; see {self._log(1).parent}"
 
-    def _kill_all(self) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-
 
 def _how_it_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -119,8 +129,9 @@ def _how_it_ended(code: int) -> str:
 
 @contextlib.contextmanager
 def crew_of(
-    run_dir: Path, *, module: str, leader: int, index: int, num_ranks: int, end: Callable[[str], None]
-) -> Iterator[Crew]:
+    run_dir: Path, *, module: str, leader: int, index: int, num_ranks: int, say: Callable[[str], None],
+    end: Callable[[], None],
+) -> Iterator[Crew]:  # fmt: skip
     """Start a replica's other ranks, and lead them as long as the block lasts.
 
     Args:
@@ -129,11 +140,12 @@ def crew_of(
         leader: This process's id: the others end with it.
         index: Which of the host's replicas this is.
         num_ranks: Ranks of the replica, at least 2.
+        say: See `RankProcesses`.
         end: See `RankProcesses`.
     """
     command = [sys.executable, "-m", module, str(run_dir.resolve()), str(leader), str(index), str(num_ranks)]
     processes = RankProcesses(
-        command, num_ranks=num_ranks, logs=run_dir / "logs", name=f"replica-process-{index}", end=end
+        command, num_ranks=num_ranks, logs=run_dir / "logs", name=f"replica-process-{index}", say=say, end=end
     )
     try:
         crew = Crew(join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks))

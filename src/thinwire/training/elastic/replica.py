@@ -141,7 +141,7 @@ class _Life:
         if self._round_log is not None:
             self._round_log.close()
         if self._seated is not None:
-            self._seated.close(why=self.why)
+            self._seated.close(why=self.why if self._crew is None else self._crew.problem or self.why)
 
     def _join(self) -> tuple[Seated, Address]:
         invitation = read_invitation(self._settings.invitation)
