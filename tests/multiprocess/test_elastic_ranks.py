@@ -1,4 +1,4 @@
-"""A replica of several ranks in a job with another of one, by the command line: one rank is killed, and all comes back."""
+"""A replica of two ranks in a job with one of one, by the command line: a rank is killed, and all comes back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_elastic_run import SOON_S, active, processes, runs, start, texts, wait_until  # noqa: F401
+from test_elastic_run import SOON_S, active, processes, start, wait_until
+from test_elastic_run import runs as runs
+from test_elastic_run import texts as texts
 from training_runs import Started
 
 from thinwire.training.elastic.job import LocalSettings
@@ -41,9 +43,7 @@ def rounds_in(folder: Path) -> dict[int, dict[int, int]]:
 
 
 def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_beside_one_of_another_number_of_ranks(
-    texts: Path,
-    tmp_path: Path,
-    runs: list[Started],  # noqa: F811
+    texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
     run, other, steps = tmp_path / "run", tmp_path / "other", 180
     more = ["--ranks-per-replica", "2", "--batch-size", "3"]

@@ -80,11 +80,6 @@ class GatheredParameters(GlobalParameters):
         """Never: what is exchanged and applied here is whole."""
         return False
 
-    @property
-    def is_gathered(self) -> bool:
-        """Always."""
-        return True
-
     def read(self, fragment: int) -> torch.Tensor:
         """See `GlobalParameters.read`."""
         return self._pieces.gather(self.fragments[fragment])

@@ -85,11 +85,6 @@ class GlobalParameters:
         return any(local_shard(p).shape != p.shape for tensors in self.parameters for p in tensors)
 
     @property
-    def is_gathered(self) -> bool:
-        """Whether the model's own tensors are shards, though what is read and written here is whole."""
-        return False
-
-    @property
     def num_fragments(self) -> int:
         """How many fragments there are."""
         return len(self.fragments)

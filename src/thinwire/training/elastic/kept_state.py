@@ -44,7 +44,7 @@ class Held:
     state: GlobalState
 
     def take_in(self, *, model: nn.Module, optimizer: DistributedOptimizer) -> None:
-        """Begin from it; a replica of several ranks without what an inner optimizer remembered.
+        """Begin from it.
 
         Raises:
             CheckpointError: It is of another model or method.
@@ -52,8 +52,7 @@ class Held:
         of_outer = {name: t for name, t in self.state.outer.items() if not name.startswith(_INNER)}
         inner = {name.removeprefix(_INNER): t for name, t in self.state.outer.items() if name.startswith(_INNER)}
         load_global_tensors(optimizer.engine, model, dict(self.state.parameters), of_outer)
-        if not optimizer.engine.view.parameters.is_gathered:
-            load_inner_tensors(optimizer.inner, model, inner)
+        load_inner_tensors(optimizer.inner, model, inner)
 
 
 class KeptState:
@@ -113,9 +112,7 @@ class KeptState:
             return False
         began_s = self._now()
         parameters, outer = global_tensors(optimizer.engine, model)
-        # that of several ranks lies in shards, and would have to be brought here at every interval
-        own = {} if optimizer.engine.view.parameters.is_gathered else inner_tensors(optimizer.inner, model)
-        outer |= {_INNER + name: tensor for name, tensor in own.items()}
+        outer |= {_INNER + name: tensor for name, tensor in inner_tensors(optimizer.inner, model).items()}
         state = GlobalState(step=step, parameters=parameters, outer=outer, note={"run": self._run, "era": era})
         self._next_step = step + every
         self._next_s = self._now() + (self._now() - began_s) / _COPY_SHARE

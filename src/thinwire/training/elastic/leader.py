@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ class Crew:
     Attributes:
         waits: What the others are waited for just now, and for how many seconds at most; None between two orders.
         problem: Why the replica leaves, once a rank of it is gone.
+        find_out: Called where a message between ranks failed: waits a moment until it is known why.
     """
 
     def __init__(self, group: InnerGroup) -> None:
@@ -41,6 +42,7 @@ class Crew:
         self._deadlines = Deadlines()
         self.waits: tuple[str, float] | None = None
         self.problem = ""
+        self.find_out: Callable[[], None] = lambda: None
 
     @property
     def num_ranks(self) -> int:
@@ -130,6 +132,9 @@ class Crew:
         self.waits = what, self._deadlines.deadline_s(steps=1) if limit_s is None else limit_s
         try:
             yield
+        except RuntimeError:
+            self.find_out()
+            raise
         finally:
             self.waits = None
         if limit_s is None:

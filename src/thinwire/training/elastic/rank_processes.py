@@ -60,10 +60,7 @@ class RankProcesses:
     def follow(self, crew: Crew) -> None:
         """Watch also how long the other ranks keep this one waiting."""
         self._crew = crew
-
-    def find_out(self) -> None:
-        """Wait a moment for what a failure here may have come from: a rank that dies breaks connections first."""
-        self._has_said.wait(_FIND_OUT_S)
+        crew.find_out = self._find_out
 
     def close(self) -> None:
         """End the other ranks; they have nothing to lose."""
@@ -97,6 +94,10 @@ class RankProcesses:
             if why := self._whats_wrong(passed_s):
                 self._give_up(why)
                 return
+
+    def _find_out(self) -> None:
+        # a rank that dies breaks its connections before anybody can see that it is gone
+        self._has_said.wait(_FIND_OUT_S)
 
     def _give_up(self, why: str) -> None:
         """End all ranks: the main thread finds its connections broken then, and has a moment to say goodbye."""
@@ -151,9 +152,6 @@ def crew_of(
         crew = Crew(join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks))
         processes.follow(crew)
         yield crew
-    except Exception:
-        processes.find_out()
-        raise
     finally:
         processes.close()
 

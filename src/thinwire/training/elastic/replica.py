@@ -199,8 +199,9 @@ class _Life:
 
     def _arrive(self, seated: Seated, parts: _Parts, address: Address) -> None:
         path = parts.config.run_dir / "kept" / f"replica-process-{self._device_index}.state"
-        self._kept = KeptState(path, run=parts.job.run, warn=self._tell)
-        self._held = self._kept.read()
+        if self._crew is None:  # what an inner optimizer remembers lies in shards where there are several ranks
+            self._kept = KeptState(path, run=parts.job.run, warn=self._tell)
+            self._held = self._kept.read()
         seated.arrive(
             corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port,
             held_step=0 if self._held is None else self._held.step, era=0 if self._held is None else self._held.era,
@@ -250,8 +251,8 @@ class _Life:
         return ElasticTraining(
             config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
-            meter=self._meter, device=parts.device, seated=seated, step=step, crew=self._crew,
-            is_fresh=not self._is_from_held or self._crew is not None,
+            meter=self._meter, device=parts.device, seated=seated, step=step, is_fresh=not self._is_from_held,
+            crew=self._crew,
         )  # fmt: skip
 
     def _end(self, seated: Seated, parts: _Parts, training: ElasticTraining) -> bool:
