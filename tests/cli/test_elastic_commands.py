@@ -15,6 +15,8 @@ from thinwire.cli.main import main
 COMMANDS = ("join", "status", "pause", "resume", "leave")
 WORDS = "thinwire://127.0.0.1:1/" + 52 * "a"
 
+RANKS = ("--elastic", "--ranks-per-replica", "2")
+
 
 def options_of(command: str) -> list[str]:
     told = subprocess.run(
@@ -49,6 +51,12 @@ def test_the_options_of_elastic_commands_are_those_that_were_agreed_on() -> None
         (["train", "--elastic", "--pace"], "--pace does not go with --elastic"),
         (["train", "--elastic", "--overlap-steps", "1,2"], "--overlap-steps must be one number with --elastic"),
         (["status", WORDS, "--replica", "1"], "Unrecognized options: --replica"),
+        (["join", WORDS, "--ranks-per-replica", "0"], "--ranks-per-replica must be at least 1, got 0"),
+        (["train", "--elastic", "--ranks-per-replica", "0"], "--ranks-per-replica must be at least 1, got 0"),
+        (["train", "--ranks-per-replica", "2"], "--ranks-per-replica is for elastic runs; give --elastic too"),
+        (["train", *RANKS, "--batch-size", "1"], "--ranks-per-replica 2 is more than the 1 sequences of a step"),
+        (["train", *RANKS, "--inner-optimizer", "muon"], "--inner-optimizer muon needs whole matrices"),
+        (["train", *RANKS, "--compile"], "--compile was not tried with --ranks-per-replica above 1"),
         (["train", "--preserve-norm"], "--preserve-norm is for elastic runs; give --elastic too, or leave it out"),
         (["train", "--port", "1234"], "--port is for elastic runs"),
         (["train", "--checkpoint-to", "s3://x/y"], "--checkpoint-to is for elastic runs"),

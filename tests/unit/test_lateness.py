@@ -16,7 +16,7 @@ from thinwire.averaging.delivery import Average, Progress
 from thinwire.codecs import float32
 from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, PayloadError, PeerLost
 from thinwire.methods import decoupled_diloco
-from thinwire.sync import keeping
+from thinwire.sync import global_parameters
 from thinwire.sync.fragments import BlockParameters, Pattern
 from thinwire.sync.keeping import KeepingOuterStep
 from thinwire.sync.outer import PlainSGD
@@ -74,7 +74,7 @@ def test_what_was_counted_is_blended_as_ever():
 
 def test_a_model_in_shards_is_refused(monkeypatch):
     view = PseudoGradient().bind(build("linear"))
-    monkeypatch.setattr(keeping, "local_shard", lambda tensor: tensor[:1])
+    monkeypatch.setattr(global_parameters, "local_shard", lambda tensor: tensor[:1])
     with pytest.raises(ValueError, match="with a quorum a replica is one rank"):
         KeepingOuterStep(optimizer=PlainSGD()).bind(view)
 

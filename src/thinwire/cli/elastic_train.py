@@ -20,6 +20,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.coordination import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import Role
+from thinwire.training.elastic.leader import check_ranks
 from thinwire.training.elastic.states import checkpoints_of
 from thinwire.transport.addresses import own_address
 from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secret
@@ -63,6 +64,7 @@ def check_elastic(config: TrainConfig) -> None:
             f"--overlap-steps must be one number with --elastic, got {config.overlap_steps}, since nobody knows which "
             f"replicas will come; a slow one is not waited for anyway"
         )
+    check_ranks(config, num_ranks=config.ranks_per_replica, num_replicas=config.num_replicas)
     elastic(make_method(config), seat=_Nobody())
 
 
@@ -87,7 +89,7 @@ def run(config: TrainConfig, *, is_resumed: bool) -> tuple[int, dict[str, Any] |
     LocalSettings(
         invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),
         out=str(run_dir.resolve()), cache_dir=str(config.cache_dir), threads=config.threads or 1, device=config.device,
-        data=config.data, address=address,
+        data=config.data, address=address, ranks_per_replica=config.ranks_per_replica,
     ).save()  # fmt: skip
     write_whole(run_dir / JOB_FILE, json.dumps(Job.of(config).to_json()) + "\n")
     if is_resumed:

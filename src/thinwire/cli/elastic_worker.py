@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,8 +11,13 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from thinwire.cli.watch import end_with
+
+if TYPE_CHECKING:
+    from thinwire.training.elastic.job import LocalSettings
+    from thinwire.training.elastic.leader import Crew
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,7 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.training.elastic.replica import run_replica
 
     try:
-        run_replica(LocalSettings.load(run_dir), tell=_tell, device_index=index)
+        settings = LocalSettings.load(run_dir)
+        with _crew(settings, run_dir, index=index) as crew:
+            run_replica(settings, tell=_tell, device_index=index, crew=crew)
     except ConnectError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
@@ -47,6 +55,22 @@ def main(arguments: Sequence[str]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _crew(settings: LocalSettings, run_dir: Path, *, index: int) -> contextlib.AbstractContextManager[Crew | None]:
+    """Start the replica's other ranks, where it has several."""
+    if settings.ranks_per_replica == 1:
+        return contextlib.nullcontext()
+    from thinwire.training.elastic.rank_processes import crew_of
+
+    return crew_of(
+        run_dir, module="thinwire.cli.elastic_rank", leader=os.getpid(), index=index,
+        num_ranks=settings.ranks_per_replica, say=_complain, end=lambda: os._exit(1),
+    )  # fmt: skip
+
+
+def _complain(why: str) -> None:
+    print(f"error: {why}", file=sys.stderr, flush=True)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

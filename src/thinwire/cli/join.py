@@ -32,6 +32,8 @@ class JoinOptions:
     """File of the job's secret, where the address does not hold it."""
     replicas: int = 1
     """Replicas to add on this host."""
+    ranks_per_replica: int = 1
+    """Processes of this host that hold each of them together, a shard of the model each (FSDP2)."""
     out: Path | None = None
     """Folder for logs, metrics and checkpoints on this host. Default: runs/joined-HOST-PORT."""
     data: str | None = None
@@ -79,6 +81,8 @@ def _join(options: JoinOptions) -> int:
 
     if options.replicas < 1:
         raise ValueError(f"--replicas must be at least 1, got {options.replicas}")
+    if options.ranks_per_replica < 1:
+        raise ValueError(f"--ranks-per-replica must be at least 1, got {options.ranks_per_replica}")
     if options.batch_size is not None and options.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     if options.interface is not None and options.own_address is not None:
@@ -91,11 +95,12 @@ def _join(options: JoinOptions) -> int:
     run_dir.mkdir(parents=True, exist_ok=True)
     secret, secret_path = job_secret(invitation.secret, options.secret, run_dir=run_dir)
     own = own_address(address=options.own_address, interface=options.interface, towards=invitation.host)
-    threads = options.threads or max(1, (os.cpu_count() or 1) // options.replicas)
+    threads = options.threads or max(1, (os.cpu_count() or 1) // (options.replicas * options.ranks_per_replica))
     LocalSettings(
         invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),
         out=str(run_dir.resolve()), cache_dir=str(options.cache_dir or Path.home() / ".cache" / "thinwire"),
         threads=threads, device=options.device, batch_size=options.batch_size, data=options.data, address=own,
+        ranks_per_replica=options.ranks_per_replica,
     ).save()  # fmt: skip
     roles = replica_roles(options.replicas)
     return run_here(roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet)

@@ -71,7 +71,7 @@ def _check_compiler(config: TrainConfig) -> None:
 def _check_elastic(config: TrainConfig) -> None:
     if not config.elastic:
         fresh = TrainConfig()
-        for name in ("port", "begin_with", "preserve_norm", "checkpoint_to", "keep_checkpoints"):
+        for name in ("port", "begin_with", "preserve_norm", "checkpoint_to", "keep_checkpoints", "ranks_per_replica"):
             if getattr(config, name) != getattr(fresh, name):
                 raise ValueError(f"{flag(name)} is for elastic runs; give --elastic too, or leave it out")
     if config.elastic:

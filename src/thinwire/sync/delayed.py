@@ -12,7 +12,6 @@ from thinwire.sync.outer import OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundOuterStep, OuterStep, check_pseudo_gradients
 from thinwire.sync.views import BoundPseudoGradient, BoundView, PseudoGradient
-from thinwire.transport.shards import flatten, unflatten_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +61,6 @@ class BoundDelayedOuterStep(BoundOuterStep):
 
     def apply(self, round: Round, average: Average) -> None:
         """See `BoundUpdate.apply`."""
-        tensors = self._parameters.locals(round.fragment)
-        # seen from the global value in the parameters' own dtype, so that nothing trained is exactly zero
-        start = [torch.empty_like(tensor) for tensor in tensors]
-        unflatten_into(self._parameters.values[round.fragment].to(average.mean.device), start)
-        trained = flatten(tensors).sub_(flatten(start))
+        trained = self._parameters.trained(round.fragment)
         super().apply(round, average)
-        value = self._parameters.values[round.fragment].to(trained.device)
-        unflatten_into(trained.add_(value), tensors)
+        self._parameters.write(round.fragment, trained.add_(self._parameters.values[round.fragment].to(trained.device)))

@@ -13,6 +13,7 @@ from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import AllReplicas, Peers
 from thinwire.errors import CheckpointError
 from thinwire.sync.engine import Engine
+from thinwire.sync.gathered import GatheredPseudoGradient, Pieces
 from thinwire.sync.keeping import KeepingOuterStep
 from thinwire.sync.method import Method
 from thinwire.sync.updates import OuterStep, Update
@@ -38,8 +39,9 @@ class Present:
 
 
 def elastic(
-    method: Method, *, seat: Seat, preserve_norm: bool = False, find: Callable[[str], None] = lambda text: None
-) -> Method:
+    method: Method, *, seat: Seat, preserve_norm: bool = False, find: Callable[[str], None] = lambda text: None,
+    pieces: Pieces | None = None,
+) -> Method:  # fmt: skip
     """Return a method's variant for replicas that come and go.
 
     What a replica has trained that no round counted stays with it and counts later, by its tokens.
@@ -49,6 +51,7 @@ def elastic(
         seat: This replica's seat in the council.
         preserve_norm: Whether the mean keeps the length of a single replica's part, tensor by tensor.
         find: Told, in words, of parts that were refused or shortened.
+        pieces: Reaches the shards of a replica of several ranks, at the one of them that leads.
 
     Raises:
         ValueError: The method depends on who its replicas are; names what does.
@@ -73,8 +76,9 @@ def elastic(
         return agreed(own, seat=seat, preserve_norm=preserve_norm, find=find)
 
     exchanges(2), _keeping(method.update(2), method.name)  # a method that cannot is refused here
+    view = method.view if pieces is None else GatheredPseudoGradient(fragments=method.view.fragments, pieces=pieces)
     return replace(
-        method, topology=Present(seat=seat), exchange=exchanges, last_exchange=last,
+        method, view=view, topology=Present(seat=seat), exchange=exchanges, last_exchange=last,
         update=lambda count: _keeping(method.update(count), method.name), drift_intervals=_ANY,
     )  # fmt: skip
 
@@ -95,7 +99,7 @@ def global_tensors(engine: Engine, model: nn.Module) -> tuple[dict[str, torch.Te
     too, and buffers are not.
     """
     values = engine.view.parameters
-    parameters = {name: p.detach().cpu().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    parameters = {name: values.read_whole(name) for name, p in model.named_parameters() if not p.requires_grad}
     for names, tensors, vector in zip(values.fragments, values.parameters, values.values, strict=True):
         start = 0
         for name, tensor in zip(names, tensors, strict=True):
@@ -128,7 +132,8 @@ def load_global_tensors(
                 raise CheckpointError(
                     f"{name} has the shape {tuple(parameters[name].shape)} in the state, {tuple(parameter.shape)} here"
                 )
-            parameter.copy_(parameters[name])
+            if not parameter.requires_grad:
+                values.write_whole(name, parameters[name])
         values.load_state_dict(vectors)
         engine.update.load_state_dict({key.removeprefix("momentum."): vector for key, vector in outer.items()})
         values.forget_locals()

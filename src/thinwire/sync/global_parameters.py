@@ -31,6 +31,7 @@ class GlobalParameters:
         by_name = dict(model.named_parameters())
         self.fragments = tuple(tuple(names) for names in fragments)
         self.parameters = [[by_name[name] for name in names] for names in self.fragments]
+        self._by_name = by_name
         self._has_values = has_values
         self._embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self.values: list[torch.Tensor] = []
@@ -39,7 +40,7 @@ class GlobalParameters:
     def read_locals(self) -> None:
         """Take the model's present parameters as the global ones."""
         if self._has_values:
-            vectors = [flatten(self.locals(fragment)) for fragment in range(self.num_fragments)]
+            vectors = [self.read(fragment) for fragment in range(self.num_fragments)]
             # a model on the meta device has shapes and no values: it is asked for what its rounds would send
             self.values = [vector if vector.is_meta else vector.cpu() for vector in vectors]
 
@@ -57,6 +58,32 @@ class GlobalParameters:
         """Return a fragment's tensors in the model (this rank's shards), to read and to write."""
         return [local_shard(parameter) for parameter in self.parameters[fragment]]
 
+    def shapes(self, fragment: int) -> tuple[torch.Size, ...]:
+        """Return the shapes of what this rank holds of a fragment's tensors, in the order of its vectors."""
+        return tuple(tensor.shape for tensor in self.locals(fragment))
+
+    def read(self, fragment: int) -> torch.Tensor:
+        """Return a fragment's local value: float32, `(numel,)`, a new tensor on the model's device."""
+        return flatten(self.locals(fragment))
+
+    def write(self, fragment: int, value: torch.Tensor) -> None:
+        """Set a fragment's local value from such a vector."""
+        unflatten_into(value, self.locals(fragment))
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """Return a copy of one of the model's tensors, on the CPU; also one that is in no fragment."""
+        return self._by_name[name].detach().cpu().clone()
+
+    def write_whole(self, name: str, value: torch.Tensor) -> None:
+        """Set one of the model's tensors; also one that is in no fragment."""
+        with torch.no_grad():
+            self._by_name[name].copy_(value)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds less than the whole of a tensor."""
+        return any(local_shard(p).shape != p.shape for tensors in self.parameters for p in tensors)
+
     @property
     def num_fragments(self) -> int:
         """How many fragments there are."""
@@ -64,7 +91,7 @@ class GlobalParameters:
 
     def numel(self, fragment: int) -> int:
         """Return how many elements this rank holds of a fragment."""
-        return sum(tensor.numel() for tensor in self.locals(fragment))
+        return sum(shape.numel() for shape in self.shapes(fragment))
 
     def directions(self, fragment: int) -> tuple[bool, ...]:
         """Tell of each of a fragment's tensors whether it maps vectors to vectors, and so has a direction of its own.
@@ -75,9 +102,20 @@ class GlobalParameters:
 
     def pseudo_gradient(self, fragment: int) -> torch.Tensor:
         """Return global minus local: float32, `(numel,)`, a new tensor on the local parameters' device."""
-        local = flatten(self.locals(fragment))
+        local = self.read(fragment)
         # the copy to the device is the only piece of the global value there, and lives as long as this call
         return local.neg_().add_(self.values[fragment].to(local.device))
+
+    def trained(self, fragment: int) -> torch.Tensor:
+        """Return local minus global, seen from the global value in the parameters' own dtypes: see `read`.
+
+        So what was not trained is exactly zero.
+        """
+        local = self.read(fragment)
+        shapes, dtypes = self.shapes(fragment), [parameter.dtype for parameter in self.parameters[fragment]]
+        start = [torch.empty(s, dtype=d, device=local.device) for s, d in zip(shapes, dtypes, strict=True)]
+        unflatten_into(self.values[fragment].to(local.device), start)
+        return local.sub_(flatten(start, device=local.device))
 
     def blend_into_locals(self, fragment: int, *, blend: float) -> None:
         """Set the local parameters to `blend * local + (1 - blend) * global`."""

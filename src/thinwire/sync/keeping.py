@@ -12,7 +12,6 @@ from thinwire.sync.outer import OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundOuterStep, OuterStep, check_pseudo_gradients
 from thinwire.sync.views import BoundView
-from thinwire.transport.shards import local_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class KeepingOuterStep:
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundKeepingOuterStep:
         """See `Update.bind`."""
         check_pseudo_gradients(view, name="KeepingOuterStep")
-        if any(local_shard(p).shape != p.shape for tensors in view.parameters.parameters for p in tensors):
+        if view.parameters.is_sharded:
             raise ValueError(
                 "the model is sharded, and each rank would find out for itself whether its shard came too late; with a "
                 "quorum a replica is one rank: take streaming_diloco() for replicas of several"

@@ -100,7 +100,7 @@ class BoundPseudoGradient:
 
     def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
         """See `BoundView.shapes`."""
-        return tuple(tensor.shape for tensor in self.parameters.locals(fragment))
+        return self.parameters.shapes(fragment)
 
     def read(self, round: Round) -> torch.Tensor:
         """See `BoundView.read`."""
@@ -133,7 +133,7 @@ class BoundOwnPseudoGradient(BoundPseudoGradient):
 
     def read_last(self, fragment: int) -> torch.Tensor:
         """Return the local parameters."""
-        return flatten(self.parameters.locals(fragment))
+        return self.parameters.read(fragment)
 
     def reference_hash(self, round: Round) -> int:
         """Return 0: replicas hold different values, and that is meant."""

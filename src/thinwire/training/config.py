@@ -19,7 +19,7 @@ FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
     "join_deadline_s", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
     "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
-    "expected_step_s",
+    "expected_step_s", "ranks_per_replica",
 )  # fmt: skip
 
 # Sequences of a replica's step where nobody says it.
@@ -142,6 +142,8 @@ class TrainConfig:
     """File that all hosts have (thinwire secret FILE): replicas then prove who they are, and encrypt what they send."""
     elastic: bool = False
     """Let replicas come and go: others join with the words that are printed, and one that is lost stops nobody."""
+    ranks_per_replica: int = 1
+    """Processes of this host that hold each elastic replica together, a shard of the model each (FSDP2)."""
     port: int = 29400
     """Port of the elastic run's coordinator; 0 takes a free one."""
     begin_with: int | None = None
@@ -211,7 +213,7 @@ _CHOICES = {
 _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
     "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
-    "vocab_size": 1, "port": 0, "keep_checkpoints": 1,
+    "vocab_size": 1, "port": 0, "keep_checkpoints": 1, "ranks_per_replica": 1,
 }  # fmt: skip
 
 # Peak learning rates of AdamW. nano's was tried: `thinwire train --replicas 2 --sync-interval 30 --overlap-steps 3
@@ -262,7 +264,7 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
         "warmup_steps": min(1000, steps // 10),
         "eval_every": max(1, math.ceil(steps / 6)),
         "checkpoint_every": 100 if is_nano else 500,
-        "threads": max(1, cores // max(1, replicas)),
+        "threads": max(1, cores // max(1, replicas * config.ranks_per_replica)),
         "cache_dir": home / ".cache" / "thinwire",
         "out": Path("runs") / f"{config.method}-{config.model.rsplit('/', 1)[-1].replace(':', '-')}-seed{config.seed}",
     }

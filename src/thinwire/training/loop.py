@@ -125,8 +125,7 @@ class Training:
         self._model.eval()
         with self._optimizer.global_parameters(), torch.no_grad():
             for tokens, targets in batches[part % len(batches) :: num_parts]:
-                with self._autocast():
-                    nll = self._loss(tokens.to(self._device), targets.to(self._device))[1]
+                nll = self._held_out_nll(tokens.to(self._device), targets.to(self._device))
                 # the last batch may be smaller
                 total += float(nll) * targets.numel()
                 count += targets.numel()
@@ -222,6 +221,10 @@ class Training:
 
         self._optimizer.step(closure)
         return losses[-1]
+
+    def _held_out_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with self._autocast():
+            return self._loss(tokens, targets)[1]
 
     def _backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         with self._autocast():

@@ -235,7 +235,7 @@ def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: fl
             _introduce(own, meeting, ranks_per_replica=ranks_per_replica)
     finally:
         meeting.part()
-    with _gloo_on(interface), _naming_failures(address):
+    with gloo_on(interface), _naming_failures(address):
         # Both sides of a GPU replica: messages from host memory, the user's own collectives on the device.
         both = torch.cuda.is_available() and dist.is_nccl_available()
         dist.init_process_group(
@@ -338,7 +338,7 @@ def _own_group(
 ) -> ProcessGroupTransport:
     """Make a gloo group for thinwire's messages alone: a user's collectives never meet them."""
     _check_divides(ranks_per_replica, world_size=dist.get_world_size())
-    with _gloo_on(interface), _naming_failures("this host"):
+    with gloo_on(interface), _naming_failures("this host"):
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
     assert group is not None, "a group of all ranks holds this rank"
 
@@ -352,7 +352,7 @@ def _own_group(
 
 
 @contextlib.contextmanager
-def _gloo_on(interface: str | None) -> Iterator[None]:
+def gloo_on(interface: str | None) -> Iterator[None]:
     """Let gloo listen on an interface: it offers no other public way than this variable."""
     before = os.environ.get(GLOO_INTERFACE)
     if interface is not None:

@@ -23,6 +23,7 @@ _BATCHES_A_SHARD = 16
 # Options of the host that began the job, which mean nothing to another one.
 _LOCAL = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
+    "ranks_per_replica",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
 # A state holds each parameter and its momentum, 4 bytes each.
@@ -117,6 +118,7 @@ class LocalSettings:
         batch_size: Sequences a step on this host; None as the job says.
         data: Name or folder of the data on this host; None as the job says.
         address: This host's address that the others reach; None to find it.
+        ranks_per_replica: Ranks that hold each of this host's replicas together.
     """
 
     invitation: str
@@ -128,6 +130,7 @@ class LocalSettings:
     batch_size: int | None = None
     data: str | None = None
     address: str | None = None
+    ranks_per_replica: int = 1
 
     def save(self) -> None:
         """Write them into the run's folder."""
@@ -141,6 +144,7 @@ class LocalSettings:
     def apply(self, config: TrainConfig) -> TrainConfig:
         """Return the job's options with this host's own."""
         own: dict[str, Any] = {"out": Path(self.out), "cache_dir": Path(self.cache_dir), "threads": self.threads}
+        own["ranks_per_replica"] = self.ranks_per_replica
         given = {"device": self.device, "batch_size": self.batch_size, "data": self.data, "address": self.address}
         own |= {name: value for name, value in given.items() if value is not None}
         return dataclasses.replace(config, **own)

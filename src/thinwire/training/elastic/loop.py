@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.errors import ThinwireError
 from thinwire.membership.joining import Seated
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import watch_for
+from thinwire.training.elastic.leader import Crew
 from thinwire.training.elastic.own_work import OwnWork
 from thinwire.training.loop import Batch, Batches, Training
 from thinwire.training.metrics import Meter
@@ -40,13 +41,13 @@ class ElasticTraining(Training):
         step: Inner steps that the run has done already.
         is_fresh: Whether the inner optimizer remembers nothing yet.
         own_work: Takes this replica's steps.
+        crew: The ranks that this replica is made of, where there are several; this one leads.
     """
 
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, device: torch.device, seated: Seated, step: int,
-        own_work: OwnWork,
-        is_fresh: bool = True,
+        own_work: OwnWork, is_fresh: bool = True, crew: Crew | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
@@ -55,6 +56,7 @@ class ElasticTraining(Training):
         self.step = self._reported_step = step
         self._seated = seated
         self._own_work = own_work
+        self._crew = crew
         self._own_steps = 0
         if not step:
             seated.council.others.begin(now_s=time.monotonic())
@@ -74,6 +76,20 @@ class ElasticTraining(Training):
         """Return the present step's learning rate as a share of its peak: less in this replica's own first steps."""
         ramp = min(1.0, (self._own_steps + 1) / self._ramp_steps) if self._ramp_steps else 1.0
         return ramp * super().lr_factor()
+
+    def _backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if self._crew is None:
+            return super()._backward(tokens, targets)
+        return self._crew.backward(tokens, targets, factor=self.lr_factor())
+
+    def _clip(self) -> None:
+        if self._crew is None:
+            super()._clip()
+        else:
+            self._crew.clip()
+
+    def _held_out_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return super()._held_out_nll(tokens, targets) if self._crew is None else self._crew.held_out(tokens, targets)
 
     def _train_step(self) -> None:
         council = self._seated.council

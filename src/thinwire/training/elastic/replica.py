@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from thinwire.membership.joining import Seated, join
 from thinwire.membership.own_pace import OwnPace
 from thinwire.membership.rounds import grace_steps
 from thinwire.membership.view import View
-from thinwire.sync.elastic import elastic
+from thinwire.sync.elastic import elastic, global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.assembly import make_inner_optimizer, make_method, make_model
 from thinwire.training.config import TrainConfig
@@ -24,6 +25,7 @@ from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.kept_state import Held, KeptState
+from thinwire.training.elastic.leader import Crew, check_ranks, whole_model
 from thinwire.training.elastic.loop import ElasticTraining, Left
 from thinwire.training.elastic.own_work import OwnWork
 from thinwire.training.elastic.round_log import RoundLog
@@ -40,13 +42,16 @@ _SHORT_LIFE_S = 30.0
 _JOIN_S = 60.0
 
 
-def run_replica(settings: LocalSettings, *, tell: Callable[[str], None], device_index: int = 0) -> bool:
+def run_replica(
+    settings: LocalSettings, *, tell: Callable[[str], None], device_index: int = 0, crew: Crew | None = None
+) -> bool:
     """Take part in a job until it ends, or this replica is told to leave.
 
     Args:
         settings: What this host's replicas are told.
         tell: Told, in words, what happens.
         device_index: Which of this host's GPUs is its own.
+        crew: The ranks that this replica is made of, where there are several; this one leads.
 
     Returns:
         Whether the run came to its end.
@@ -59,7 +64,7 @@ def run_replica(settings: LocalSettings, *, tell: Callable[[str], None], device_
     pause_s = _AGAIN_S
     while True:
         began_s = time.monotonic()
-        life = _Life(settings, secret=secret, tell=tell, device_index=device_index)
+        life = _Life(settings, secret=secret, tell=tell, device_index=device_index, crew=crew)
         try:
             return life.live()
         except Left as left:
@@ -98,12 +103,14 @@ class _Life:
     """One stay in a job, under one number."""
 
     def __init__(
-        self, settings: LocalSettings, *, secret: Secret, tell: Callable[[str], None], device_index: int
-    ) -> None:
+        self, settings: LocalSettings, *, secret: Secret, tell: Callable[[str], None], device_index: int,
+        crew: Crew | None,
+    ) -> None:  # fmt: skip
         self._settings = settings
         self._secret = secret
         self._tell = tell
         self._device_index = device_index
+        self._crew = crew
         self._seated: Seated | None = None
         self._keeper: StateKeeper | None = None
         self._meter: Meter | None = None
@@ -137,7 +144,7 @@ class _Life:
         if self._round_log is not None:
             self._round_log.close()
         if self._seated is not None:
-            self._seated.close(why=self.why)
+            self._seated.close(why=self.why if self._crew is None else self._crew.problem or self.why)
 
     def _join(self) -> tuple[Seated, Address]:
         invitation = read_invitation(self._settings.invitation)
@@ -158,17 +165,13 @@ class _Life:
         config = self._settings.apply(job.config)
         config.run_dir.mkdir(parents=True, exist_ok=True)
         corpus = open_data(config)
-        is_cuda = config.device == "cuda"
-        device = torch.device("cuda", self._device_index) if is_cuda else torch.device("cpu")
-        torch.manual_seed(config.seed)
-        model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
+        model, inner, device = self._model(config, corpus)
         method = elastic(
             make_method(config), seat=seated.seat, preserve_norm=config.preserve_norm,
-            find=lambda text: seated.council.tell("note", level="warning", text=text),
+            find=lambda text: seated.council.tell("note", level="warning", text=text), pieces=self._crew,
         )  # fmt: skip
         optimizer = DistributedOptimizer(
-            model, make_inner_optimizer(config, model), method=method, transport=seated.transport, seed=config.seed,
-            pace=False, seat=seated.seat,
+            model, inner, method=method, transport=seated.transport, seed=config.seed, pace=False, seat=seated.seat,
         )  # fmt: skip
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
         # at blend 0 what is trained while a round is overdue would be given up for its result
@@ -190,10 +193,24 @@ class _Life:
             own_work=own_work,
         )  # fmt: skip
 
+    def _model(
+        self, config: TrainConfig, corpus: Corpus
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.device]:
+        vocab_size = corpus.tokenizer.vocab_size
+        if self._crew is not None:
+            check_ranks(config, num_ranks=self._crew.num_ranks)
+            return *self._crew.assemble(config, vocab_size=vocab_size), self._crew.device
+        is_cuda = config.device == "cuda"
+        device = torch.device("cuda", self._device_index) if is_cuda else torch.device("cpu")
+        torch.manual_seed(config.seed)
+        model = make_model(config, vocab_size=vocab_size, device=device)
+        return model, make_inner_optimizer(config, model), device
+
     def _arrive(self, seated: Seated, parts: _Parts, address: Address) -> None:
         path = parts.config.run_dir / "kept" / f"replica-process-{self._device_index}.state"
-        self._kept = KeptState(path, run=parts.job.run, warn=self._tell)
-        self._held = self._kept.read()
+        if self._crew is None:  # what an inner optimizer remembers lies in shards where there are several ranks
+            self._kept = KeptState(path, run=parts.job.run, warn=self._tell)
+            self._held = self._kept.read()
         seated.arrive(
             corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port,
             held_step=0 if self._held is None else self._held.step, era=0 if self._held is None else self._held.era,
@@ -244,12 +261,12 @@ class _Life:
             config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
             meter=self._meter, device=parts.device, seated=seated, step=step, is_fresh=not self._is_from_held,
-            own_work=parts.own_work,
+            own_work=parts.own_work, crew=self._crew,
         )  # fmt: skip
 
     def _end(self, seated: Seated, parts: _Parts, training: ElasticTraining) -> bool:
-        with parts.optimizer.global_parameters():
-            sha256 = parameters_sha256(parts.model)
+        with self._global_model(parts) as model:
+            sha256 = parameters_sha256(model)
         note = replica_note(training.reading(), sha256=sha256)
         council = seated.council
         council.insist("done", note=note)
@@ -260,12 +277,23 @@ class _Life:
         self.why = "has come to the end"
         return True
 
+    @contextmanager
+    def _global_model(self, parts: _Parts) -> Iterator[torch.nn.Module]:
+        """Give a model that holds the global parameters whole: this replica's own, or one made of all ranks' shards."""
+        if self._crew is not None:
+            parameters, _ = global_tensors(parts.optimizer.engine, parts.model)
+            vocab_size = parts.corpus.tokenizer.vocab_size
+            yield whole_model(parts.config, vocab_size=vocab_size, parameters=parameters, sharded=parts.model)
+            return
+        with parts.optimizer.global_parameters():
+            yield parts.model
+
     def _write(self, parts: _Parts, training: ElasticTraining, finish: Mapping[str, Any]) -> None:
         """Evaluate, and write the model and the run's numbers."""
         config = parts.config
         val_loss = training.evaluate_at_end()
-        with parts.optimizer.global_parameters():
-            save_model(config.run_dir, parts.model, tokenizer_json=parts.corpus.tokenizer.to_json())
+        with self._global_model(parts) as model:
+            save_model(config.run_dir, model, tokenizer_json=parts.corpus.tokenizer.to_json())
         count = sum(p.numel() for p in parts.model.parameters() if p.requires_grad)
         summary = summarise(
             config, finish["notes"], val_loss=val_loss, parameters=count, num_fragments=parts.optimizer.num_fragments

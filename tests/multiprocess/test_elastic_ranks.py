@@ -1,0 +1,74 @@
+"""A replica of two ranks in a job with one of one, by the command line: a rank is killed, and all comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_elastic_run import SOON_S, active, processes, start, wait_until
+from test_elastic_run import runs as runs
+from test_elastic_run import texts as texts
+from training_runs import Started
+
+from thinwire.training.elastic.job import LocalSettings
+
+pytestmark = pytest.mark.multiprocess
+
+
+@contextlib.contextmanager
+def host_that_joins(settings: LocalSettings, folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+    words = ["join", settings.invitation, "--secret", settings.secret, "--out", str(folder), "--threads", "1", *more]
+    joining = subprocess.Popen([sys.executable, "-m", "thinwire.cli.main", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        yield joining
+    finally:
+        joining.kill()
+        joining.communicate()
+
+
+def rounds_in(folder: Path) -> dict[int, dict[int, int]]:
+    """Return by replica and round what the global parameters were."""
+    return {
+        int(path.stem.rpartition("-")[2]): {
+            line["round"]: line["crc"] for line in map(json.loads, path.read_text().splitlines())
+        }
+        for path in folder.glob("rounds-replica-*.jsonl")
+    }
+
+
+def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_beside_one_of_another_number_of_ranks(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run, other, steps = tmp_path / "run", tmp_path / "other", 180
+    more = ["--ranks-per-replica", "2", "--batch-size", "3"]
+    started = start(runs, texts, run, steps=steps, replicas=1, more=more)
+    started.wait_for(run / "elastic.json")
+    # the other replica's batches are large, so that not all is over before the first one is back
+    with host_that_joins(LocalSettings.load(run), other, "--batch-size", "24") as joining:
+        step = wait_until(run, lambda found: len(active(found)) == 2, started)["step"]
+        wait_until(run, lambda found: found["step"] > step + 20, started)  # so that each holds all that it needs
+        lost, (kept,) = set(rounds_in(run)), rounds_in(other)
+        (rank,) = processes(started, "thinwire.cli.elastic_rank")
+        leader, killed_s = rank.parent(), time.monotonic()
+        rank.kill()
+        wait_until(run, lambda found: not lost & active(found), started)
+        assert time.monotonic() - killed_s < 3, "it says goodbye; a silent one is waited for for longer"
+        found = wait_until(run, lambda found: len(active(found)) == 2, started)
+        assert leader is not None and not leader.is_running(), "no rank outlives another"
+        assert started.end() == 0 and joining.wait(timeout=SOON_S) == 0, started.stderr
+    assert "rank 1 of this replica was ended by SIGKILL" in started.stderr
+    assert any(f"replica {min(lost)} on " in text and "lost one of its ranks" in text for text in found["findings"])
+    summaries = [json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")]
+    # the one that writes it refuses it where replicas end with different parameters
+    assert [(told["steps"], told["replicas"], told["elastic"]["replicas_ever"]) for told in summaries] == [
+        (steps, 2, 3)
+    ]
+    (back,) = set(rounds_in(run)) - lost
+    ours, theirs = rounds_in(run)[back], rounds_in(other)[kept]
+    assert set(ours) & set(theirs) and all(ours[number] == theirs[number] for number in set(ours) & set(theirs))

@@ -1,0 +1,91 @@
+"""The processes of a replica's ranks: whichever dies or hangs, all are gone, and it is said why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from thinwire.training.elastic.rank_processes import RankProcesses
+
+pytestmark = pytest.mark.multiprocess
+
+SOON_S = 30.0
+SLEEPER = "import sys, time; open(sys.argv[2] + sys.argv[1], 'w').close(); time.sleep(600)"
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, told: list[str]) -> Iterator[RankProcesses]:
+    command = [sys.executable, "-c", SLEEPER]
+    started = RankProcesses(
+        command, num_ranks=3, logs=tmp_path / "logs", name="replica-process-0", say=told.append,
+        end=lambda: told.append("ended"),
+    )  # fmt: skip
+    yield started
+    started.close()
+
+
+def wait_until(what: Callable[[], Any]) -> None:
+    until_s = time.monotonic() + SOON_S
+    while not what():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+def pair(*values: Any) -> tuple[Any, ...]:
+    """Return a tuple that is no other one, however alike; a literal would be the same one each time."""
+    return values
+
+
+def own_ranks() -> list[psutil.Process]:
+    found = psutil.Process(os.getpid()).children()
+    return [one for one in found if one.status() != psutil.STATUS_ZOMBIE and SLEEPER in one.cmdline()]
+
+
+def test_a_rank_that_dies_takes_the_others_with_it_and_is_named(ranks: RankProcesses, told: list[str]) -> None:
+    wait_until(lambda: len(own_ranks()) == 2)
+    own_ranks()[1].kill()
+    wait_until(lambda: told)
+    assert told[0].startswith("rank 2 of this replica was ended by SIGKILL; see ")
+    assert told[0].endswith("replica-process-0-rank-2.err")
+    wait_until(lambda: not own_ranks())
+    wait_until(lambda: told[1:] == ["ended"])  # this process did not come to its end by itself
+
+
+def test_a_rank_that_hangs_is_ended_after_the_time_that_it_was_given(ranks: RankProcesses, told: list[str]) -> None:
+    wait_until(lambda: len(own_ranks()) == 2)
+    own_ranks()[0].send_signal(signal.SIGSTOP)
+    crew: Any = SimpleNamespace(waits=("a step", 600.0))
+    ranks.follow(crew)
+    time.sleep(0.5)
+    for _ in range(6):  # each order is given the whole time, however alike they are
+        crew.waits = pair("a step", 0.4)
+        time.sleep(0.2)
+    crew.waits = None
+    time.sleep(0.5)
+    assert told == []
+    crew.waits = ("the norm of the gradient", 0.3)
+    wait_until(lambda: told)
+    assert "a rank of this replica hangs: the norm of the gradient took longer than 0.3 s" in told[0]
+    wait_until(lambda: not own_ranks())
+
+
+def test_at_the_end_no_rank_and_no_folder_is_left(ranks: RankProcesses, told: list[str]) -> None:
+    wait_until(lambda: len(own_ranks()) == 2)
+    folder = ranks.meeting.parent
+    assert folder.stat().st_mode & 0o077 == 0, "nobody else on this host can take part"
+    ranks.close()
+    assert not own_ranks() and not folder.exists() and told == []
