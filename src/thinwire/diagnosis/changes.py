@@ -16,14 +16,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LEAST_HISTORY = 8
+LEAST_HISTORY = 12
 MOST_HISTORY = 64
 # Of the logarithm: times that vary less are taken to vary by 8 %, so that a steady wire is no reason for alarms.
 LEAST_SCALE = 0.08
 CLIP = 3.0
 DRIFT = 1.0
-ALARM = 9.0
+ALARM = 9.5
 LEAST_RATIO = 1.2
+_LEAST_SAMPLES = 4
 _LEAST_TIME_S = 1e-6
 _REFRESH = 8
 
@@ -45,6 +46,19 @@ def median(values: Sequence[float]) -> float:
 def spread(values: Sequence[float], middle: float) -> float:
     """Return the median absolute deviation from `middle`, scaled to be a normal distribution's standard deviation."""
     return 1.4826 * median([abs(value - middle) for value in values])
+
+
+def at_least(hits: int, trials: int, chance: float) -> float:
+    """Return how likely at least so many hits are.
+
+    Example:
+        >>> at_least(1, 2, 0.5)
+        0.75
+    """
+    chance = min(1.0, chance)
+    return math.fsum(
+        math.comb(trials, count) * chance**count * (1 - chance) ** (trials - count) for count in range(hits, trials + 1)
+    )
 
 
 class Baseline:
@@ -71,7 +85,9 @@ class Baseline:
         if len(self._values) <= 2 * LEAST_HISTORY or self._fresh >= _REFRESH:
             self._fresh = 0
             self.middle = median(self._values)
-            self.scale = max(LEAST_SCALE, spread(self._values, self.middle))
+            # few values may lie close together by chance
+            unsure = 1 + 8 / len(self._values)
+            self.scale = max(LEAST_SCALE, unsure * spread(self._values, self.middle))
             # a history with many long rounds scores above zero without any fault
             scores = [_clipped((value - self.middle) / self.scale) for value in self._values]
             self.shift = max(0.0, sum(scores) / len(scores))
@@ -126,20 +142,25 @@ class Watch:
         self.change: Change | None = None
         self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * MOST_HISTORY)
 
-    def add(self, round: int, at_s: float, time_s: float, *, size_class: int = 0) -> None:
+    def add(self, round: int, at_s: float, time_s: float, *, size_class: int = 0, margin_s: float = 0.0) -> None:
         """Take the time of a round in.
 
         Args:
             round: Its number; rounds come in order.
             at_s: When it was.
             time_s: How long it took.
-            size_class: Only times of one class are alike.
+            size_class: Only times of one class are alike; 2 n and 2 n + 1 are of one size, measured in two ways.
+            margin_s: By how much these two ways may differ.
         """
         value = math.log(max(time_s, _LEAST_TIME_S))
         base = self._bases.setdefault(size_class, Baseline())
         if not base.is_known:
-            base.learn(value)
-            return
+            twin = self._bases.get(size_class ^ 1)
+            sure = max(time_s - margin_s, _LEAST_TIME_S)
+            if twin is None or not twin.is_known or math.log(sure) < twin.middle + math.log(LEAST_RATIO):
+                base.learn(value)
+                return
+            value, base = math.log(sure), twin
         self.excess.append((round, at_s, value - base.middle))
         if self.change is None:
             self._step(round, at_s, value, base)
@@ -155,8 +176,9 @@ class Watch:
         if len(self._held) < MOST_HISTORY:
             self._held.append((base, value))
         if self._sum >= self._alarm:
-            ratios = [excess for number, _, excess in self.excess if number >= self._begin[0]]
-            if median(ratios) >= math.log(LEAST_RATIO):
+            ratios = sorted(excess for number, _, excess in self.excess if number >= self._begin[0])
+            is_lasting = len(ratios) >= _LEAST_SAMPLES and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO) / 2
+            if is_lasting and median(ratios) >= math.log(LEAST_RATIO):
                 self.change = Change(since_round=self._begin[0], since_s=self._begin[1], seen_round=round)
 
     def excess_in(self, first: int, last: int) -> float:

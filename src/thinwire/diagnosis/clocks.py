@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from thinwire.diagnosis.changes import median
+
 SEGMENTS = 8
 # A quartz clock drifts by tens of millionths; one that drifts more was set.
 MOST_DRIFT = 500e-6
@@ -191,7 +193,7 @@ def _shortest(delays: Delays, source: str) -> dict[str, float]:
 
 
 def _fit(bounds: list[_Bound], origin_s: float, play_s: float) -> ClockFit:
-    """Return the clock of least drift that keeps all bounds, or the first segment's where none does."""
+    """Return a clock that keeps all bounds, or that of the first segment where none does."""
     if not bounds:
         return ClockFit(offset_s=0.0, drift=0.0, error_s=math.inf, origin_s=origin_s)
     drift = _drift(bounds, play_s)
@@ -211,7 +213,10 @@ def _fit(bounds: list[_Bound], origin_s: float, play_s: float) -> ClockFit:
 
 
 def _drift(bounds: list[_Bound], play_s: float) -> float | None:
-    """Return the least drift that no two stretches contradict, or none."""
+    """Return the drift that both bounds show, as far as no two stretches contradict it, or none.
+
+    Where a clock drifts, both bounds move; where a wire becomes slow in one direction, one does.
+    """
     least, most = -MOST_DRIFT, MOST_DRIFT
     if any(bound.lower > bound.upper + 2 * play_s for bound in bounds):
         return None
@@ -222,4 +227,17 @@ def _drift(bounds: list[_Bound], play_s: float) -> float | None:
                 least = max(least, (late.lower - early.upper - 2 * play_s) / apart_s)
     if least > most + 1e-9:
         return None
-    return min(max(0.0, least), most) if least <= 0 <= most else (least + most) / 2
+    slopes = [_slope([(b.at_s, b.lower) for b in bounds]), _slope([(b.at_s, b.upper) for b in bounds])]
+    both = 0.0 if slopes[0] * slopes[1] <= 0 else min(slopes, key=abs)
+    return min(max(both, least), max(least, most))
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """Return the middle of the slopes between all points (Theil and Sen)."""
+    slopes = [
+        (late[1] - early[1]) / (late[0] - early[0])
+        for index, early in enumerate(points)
+        for late in points[index + 1 :]
+        if late[0] > early[0]
+    ]
+    return median(slopes) if slopes else 0.0

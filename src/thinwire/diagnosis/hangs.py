@@ -34,6 +34,7 @@ class _Standstill:
     missing: tuple[int, ...]
     since_s: float
     patience_s: float
+    gone_s: float
 
     @property
     def round(self) -> int:
@@ -55,8 +56,12 @@ def find_hangs(job: Job) -> list[Finding]:
     return found
 
 
-def patience_s(operations: Iterable[Operation]) -> float:
-    """Return how long an operation may stand, in seconds, from what was measured of earlier ones."""
+def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
+    """Return how long an operation may stand when a rank is silent, and when all live, from what earlier ones took.
+
+    Args:
+        operations: In the order of their sequence numbers.
+    """
     posted: dict[int, list[float]] = defaultdict(list)
     durations = [0.0]
     for operation in operations:
@@ -65,7 +70,8 @@ def patience_s(operations: Iterable[Operation]) -> float:
             durations.append(operation.done_s - operation.posted_s)
     gaps = [later - early for times in posted.values() for early, later in pairwise(times)]
     usual_s = median(gaps) if gaps else 0.0
-    return max(LEAST_PATIENCE_S, _PERIODS * usual_s, _DURATIONS * max(durations))
+    gone_s = max(LEAST_PATIENCE_S, _PERIODS * usual_s)
+    return gone_s, max(gone_s, _DURATIONS * max(durations))
 
 
 def _standstill(job: Job, communicator: str) -> _Standstill | None:
@@ -79,30 +85,30 @@ def _standstill(job: Job, communicator: str) -> _Standstill | None:
     furthest = {rank: number for number, all_ops in own for rank in all_ops}
     missing = tuple(sorted(rank for rank in members if furthest.get(rank, -1) < sequence))
     inside = {rank: op for rank, op in ops.items() if op.done_s is None}
-    limit_s = patience_s(op for _, all_ops in own for op in sorted(all_ops.values(), key=lambda op: op.posted_s))
+    gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
     since_s = max(op.posted_s for op in inside.values())
-    if job.now_s - since_s < limit_s:
+    still_s = job.now_s - since_s
+    if still_s < limit_s and (still_s < gone_s or not _silent(job, gone_s)):
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
-        patience_s=limit_s,
+        patience_s=limit_s, gone_s=gone_s,
     )  # fmt: skip
 
 
 def _judge(job: Job, still: _Standstill) -> Finding:
     messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
-    silent = _silent(job, still)
+    silent = _silent(job, still.gone_s)
     culprits = still.missing or silent
     if culprits:
         return _outside(job, still, culprits, silent, messages)
     return _inside(job, still, messages)
 
 
-def _silent(job: Job, still: _Standstill) -> tuple[int, ...]:
+def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
     """Return ranks whose recorder has stopped: paused, killed, or on a host that is gone."""
     if not job.has_beats:
         return ()
-    limit_s = max(LEAST_PATIENCE_S, still.patience_s / 2)
     quiet = [r for r, at_s in job.last_seen_s.items() if job.now_s - at_s > limit_s and r not in job.unsteady]
     return tuple(sorted(quiet)) if len(quiet) < len(job.last_seen_s) else ()
 

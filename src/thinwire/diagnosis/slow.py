@@ -18,6 +18,7 @@ from thinwire.diagnosis.timeline import Job, Message
 
 PEERS_RATIO = 3.0
 _LEAST_SAMPLES = 2
+_MOST_ERROR = 8.0
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
 
@@ -29,6 +30,7 @@ class LinkTimes:
     Attributes:
         watches: Of each (source, destination).
         retries: Sum of each.
+        times: The first seconds of each, by size class.
     """
 
     watches: dict[Cell, Watch] = field(default_factory=dict)
@@ -49,9 +51,20 @@ def size_class(num_bytes: int) -> int:
 def link_times(job: Job) -> LinkTimes:
     """Watch every link, one value a round: the middle of its messages of the class with the most bytes."""
     found = LinkTimes()
-    for (source, destination), round, at_s, time_s, classed in _samples(job):
-        cell = (source, destination)
-        found.watches.setdefault(cell, Watch()).add(round, at_s, time_s, size_class=classed)
+    for cell, round, classed, message in _samples(job):
+        time_s = max(message.transfer_s or 0.0, 0.0)
+        watch = found.watches.setdefault(cell, Watch())
+        at_s = message.received_done_s or 0.0
+        if job.clock_of.get(cell[0]) == job.clock_of.get(cell[1]):
+            watch.add(round, at_s, time_s, size_class=2 * classed)
+        else:
+            # a time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's own
+            # word holds none: where another end is late than before, it changes without any change of the link
+            is_late = (message.sent_posted_s or 0.0) > (message.received_posted_s or 0.0)
+            error_s = job.error_s.get(cell[0], 0.0) + job.error_s.get(cell[1], 0.0)
+            if error_s > _MOST_ERROR * time_s:
+                continue  # not even who was late is known
+            watch.add(round, at_s, time_s, size_class=2 * classed + is_late, margin_s=error_s)
         times = found.times.setdefault((cell, classed), [])
         if len(times) < 4 * LEAST_HISTORY:
             times.append(time_s)
@@ -62,19 +75,18 @@ def link_times(job: Job) -> LinkTimes:
     return found
 
 
-def _samples(job: Job) -> list[tuple[Cell, int, float, float, int]]:
-    """Return cell, round, time of day, seconds and size class, in the order of rounds."""
+def _samples(job: Job) -> list[tuple[Cell, int, int, Message]]:
+    """Return cell, round, size class and the middle message, in the order of rounds."""
     rounds: dict[tuple[int, int, int], dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
     for message in job.messages:
         if message.transfer_s is not None and not {message.source, message.destination} & job.unsteady:
             key = (message.operation, message.source, message.destination)
             rounds[key][size_class(message.num_bytes)].append(message)
-    found: list[tuple[Cell, int, float, float, int]] = []
+    found = []
     for (round, source, destination), classes in sorted(rounds.items()):
         classed = max(classes, key=lambda one: (len(classes[one]) * 2.0**one, one))
-        times = [max(message.transfer_s or 0.0, 0.0) for message in classes[classed]]
-        at_s = max(message.received_done_s or 0.0 for message in classes[classed])
-        found.append(((source, destination), round, at_s, median(times), classed))
+        ordered = sorted(classes[classed], key=lambda message: message.transfer_s or 0.0)
+        found.append(((source, destination), round, classed, ordered[len(ordered) // 2]))
     return found
 
 
@@ -91,7 +103,7 @@ def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
         last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
         matrix = _matrix(left, change.since_round, last)
         explained = DelayMatrix(matrix, job.host_of).explain()
-        if explained is None or first not in matrix:
+        if explained is None or first not in matrix or explained.excess < math.log(LEAST_RATIO):
             left.pop(first)
             continue
         cells = explained.cells | {first}
@@ -189,12 +201,18 @@ def find_slow_operations(job: Job) -> list[Finding]:
         first = next(iter(own.values()))
         classed = classes.setdefault((communicator, first.kind, size_class(first.count)), len(classes))
         watches[communicator].add(sequence, first.posted_s, max(0.0, min(waits)), size_class=classed)
-    return [_slow_operation(job, name, watch) for name, watch in sorted(watches.items()) if watch.change is not None]
+    slow = [(name, watch) for name, watch in sorted(watches.items()) if watch.change is not None]
+    return [_slow_operation(job, name, watch) for name, watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)]
+
+
+def _lasting(watch: Watch) -> float:
+    assert watch.change is not None
+    return watch.excess_in(watch.change.since_round, watch.change.seen_round + _LOOK_ROUNDS)
 
 
 def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
     assert watch.change is not None
-    ratio = math.exp(watch.excess_in(watch.change.since_round, watch.change.seen_round + _LOOK_ROUNDS))
+    ratio = math.exp(_lasting(watch))
     return Finding(
         kind="communication slow",
         places=(Place(kind="communicator"),),

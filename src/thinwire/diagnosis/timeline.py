@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -11,6 +12,7 @@ from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.records import Communicator, Operation, Span, TransferEnd
 
 _MOST_SIGHTINGS = 200_000
+_SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _Sure = Callable[[float], float]
 _Shift = Callable[[int, float | None], float | None]
 
@@ -75,6 +77,8 @@ class Job:
         has_beats: Whether ranks said that they live.
         now_s: The latest time of all.
         alignment: How the clocks were brought together.
+        clock_of: The clock of each rank.
+        error_s: What the clock of each rank may be wrong by.
         unsteady: Ranks whose clock was set; their times are compared with nobody's.
         num_said_twice: Records that repeat or contradict an earlier one.
         trust: Part of the lines that could be used, in [0, 1].
@@ -89,6 +93,8 @@ class Job:
     has_beats: bool = False
     now_s: float = -math.inf
     alignment: Alignment = field(default_factory=lambda: Alignment(reference="", fits={}))
+    clock_of: dict[int, str] = field(default_factory=dict)
+    error_s: dict[int, float] = field(default_factory=dict)
     unsteady: frozenset[int] = frozenset()
     num_said_twice: int = 0
     trust: float = 1.0
@@ -105,8 +111,10 @@ def build(records: Records) -> Job:
     clock_of = _places(job, records)
     ends, twice = _latest_ends(records.transfers)
     job.num_said_twice += twice
-    job.alignment = align(clock_of.values(), _sightings(ends, clock_of))
+    sightings = _sightings(ends, clock_of) or _sightings_of_operations(records.operations, clock_of)
+    job.alignment = align(clock_of.values(), sightings)
     fits = {rank: job.alignment.fits[clock] for rank, clock in clock_of.items()}
+    job.clock_of, job.error_s = clock_of, {rank: fit.error_s for rank, fit in fits.items()}
     job.unsteady = frozenset(rank for rank, fit in fits.items() if not fit.is_steady)
 
     def shift(rank: int, time_s: float | None) -> float | None:
@@ -180,6 +188,23 @@ def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> lis
         sent = ends.get((communicator, peer, rank, "sent", operation, part))
         if sent is not None and len(found) < _MOST_SIGHTINGS:
             found.append(Sighting(clock_of[peer], clock_of[rank], sent.posted_s, end.done_s))
+    return sorted(found, key=lambda seen: seen.posted_s)
+
+
+def _sightings_of_operations(operations: list[Operation], clock_of: dict[int, str]) -> list[Sighting]:
+    """Return what collectives tell of clocks: none ends on any rank before all ranks have called it."""
+    posted: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    done: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for operation in operations:
+        key, clock = (operation.communicator, operation.sequence), clock_of[operation.rank]
+        if operation.done_s is not None and operation.kind in _SYMMETRIC:
+            posted[key][clock] = max(posted[key].get(clock, -math.inf), operation.posted_s)
+            done[key][clock] = min(done[key].get(clock, math.inf), operation.done_s)
+    found: list[Sighting] = []
+    for key, own in posted.items():
+        if len(own) * len(own) + len(found) <= _MOST_SIGHTINGS:
+            for sender, posted_s in own.items():
+                found += [Sighting(sender, other, posted_s, done[key][other]) for other in own if other != sender]
     return sorted(found, key=lambda seen: seen.posted_s)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, median
+from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, at_least, median
 from thinwire.diagnosis.findings import Finding, Kind, Place
 from thinwire.diagnosis.timeline import Job
 
@@ -16,7 +16,7 @@ PEERS_RATIO = 2.0
 _LOOK_STEPS = 24
 _SPIKE = math.log(2.0)
 _LEAST_SPIKES = 5
-_CHANCE = 1e-7
+_CHANCE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
         for group in [ranks] if is_host else [[rank] for rank in ranks]:
             place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
             found.append(_slow_work(job, times, watches, group, place))
-    return found
+    return [finding for finding in found if finding.evidence["times_longer"] >= LEAST_RATIO]
 
 
 def _grew(own: Watch, beside: Watch) -> bool:
@@ -228,7 +228,7 @@ def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
     """Return first round, period, logarithm of the ratio and round of proof of regular spikes, or none.
 
     Spikes that fall on a grid of rounds are no chance where so many points of the grid have one that spikes as
-    frequent as those off the grid would do it once in ten million.
+    frequent as those off the grid would do it once in a million.
     """
     values = [(number, excess) for number, _, excess in watch.excess]
     spikes = [number for number, excess in values if excess >= _SPIKE]
@@ -243,14 +243,7 @@ def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
             if period < 3 or len(hits) < max(_LEAST_SPIKES, 0.8 * len(grid)):
                 continue
             off = (len(spikes) - len(hits) + 1) / (len(values) - len(grid) + 2)
-            if _at_least(len(hits), len(grid), off) * len(spikes) <= _CHANCE:
+            if at_least(len(hits), len(grid), off) * len(spikes) <= _CHANCE:
                 return begin, period, median([excess_of[number] for number in hits]), hits[_LEAST_SPIKES - 1]
     return None
 
-
-def _at_least(hits: int, trials: int, chance: float) -> float:
-    """Return the chance of at least so many hits."""
-    chance = min(1.0, chance)
-    return math.fsum(
-        math.comb(trials, count) * chance**count * (1 - chance) ** (trials - count) for count in range(hits, trials + 1)
-    )
