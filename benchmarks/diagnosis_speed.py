@@ -3,9 +3,9 @@
     python benchmarks/diagnosis_speed.py
     python benchmarks/diagnosis_speed.py --ranks 512 --rounds 40
 
-Each rank sends to the next one and to the same place on the next host of eight ranks; all clocks are one, as with PTP. A window is
-what came since the last one. Three times are told: to take the window in as it comes (clocks, pairs, histories), to judge it, and
-to diagnose all records from nothing, as `thinwire diagnose` does with files.
+Each rank sends to the next one and to the same place on the next host of eight ranks; all clocks are one, as with PTP.
+A window is what came since the last one. Told is how long it takes to add its times to the histories of all links, to
+judge them, and to diagnose all records from nothing, as `thinwire diagnose` does with files.
 """
 
 from __future__ import annotations

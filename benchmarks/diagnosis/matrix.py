@@ -3,8 +3,8 @@
     python benchmarks/diagnosis/matrix.py              # plays all scenes, a minute or two, and writes the results
     python benchmarks/diagnosis/matrix.py --report     # the table of what is stored
 
-Nothing runs here but a generator of records and the rules that read them. The numbers say that the rules fit together on jobs that
-we have thought of, and nothing of how often they are right on a cluster.
+Nothing runs here but a generator of records and the rules that read them. The numbers say that the rules fit together
+on jobs that we have thought of, and nothing of how often they are right on a cluster.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ def table(lines: list[dict[str, Any]]) -> str:
             severity = "-" if line["severity"] == 1.0 else f"{line['severity']:g} x"
             name = line["fault"] + (" (two at once)" if line["faults"] > 1 else "")
             groups[name, severity].append(line)
-    rows = ["| fault | severity | scenes | right | ambiguous | wrong | missed | rounds until sure |", "| --- " * 8 + "|"]
+    rows = [
+        "| fault | severity | scenes | right | ambiguous | wrong | missed | rounds until sure |",
+        "| --- " * 8 + "|",
+    ]
     for (name, severity), own in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0]["severity"])):
         counts = Counter(line["verdict"] for line in own)
         rounds = sorted(line["rounds"] for line in own if line["rounds"] >= 0)
@@ -70,7 +73,9 @@ def table(lines: list[dict[str, Any]]) -> str:
     alarms = sum(line["false_alarms"] for line in clean)
     rows += ["", f"{alarms} false alarms in {sum(line['rounds'] for line in clean):,} clean rounds."]
     others = sum(line["other_findings"] for line in lines if line["fault"] != "none" and line["faults"] == 1)
-    rows.append(f"{others} findings beside the fault in {sum(line.get('faults') == 1 for line in lines)} scenes of one.")
+    rows.append(
+        f"{others} findings beside the fault in {sum(line.get('faults') == 1 for line in lines)} scenes of one."
+    )
     return "\n".join(rows)
 
 

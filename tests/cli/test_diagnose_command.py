@@ -93,7 +93,7 @@ def test_no_files_and_unknown_words_are_wrong_options(tmp_path: Path, capsys: py
 
 
 def _entry(sequence: int, *, name: str = "gloo:all_reduce", size: int = 5, retired: bool = True) -> dict[str, Any]:
-    """An entry as torch 2.13 writes it on gloo: no times of the end, the state always scheduled."""
+    """Return an entry as torch 2.13 writes it on gloo: no times of the end, the state always scheduled."""
     return {
         "collective_seq_id": sequence, "input_dtypes": ["Float"], "input_sizes": [[size]], "is_p2p": False,
         "op_id": sequence, "output_dtypes": ["Float"], "output_sizes": [[size]], "p2p_seq_id": 0, "pg_id": 0,
@@ -114,7 +114,10 @@ def test_dumps_of_the_flight_recorder_name_the_rank_that_has_not_come(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [
-        _dump(tmp_path / f"trace_{rank}.json", [*map(_entry, (1, 2, 3)), *([] if rank == 1 else [_entry(4, retired=False)])])
+        _dump(
+            tmp_path / f"trace_{rank}.json",
+            [*map(_entry, (1, 2, 3)), *([] if rank == 1 else [_entry(4, retired=False)])],
+        )
         for rank in range(3)
     ]
     assert main([*files, "--json"]) == FOUND
@@ -138,7 +141,10 @@ def test_dumps_of_the_flight_recorder_name_the_rank_that_brings_another_size_or_
 ) -> None:
     for odd, said in ((_entry(3, size=7), "brings 7 elements"), (_entry(3, name="gloo:broadcast"), "calls broadcast")):
         files = [
-            _dump(tmp_path / f"{rank}.json", [_entry(1), _entry(2), odd if rank == 2 else _entry(3), "junk", {"is_p2p": 1}])
+            _dump(
+                tmp_path / f"{rank}.json",
+                [_entry(1), _entry(2), odd if rank == 2 else _entry(3), "junk", {"is_p2p": 1}],
+            )
             for rank in range(3)
         ]
         assert main(files) == FOUND
@@ -164,8 +170,8 @@ def _run_files(folder: Path, *, slow: float, loss: float = 3.0) -> None:
                     is_slow = (rank, peer) == (2, 0) if direction == "sent" else (peer, rank) == (2, 0)
                     time_s = 0.02 * (slow if is_slow and round >= 30 else 1.0) + 0.0001 * ((round * 7 + source) % 5)
                     transfers.append({
-                        "direction": direction, "peer": peer, "kind": "round", "round_id": round, "fragment": 0, "phase": 0,
-                        "payload_bytes": 1000, "wire_bytes": 1040, "started_s": at_s + begins[rank],
+                        "direction": direction, "peer": peer, "kind": "round", "round_id": round, "fragment": 0,
+                        "phase": 0, "payload_bytes": 1000, "wire_bytes": 1040, "started_s": at_s + begins[rank],
                         "finished_s": at_s + begins[rank] + time_s, "error": "",
                     })  # fmt: skip
             metrics.append({

@@ -92,8 +92,8 @@ def test_a_job_that_has_just_begun_to_wait_does_not_hang() -> None:
 
 def test_a_wait_chain_ends_at_the_one_that_nobody_hears_of() -> None:
     ends = [
-        TransferEnd(communicator="world", rank=rank, peer=(rank - 1) % 4, direction="received", operation=5, num_bytes=9,
-                    posted_s=5.0)
+        TransferEnd(communicator="world", rank=rank, peer=(rank - 1) % 4, direction="received", operation=5,
+                    num_bytes=9, posted_s=5.0)
         for rank in (0, 1, 3)
     ]  # fmt: skip
     records = [*_operations(5), *(_last(rank, 5) for rank in (0, 1, 3)), *ends, *_beats(dict.fromkeys(range(4), 12.0))]
@@ -136,7 +136,10 @@ def test_a_loss_that_is_no_number_is_told_with_its_rank_and_step() -> None:
 
 
 def test_a_loss_that_parts_from_the_others_is_told_and_one_that_varies_is_not() -> None:
-    usual = [_losses({rank: 4.0 - 0.01 * step + 0.02 * ((rank * 3 + step) % 4) for rank in range(4)}, step) for step in range(60)]
+    usual = [
+        _losses({rank: 4.0 - 0.01 * step + 0.02 * ((rank * 3 + step) % 4) for rank in range(4)}, step)
+        for step in range(60)
+    ]
     assert _diagnose([one for step in usual for one in step]) == []
     parted = [_losses({0: 3.5, 1: 3.52, 2: 3.49, 3: 3.5 + 0.2 * step}, 60 + step) for step in range(12)]
     (finding,) = _diagnose([one for step in usual + parted for one in step])

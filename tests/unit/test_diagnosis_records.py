@@ -78,7 +78,8 @@ BAD = {
     b'{"record":"beat","rank":1,"at_s":"1"}': "at_s is no number of seconds",
     b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":1}': "times run backwards",
     b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":null}': "a span has no end",
-    b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":3,"loss":1' + b"0" * 400 + b"}": "loss is no",
+    b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":3,"loss":1' + b"0" * 400 + b"}":
+        "loss is no",
     b'{"record":"communicator","communicator":"w","ranks":[0,0],"hosts":["a","b"]}': "some are there twice",
     b'{"record":"communicator","communicator":"w","ranks":[0,1],"hosts":["a"]}': "not as many as ranks",
     b'{"record":"communicator","communicator":"w","ranks":7,"hosts":["a"]}': "ranks is no list",
@@ -133,7 +134,9 @@ def test_a_file_of_something_else_is_refused_with_its_name(tmp_path: Path, first
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
     ),
-    st.sampled_from(["rank", "ranks", "hosts", "posted_s", "done_s", "operation", "count", "direction", "record", "loss"]),
+    st.sampled_from(
+        ["rank", "ranks", "hosts", "posted_s", "done_s", "operation", "count", "direction", "record", "loss"]
+    ),
     st.sampled_from(ONE_OF_EACH),
 )
 def test_any_value_in_any_field_is_taken_or_refused(value: object, field: str, record: Record) -> None:
@@ -190,7 +193,9 @@ def test_offset_and_drift_are_found_within_the_stated_error() -> None:
 def test_a_link_that_is_slow_in_one_direction_is_bounded_by_the_way_over_a_third_host() -> None:
     direct = _sightings(5.0, 0.0, out_s=1.0, back_s=0.01)
     around = [Sighting("a", "c", t, t + 0.01) for t in range(50)] + [Sighting("c", "a", t, t + 0.01) for t in range(50)]
-    around += [Sighting("c", "b", t, t + 5.01) for t in range(50)] + [Sighting("b", "c", t + 5.0, t + 0.01) for t in range(50)]
+    around += [Sighting("c", "b", t, t + 5.01) for t in range(50)] + [
+        Sighting("b", "c", t + 5.0, t + 0.01) for t in range(50)
+    ]
     alone, helped = align(["a", "b"], direct).fits["b"], align(["a", "b", "c"], direct + around).fits["b"]
     reference = align(["a", "b", "c"], direct + around).reference
     assert alone.error_s > 0.4

@@ -75,7 +75,7 @@ def test_a_lasting_slowdown_of_three_times_is_sure_within_five_rounds_in_the_mid
 
 
 def test_beside_the_faults_little_else_is_found(judged: tuple[list[Judgement], int]) -> None:
-    assert judged[1] <= 0.01 * len(judged[0])
+    assert judged[1] <= 0.02 * len(judged[0])
 
 
 def test_no_alarm_in_a_thousand_clean_rounds_with_every_noise() -> None:

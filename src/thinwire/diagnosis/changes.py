@@ -22,7 +22,7 @@ MOST_HISTORY = 64
 LEAST_SCALE = 0.08
 CLIP = 3.0
 DRIFT = 1.0
-ALARM = 9.5
+ALARM = 10.0
 LEAST_RATIO = 1.2
 _LEAST_SAMPLES = 4
 _LEAST_TIME_S = 1e-6
@@ -177,8 +177,8 @@ class Watch:
             self._held.append((base, value))
         if self._sum >= self._alarm:
             ratios = sorted(excess for number, _, excess in self.excess if number >= self._begin[0])
-            is_lasting = len(ratios) >= _LEAST_SAMPLES and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO) / 2
-            if is_lasting and median(ratios) >= math.log(LEAST_RATIO):
+            is_lasting = len(ratios) >= _LEAST_SAMPLES and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO)
+            if is_lasting:
                 self.change = Change(since_round=self._begin[0], since_s=self._begin[1], seen_round=round)
 
     def excess_in(self, first: int, last: int) -> float:

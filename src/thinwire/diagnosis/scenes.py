@@ -20,7 +20,6 @@ FaultKind = Literal[
 Pattern = Literal["all_gather", "two_phase", "ring", "rotating_ring", "torch"]
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One thing that goes wrong.

@@ -30,8 +30,7 @@ def read_files(paths: Iterable[Path]) -> Records:
             first = _head(path)
             if flight_recorder.is_pickle(first):
                 raise DataError(
-                    f"{path} is a pickle, which could run any program when it is read; "
-                    f"{flight_recorder.HOW_TO_JSON}"
+                    f"{path} is a pickle, which could run any program when it is read; {flight_recorder.HOW_TO_JSON}"
                 )
             if flight_recorder.is_dump(first):
                 dumps.append(path)

@@ -109,8 +109,13 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
     found = []
     for host, ranks in _hosts_of(job, alarmed).items():
         all_ranks = [rank for rank, name in job.host_of.items() if name == host]
-        is_host = len(ranks) == len(all_ranks) > 1
-        for group in [ranks] if is_host else [[rank] for rank in ranks]:
+        change = watches[ranks[0]].change
+        assert change is not None
+        longer = [
+            times.own[rank].excess_in(change.since_round, change.seen_round) for rank in all_ranks if rank in watches
+        ]
+        is_host = len(longer) == len(all_ranks) > 1 and min(longer) >= 0.6 * max(longer)
+        for group in [all_ranks] if is_host else [[rank] for rank in ranks]:
             place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
             found.append(_slow_work(job, times, watches, group, place))
     return [finding for finding in found if finding.evidence["times_longer"] >= LEAST_RATIO]
@@ -242,8 +247,9 @@ def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
             # every second round and more often is a slow rank, not one that stalls
             if period < 3 or len(hits) < max(_LEAST_SPIKES, 0.8 * len(grid)):
                 continue
+            if 3 * (len(spikes) - len(hits)) > len(values) - len(grid):
+                continue  # slow, and sometimes less so
             off = (len(spikes) - len(hits) + 1) / (len(values) - len(grid) + 2)
             if at_least(len(hits), len(grid), off) * len(spikes) <= _CHANCE:
                 return begin, period, median([excess_of[number] for number in hits]), hits[_LEAST_SPIKES - 1]
     return None
-
