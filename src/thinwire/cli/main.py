@@ -19,6 +19,7 @@ COMMANDS = {
     "probe": "measure the wires between hosts and what each can compute, as cluster.json",
     "simulate": "run methods in virtual time on machines and wires",
     "plan": "find the method and settings that fit these machines and wires",
+    "diagnose": "name the link, host or rank that is slow, stuck or out of step, from what a job wrote down",
     "doctor": "look for what keeps a run from starting on this host, and on the way to another",
     "secret": "make the secret with which replicas prove who they are and encrypt what they send",
     "join": "add this host to a running job that is elastic",

@@ -1,0 +1,80 @@
+"""`thinwire diagnose FILES...`: what broke in a job, and where, from what its ranks wrote down."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from thinwire.cli.words import read_words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnoseOptions:
+    """Name the link, sender, receiver, host or rank that is slow, stuck or out of step in a job.
+
+    FILES are records of thinwire, dumps of torch's Flight Recorder as JSON (one file a rank), or the folder of a run of
+    `thinwire train`, also while it trains. All files are of one job. The exit code is 0 where nothing is found, 3 where
+    something is.
+    """
+
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES")]
+    """What the ranks wrote down."""
+    json: bool = False
+    """Print one JSON object on stdout instead of text."""
+
+
+FOUND = 3
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire diagnose --help`.
+
+    Returns:
+        0 where nothing is found, 3 where something is, 1 for files that cannot be read, 2 for wrong options.
+    """
+    from thinwire.diagnosis.diagnose import diagnose
+    from thinwire.diagnosis.findings import report
+    from thinwire.diagnosis.sources import read_files
+    from thinwire.errors import DataError
+
+    try:
+        options = read_words(DiagnoseOptions, arguments, prog="thinwire diagnose")
+        if not options.files:
+            raise ValueError("name at least one file; see thinwire diagnose --help")
+    except ValueError as error:
+        print(f"thinwire diagnose: {error}", file=sys.stderr)
+        return 2
+    except SystemExit:  # after --help
+        return 0
+    try:
+        records = read_files(options.files)
+    except DataError as error:
+        print(f"thinwire diagnose: {error}", file=sys.stderr)
+        return 1
+    findings = diagnose(records)
+    refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
+    if options.json:
+        told = {
+            "findings": [finding.to_json() for finding in findings],
+            "num_records": records.num_records,
+            "num_refused": records.num_refused,
+            "refused": refused,
+        }
+        print(json_format.dumps(told))
+    else:
+        print(_plain(report(findings)))
+        print(f"{records.num_records} records, {records.num_refused} lines refused", file=sys.stderr)
+        for line in refused:
+            print(f"  refused: {_plain(line)}", file=sys.stderr)
+    return FOUND if findings else 0
+
+
+def _plain(text: str) -> str:
+    """Return a text without the control characters with which a name in a file could steer the terminal."""
+    return "".join(letter if letter == "\n" or letter.isprintable() else "\ufffd" for letter in text)

@@ -1,0 +1,196 @@
+"""When did a time that varies become longer for good: a cumulative sum over clipped robust scores.
+
+Shared machines have heavy-tailed times: one round of a hundred takes ten times as long and means nothing. So each
+value is scored by the median and the median absolute deviation (MAD) of its own history, on a logarithmic scale and
+clipped: a single round adds little, however long it was, and only several rounds close together make an alarm.
+
+Reference:
+    E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954: the cumulative sum. The clip and the scores are
+    ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LEAST_HISTORY = 12
+MOST_HISTORY = 64
+# Of the logarithm: times that vary less are taken to vary by 8 %, so that a steady wire is no reason for alarms.
+LEAST_SCALE = 0.08
+CLIP = 3.0
+DRIFT = 1.0
+ALARM = 10.0
+LEAST_RATIO = 1.2
+_LEAST_SAMPLES = 4
+_LEAST_TIME_S = 1e-6
+_REFRESH = 8
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the middle of values that need no order; NaN where there are none.
+
+    Example:
+        >>> median([3.0, 1.0, 2.0]), median([1.0, 2.0])
+        (2.0, 1.5)
+    """
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def spread(values: Sequence[float], middle: float) -> float:
+    """Return the median absolute deviation from `middle`, scaled to be a normal distribution's standard deviation."""
+    return 1.4826 * median([abs(value - middle) for value in values])
+
+
+def at_least(hits: int, trials: int, chance: float) -> float:
+    """Return how likely at least so many hits are.
+
+    Example:
+        >>> at_least(1, 2, 0.5)
+        0.75
+    """
+    chance = min(1.0, chance)
+    return math.fsum(
+        math.comb(trials, count) * chance**count * (1 - chance) ** (trials - count) for count in range(hits, trials + 1)
+    )
+
+
+class Baseline:
+    """What a time usually is: median and spread of the logarithms of the latest values that were not suspicious."""
+
+    __slots__ = ("_fresh", "_values", "middle", "scale", "shift")
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=MOST_HISTORY)
+        self._fresh = 0
+        self.middle = math.nan
+        self.scale = LEAST_SCALE
+        self.shift = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is enough history."""
+        return len(self._values) >= LEAST_HISTORY
+
+    def learn(self, value: float) -> None:
+        """Take a logarithm in."""
+        self._values.append(value)
+        self._fresh += 1
+        if len(self._values) <= 2 * LEAST_HISTORY or self._fresh >= _REFRESH:
+            self._fresh = 0
+            self.middle = median(self._values)
+            # few values may lie close together by chance
+            unsure = 1 + 8 / len(self._values)
+            self.scale = max(LEAST_SCALE, unsure * spread(self._values, self.middle))
+            # a history with many long rounds scores above zero without any fault
+            scores = [_clipped((value - self.middle) / self.scale) for value in self._values]
+            self.shift = max(0.0, sum(scores) / len(scores))
+
+    def score(self, value: float) -> float:
+        """Return how unusual a logarithm is, clipped."""
+        return _clipped((value - self.middle) / self.scale)
+
+
+@dataclass(slots=True)
+class Change:
+    """Times that became longer for good.
+
+    Attributes:
+        since_round: The first round of the change.
+        since_s: When that was.
+        seen_round: The round that made it sure.
+    """
+
+    since_round: int
+    since_s: float
+    seen_round: int
+
+
+class Watch:
+    """Watches one time, of one or several size classes, for a lasting growth.
+
+    Args:
+        alarm: The sum that is an alarm.
+
+    Attributes:
+        change: The first alarm, if any.
+        excess: Of each value with a history: round, seconds of the clock, logarithm of the ratio to the usual time.
+
+    Example:
+        >>> watch = Watch()
+        >>> for round in range(40):
+        ...     watch.add(round, float(round), 0.1 if round < 30 else 0.3)
+        >>> watch.change.since_round, watch.change.seen_round
+        (30, 34)
+    """
+
+    __slots__ = ("_alarm", "_bases", "_begin", "_count", "_held", "_sum", "change", "excess")
+
+    def __init__(self, *, alarm: float = ALARM) -> None:
+        self._alarm = alarm
+        self._bases: dict[int, Baseline] = {}
+        self._sum = 0.0
+        self._begin: tuple[int, float] = (-1, 0.0)
+        self._count = 0
+        self._held: list[tuple[Baseline, float]] = []
+        self.change: Change | None = None
+        self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * MOST_HISTORY)
+
+    def add(self, round: int, at_s: float, time_s: float, *, size_class: int = 0, margin_s: float = 0.0) -> None:
+        """Take the time of a round in.
+
+        Args:
+            round: Its number; rounds come in order.
+            at_s: When it was.
+            time_s: How long it took.
+            size_class: Only times of one class are alike; 2 n and 2 n + 1 are of one size, measured in two ways.
+            margin_s: By how much these two ways may differ.
+        """
+        value = math.log(max(time_s, _LEAST_TIME_S))
+        base = self._bases.setdefault(size_class, Baseline())
+        if not base.is_known:
+            twin = self._bases.get(size_class ^ 1)
+            sure = max(time_s - margin_s, _LEAST_TIME_S)
+            if twin is None or not twin.is_known or math.log(sure) < twin.middle + math.log(LEAST_RATIO):
+                base.learn(value)
+                return
+            value, base = math.log(sure), twin
+        self.excess.append((round, at_s, value - base.middle))
+        if self.change is None:
+            self._step(round, at_s, value, base)
+
+    def _step(self, round: int, at_s: float, value: float, base: Baseline) -> None:
+        if self._sum == 0.0:
+            self._begin = (round, at_s)
+            # what went before was no change: it is history now
+            for old, held in self._held:
+                old.learn(held)
+            self._held.clear()
+        self._sum = max(0.0, self._sum + base.score(value) - DRIFT - base.shift)
+        if len(self._held) < MOST_HISTORY:
+            self._held.append((base, value))
+        if self._sum >= self._alarm:
+            ratios = sorted(excess for number, _, excess in self.excess if number >= self._begin[0])
+            is_lasting = len(ratios) >= _LEAST_SAMPLES and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO)
+            if is_lasting:
+                self.change = Change(since_round=self._begin[0], since_s=self._begin[1], seen_round=round)
+
+    def excess_in(self, first: int, last: int) -> float:
+        """Return the median logarithm of the ratio in rounds first to last; NaN without values."""
+        return median([excess for number, _, excess in self.excess if first <= number <= last])
+
+    @property
+    def usual_s(self) -> float:
+        """The usual time, of the class with the longest."""
+        known = [base.middle for base in self._bases.values() if base.is_known]
+        return math.exp(max(known)) if known else math.nan
+
+
+def _clipped(score: float) -> float:
+    return max(-CLIP, min(CLIP, score))

@@ -1,0 +1,78 @@
+"""From records to findings, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thinwire.diagnosis.desync import find_desync, find_losses
+from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.flapping import find_flapping
+from thinwire.diagnosis.hangs import find_hangs
+from thinwire.diagnosis.reading import Records
+from thinwire.diagnosis.slow import find_slow_links, find_slow_operations, link_times
+from thinwire.diagnosis.timeline import Job, build
+from thinwire.diagnosis.work import find_slow_work, find_stalls, work_times
+
+
+def diagnose(records: Records) -> list[Finding]:
+    """Return what is wrong with a job, the worst first; nothing where nothing is.
+
+    Args:
+        records: Of all ranks that there are records of.
+
+    Example:
+        >>> diagnose(Records())
+        []
+    """
+    return findings_of(build(records))
+
+
+def findings_of(job: Job) -> list[Finding]:
+    """Return the findings of a job that is on one clock already."""
+    desyncs = find_desync(job)
+    out_of_step = {finding.evidence["communicator"] for finding in desyncs}
+    # who waits because of a desync waits for nothing else
+    hangs = [finding for finding in find_hangs(job) if finding.evidence["communicator"] not in out_of_step]
+    links = link_times(job)
+    work = work_times(job)
+    flapping = find_flapping(job, links)
+    slow = [finding for finding in find_slow_links(job, links) if not _touches(finding, flapping, job)]
+    stalls = find_stalls(job, work)
+    slow_work = [finding for finding in find_slow_work(job, work) if not _touches(finding, stalls, job)]
+    found = [*desyncs, *hangs, *find_losses(job), *slow, *find_slow_operations(job), *slow_work, *flapping, *stalls]
+    return [*found, *find_set_clocks(job)]
+
+
+def find_set_clocks(job: Job) -> list[Finding]:
+    """Return hosts whose clock was set while they wrote: their times are compared with nobody's."""
+    found = []
+    for clock, fit in job.alignment.fits.items():
+        if fit.is_steady:
+            continue
+        hosts = tuple(sorted({host for rank, host in job.host_of.items() if rank in job.unsteady and host == clock}))
+        found.append(Finding(
+            kind="clock",
+            places=(Place(kind="host", hosts=hosts or (clock,)),),
+            since_s=fit.to_reference(fit.jumped_s),
+            evidence={"clock": clock, "offset_s": round(fit.offset_s, 6), "error_s": round(fit.error_s, 6)},
+            text=f"The clock of {clock} was set while it wrote, or its records are forged; its times are left out.",
+            confidence=0.7 * job.trust,
+            remedy="record with a clock that is never set (time.monotonic)",
+        ))  # fmt: skip
+    return found
+
+
+def _touches(finding: Finding, others: Sequence[Finding], job: Job) -> bool:
+    """Return whether another finding names a place that this one names too, as ranks."""
+    own = _ranks_of(finding, job)
+    return any(own & _ranks_of(other, job) for other in others)
+
+
+def _ranks_of(finding: Finding, job: Job) -> set[int]:
+    found: set[int] = set()
+    for place in finding.places:
+        found |= set(place.ranks)
+        found |= {rank for rank, host in job.host_of.items() if host in place.hosts}
+        if place.kind == "job":
+            found |= set(job.host_of)
+    return found

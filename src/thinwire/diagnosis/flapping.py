@@ -1,0 +1,125 @@
+"""Links that fail and come back, again and again: no lasting change, and too often for noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from thinwire.diagnosis.changes import Watch, at_least, median
+from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
+from thinwire.diagnosis.findings import Finding
+from thinwire.diagnosis.slow import LinkTimes
+from thinwire.diagnosis.timeline import Job
+
+# A job in which many messages take twice as long by nature still shows links that take four times as long.
+_BAD = (math.log(2.2), math.log(4.0))
+_GOOD = math.log(1.4)
+_LEAST_EPISODES = 3
+_LEAST_BAD = 5
+_DENSE = 10  # of so many messages in a row most are bad: slow, not flapping
+_MOST_BAD = 7
+_USUAL_BAD = 0.01
+_CHANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flapping:
+    """What a link does that flaps.
+
+    Attributes:
+        episodes: First and last round of each bad time.
+        since_s: When the first began.
+        bad: All rounds in bad times.
+        seen_round: The round that made it sure.
+    """
+
+    episodes: tuple[tuple[int, int], ...]
+    since_s: float
+    bad: frozenset[int]
+    seen_round: int
+
+
+def usual_share(watches: Mapping[Cell, Watch], least: float) -> float:
+    """Return which share of a link's messages may be longer by the logarithm `least`: twice that of the middle link."""
+    shares = [
+        sum(excess >= least for _, _, excess in watch.excess) / len(watch.excess)
+        for watch in watches.values()
+        if watch.excess
+    ]
+    return _USUAL_BAD + (2 * median(shares) if shares else 0.0)
+
+
+def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
+    """Return what a link does that is bad in several times with good ones between, more often than by chance.
+
+    Args:
+        watch: Its times.
+        least: The logarithm of the ratio from which a message is bad.
+        usual: Which share of its messages may be.
+    """
+    values = list(watch.excess)
+    bad = [index for index, (_, _, excess) in enumerate(values) if excess >= least]
+    if len(bad) < _LEAST_BAD or any(late - early < _DENSE for early, late in zip(bad, bad[_MOST_BAD:], strict=False)):
+        return None
+    good = [excess for _, _, excess in values[bad[0] : bad[-1] + 1] if excess < least]
+    if not good or median(good) > _GOOD:
+        return None
+    episodes: list[tuple[int, int]] = []
+    seen_round = -1
+    for count, index in enumerate(bad, start=1):
+        number = values[index][0]
+        if count > 1 and bad[count - 2] == index - 1:
+            episodes[-1] = (episodes[-1][0], number)
+        else:
+            episodes.append((number, number))
+        is_sure = count >= _LEAST_BAD and len(episodes) >= _LEAST_EPISODES
+        if seen_round < 0 and is_sure and at_least(count, index + 1, usual) <= _CHANCE:
+            seen_round = number
+    if seen_round < 0:
+        return None
+    rounds = frozenset(values[index][0] for index in bad)
+    return Flapping(episodes=tuple(episodes), since_s=values[bad[0]][1], bad=rounds, seen_round=seen_round)
+
+
+def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
+    """Return the place whose links are bad and good in turns."""
+    flapping: dict[Cell, Flapping] = {}
+    for least in _BAD:
+        usual = usual_share(times.watches, least)
+        for cell, watch in times.watches.items():
+            found = flapping_of(watch, least=least, usual=usual)
+            if found is not None:
+                flapping.setdefault(cell, found)
+    if not flapping:
+        return []
+    matrix = {cell: _excess_in(watch, flapping) for cell, watch in times.watches.items()}
+    known = {cell: value for cell, value in matrix.items() if not math.isnan(value)}
+    explained = DelayMatrix(known, job.host_of).explain()
+    if explained is None:
+        return []
+    first = min(flapping.values(), key=lambda found: found.seen_round)
+    named = " or ".join(map(str, explained.places))
+    longer = math.exp(explained.excess)
+    return [Finding(
+        kind="flapping link",
+        places=explained.places,
+        since_s=first.since_s, since_round=first.episodes[0][0], seen_round=first.seen_round,
+        evidence={
+            "bad_rounds": [f"{begin} to {end}" for begin, end in first.episodes][:16],
+            "times_longer": round(longer, 2), "explained": round(explained.fit, 3),
+        },
+        text=f"Messages over {named} took {longer:.1f} times as long as usual in {len(first.episodes)} bad times, "
+        "and as "
+        "usual between them.",
+        confidence=(0.9 if len(explained.places) == 1 else 0.5) * job.trust,
+        remedy="look at cable, plug and signal quality; make deadlines longer than a bad time, or leave this link out",
+        probe=probe_for(explained.places),
+    )]  # fmt: skip
+
+
+def _excess_in(watch: Watch, flapping: Mapping[Cell, Flapping]) -> float:
+    """Return how much longer a link takes while any that flaps is down, from its first bad round to its last."""
+    rounds = frozenset.union(*(found.bad for found in flapping.values()))
+    middle = median([excess for number, _, excess in watch.excess if number in rounds])
+    return 0.0 if middle < _BAD[0] / 2 else middle

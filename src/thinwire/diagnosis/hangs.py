@@ -1,0 +1,199 @@
+"""Who makes everybody wait for ever: hangs inside and outside of communication.
+
+Everybody who waits has written down what for. So a rank that has not come to the operation that the others sit in
+hangs outside of communication ("who did not log", as MegaScale, arXiv 2402.15627, says); where all have come, a
+message whose both ends are ready and that does not arrive shows the place. Who waits for whom ends there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from thinwire.diagnosis.changes import median
+from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
+from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.records import Operation
+from thinwire.diagnosis.timeline import Job, Message
+
+LEAST_PATIENCE_S = 1.0
+_PERIODS = 3.0
+_DURATIONS = 1.5
+_LONGEST_CHAIN = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standstill:
+    """An operation that does not end: who is in it, who is not, since when, and how long is too long."""
+
+    communicator: str
+    sequence: int
+    inside: Mapping[int, Operation]
+    missing: tuple[int, ...]
+    since_s: float
+    patience_s: float
+    gone_s: float
+
+    @property
+    def round(self) -> int:
+        first = next(iter(self.inside.values()))
+        return first.round if first.round >= 0 else self.sequence
+
+
+def find_hangs(job: Job) -> list[Finding]:
+    """Return one finding for each communicator that stands still for longer than its own times allow.
+
+    The limit is the longest of 1 s, three times the usual time between operations, and 1.5 times the longest
+    operation seen.
+    """
+    found = []
+    for communicator in sorted({name for name, _ in job.operations}):
+        standstill = _standstill(job, communicator)
+        if standstill is not None:
+            found.append(_judge(job, standstill))
+    return found
+
+
+def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
+    """Return how long an operation may stand when a rank is silent, and when all live, from what earlier ones took.
+
+    Args:
+        operations: In the order of their sequence numbers.
+    """
+    posted: dict[int, list[float]] = defaultdict(list)
+    durations = [0.0]
+    for operation in operations:
+        posted[operation.rank].append(operation.posted_s)
+        if operation.done_s is not None:
+            durations.append(operation.done_s - operation.posted_s)
+    gaps = [later - early for times in posted.values() for early, later in pairwise(times)]
+    usual_s = median(gaps) if gaps else 0.0
+    gone_s = max(LEAST_PATIENCE_S, _PERIODS * usual_s)
+    return gone_s, max(gone_s, _DURATIONS * max(durations))
+
+
+def _standstill(job: Job, communicator: str) -> _Standstill | None:
+    own = sorted((key[1], ops) for key, ops in job.operations.items() if key[0] == communicator)
+    still = [(sequence, ops) for sequence, ops in own if any(op.done_s is None for op in ops.values())]
+    if not still:
+        return None
+    sequence, ops = still[0]
+    known = job.communicators.get(communicator)
+    members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
+    furthest = {rank: number for number, all_ops in own for rank in all_ops}
+    missing = tuple(sorted(rank for rank in members if furthest.get(rank, -1) < sequence))
+    inside = {rank: op for rank, op in ops.items() if op.done_s is None}
+    gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
+    since_s = max(op.posted_s for op in inside.values())
+    still_s = job.now_s - since_s
+    if still_s < limit_s and (still_s < gone_s or not _silent(job, gone_s)):
+        return None
+    return _Standstill(
+        communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
+        patience_s=limit_s, gone_s=gone_s,
+    )  # fmt: skip
+
+
+def _judge(job: Job, still: _Standstill) -> Finding:
+    messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
+    silent = _silent(job, still.gone_s)
+    culprits = still.missing or silent
+    if culprits:
+        return _outside(job, still, culprits, silent, messages)
+    return _inside(job, still, messages)
+
+
+def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
+    """Return ranks whose recorder has stopped: paused, killed, or on a host that is gone."""
+    if not job.has_beats:
+        return ()
+    quiet = [r for r, at_s in job.last_seen_s.items() if job.now_s - at_s > limit_s and r not in job.unsteady]
+    return tuple(sorted(quiet)) if len(quiet) < len(job.last_seen_s) else ()
+
+
+def _outside(
+    job: Job, still: _Standstill, culprits: tuple[int, ...], silent: tuple[int, ...], messages: list[Message]
+) -> Finding:
+    gone = tuple(rank for rank in culprits if rank in silent)
+    culprits = gone or culprits  # those who are gone keep the others from coming
+    lost = any(m.error for m in messages if {m.source, m.destination} & set(culprits))
+    who = "has ended or is cut off" if gone and lost else "is paused, killed or cut off" if gone else "is alive"
+    last_s = min(job.last_seen_s.get(rank, still.since_s) for rank in culprits)
+    place = _place_of(job, culprits)
+    came = "not come to" if still.missing else "stopped inside of"
+    return Finding(
+        kind="non-communication hang",
+        places=(place,),
+        since_s=min(last_s, still.since_s) if gone else still.since_s,
+        since_round=still.round, seen_round=still.round,
+        evidence={
+            "communicator": still.communicator, "operation": still.sequence,
+            "waiting": sorted(set(still.inside) - set(culprits))[:32],
+            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
+            "last_sign_s": round(last_s, 3), "wait_chain": _chain(still, messages, culprits),
+        },
+        text=f"{str(place).capitalize()} has {came} operation {still.sequence} of {still.communicator}, which "
+        f"{len(set(still.inside) - set(culprits))} others sit in; its recorder {who}.",
+        confidence=(0.95 if gone else 0.9) * job.trust,
+        remedy="restart it or go on without it; its own log ends where it hangs" if gone
+        else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",
+    )  # fmt: skip
+
+
+def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
+    stuck = [m for m in messages if m.is_stuck or (m.error and m.received_done_s is None)]
+    cells: dict[Cell, float] = {
+        (m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None and m.sent_posted_s
+    }
+    # one that waits for a message which nobody has sent yet waits for somebody else
+    cells |= {(m.source, m.destination): 1.0 for m in stuck}
+    explained = DelayMatrix(cells, job.host_of).explain() if stuck else None
+    places = explained.places if explained is not None else (Place(kind="communicator"),)
+    named = " or ".join(map(str, places))
+    text = f"All ranks are in operation {still.sequence} of {still.communicator}, and it does not end"
+    text += f": {len(stuck)} messages that both ends are ready for do not arrive ({named})." if stuck else "."
+    share = explained.fit if explained is not None else 0.0
+    return Finding(
+        kind="communication hang",
+        places=places,
+        since_s=still.since_s, since_round=still.round, seen_round=still.round,
+        evidence={
+            "communicator": still.communicator, "operation": still.sequence,
+            "stuck": [f"{m.source} -> {m.destination}" for m in stuck][:16],
+            "arrived": sum(m.received_done_s is not None for m in messages),
+            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
+            "errors": sorted({m.error for m in messages if m.error})[:4],
+        }, text=text, confidence=(0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share) * job.trust,
+        remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
+        probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),
+    )  # fmt: skip
+
+
+def _place_of(job: Job, ranks: tuple[int, ...]) -> Place:
+    """Return the host whose ranks these are, or the ranks."""
+    hosts = {job.host_of[rank] for rank in ranks}
+    if len(ranks) > 1 and set(ranks) == {rank for rank, host in job.host_of.items() if host in hosts}:
+        return Place(kind="host", hosts=tuple(sorted(hosts)))
+    return Place(kind="rank", ranks=ranks)
+
+
+def _chain(still: _Standstill, messages: list[Message], culprits: tuple[int, ...]) -> str:
+    """Return who waits for whom, from a waiting rank to a culprit."""
+    waits: dict[int, set[int]] = defaultdict(set)
+    for message in messages:
+        if message.received_done_s is None and message.received_posted_s is not None:
+            waits[message.destination].add(message.source)
+    for start in sorted(waits):
+        path, seen = [start], {start}
+        while path[-1] not in culprits and len(path) < _LONGEST_CHAIN:
+            following = waits[path[-1]] - seen
+            if not following:
+                break
+            path.append(min(following & set(culprits) or following))
+            seen.add(path[-1])
+        if path[-1] in culprits and len(path) > 1:
+            return " waits for ".join(map(str, path))
+    others = sorted(set(still.inside) - set(culprits))
+    return f"{', '.join(map(str, others[:16]))} wait for {', '.join(map(str, culprits))}"

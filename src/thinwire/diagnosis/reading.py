@@ -1,0 +1,324 @@
+"""Files of records, read as what strangers wrote: each line is checked, and what is refused is counted and named."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from thinwire.diagnosis.records import (
+    FORMAT,
+    KINDS,
+    VERSION,
+    Beat,
+    Communicator,
+    Operation,
+    Record,
+    Span,
+    TransferEnd,
+)
+from thinwire.errors import DataError
+
+MOST_LINE_BYTES = 256 * 1024
+MOST_RECORDS = 4_000_000
+MOST_RANKS = 1 << 20
+_MOST_WHOLE = 1 << 53
+_MOST_SECONDS = 1e12
+_MOST_TEXT = 500
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A line that was not taken.
+
+    Attributes:
+        source: Its file.
+        line: Its number, from 1.
+        reason: Why.
+    """
+
+    source: str
+    line: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Records:
+    """What was read of one job, from any number of files.
+
+    Attributes:
+        communicators: By name.
+        operations: In the order they were read.
+        transfers: Ends of transfers.
+        spans: Work.
+        beats: Signs of life.
+        num_lines: Lines looked at, without headers.
+        num_refused: Lines not taken.
+        refusals: The first of them.
+        reasons: How often each reason was given.
+    """
+
+    communicators: dict[str, Communicator] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)
+    transfers: list[TransferEnd] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    beats: list[Beat] = field(default_factory=list)
+    num_lines: int = 0
+    num_refused: int = 0
+    refusals: list[Refusal] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def add(self, record: Record) -> None:
+        """Take one record in.
+
+        Raises:
+            ValueError: It contradicts what is known, or there are too many.
+        """
+        if isinstance(record, Communicator):
+            known = self.communicators.setdefault(record.communicator, record)
+            if known != record:
+                raise ValueError("a communicator of this name has other members")
+            return
+        if self.num_records >= MOST_RECORDS:
+            raise ValueError(f"more than {MOST_RECORDS} records; diagnose a shorter stretch")
+        place: dict[type[Record], list[Any]] = {
+            Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats
+        }  # fmt: skip
+        place[type(record)].append(record)
+
+    @property
+    def num_records(self) -> int:
+        """How many records there are, without communicators."""
+        return len(self.operations) + len(self.transfers) + len(self.spans) + len(self.beats)
+
+    @property
+    def refused_share(self) -> float:
+        """The part of the lines that was refused, in [0, 1]."""
+        return self.num_refused / self.num_lines if self.num_lines else 0.0
+
+    def refuse(self, source: str, line: int, reason: str) -> None:
+        """Count a line that is not taken, and name it where it is among the first."""
+        self.num_refused += 1
+        # a reason tells of values after the colon: they would make every reason another one
+        self.reasons[reason.partition(":")[0]] += 1
+        if len(self.refusals) < _MOST_NAMED:
+            self.refusals.append(Refusal(source=source, line=line, reason=reason))
+
+
+def from_records(found: Iterable[Record]) -> Records:
+    """Return records that are values already, such as those of a ring."""
+    records = Records()
+    for record in found:
+        records.num_lines += 1
+        records.add(record)
+    return records
+
+
+def read_records(paths: Iterable[Path]) -> Records:
+    """Read files of records, in any order; a bad line never ends the reading.
+
+    Raises:
+        DataError: A file cannot be opened, or is no file of records of this version.
+    """
+    records = Records()
+    for path in paths:
+        read_into(records, path)
+    return records
+
+
+def read_into(records: Records, path: Path) -> None:
+    """Read one more file, see `read_records`."""
+    for number, line in numbered_lines(path):
+        if number == 1:
+            _check_header(line, path)
+            continue
+        take_line(records, line, source=path.name, number=number)
+
+
+def take_line(records: Records, line: bytes | None, *, source: str, number: int) -> None:
+    """Take one line in, or refuse it."""
+    records.num_lines += 1
+    try:
+        records.add(parse_line(line))
+    except ValueError as error:
+        records.refuse(source, number, str(error))
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the numbers and bytes of a file's lines that are not empty; none for one that is too long.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(MOST_LINE_BYTES + 1):
+                number += 1
+                if len(line) > MOST_LINE_BYTES and not line.endswith(b"\n"):
+                    while (rest := file.readline(MOST_LINE_BYTES)) and not rest.endswith(b"\n"):
+                        pass
+                    yield number, None
+                elif line.strip():
+                    yield number, line
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _check_header(line: bytes | None, path: Path) -> None:
+    try:
+        told = parse_object(line)
+    except ValueError as error:
+        raise DataError(f"{path} is no file of records: its first line: {error}") from error
+    if told.get("format") != FORMAT:
+        raise DataError(f'{path} is no file of records: its first line has no "format": "{FORMAT}"')
+    if told.get("version") != VERSION:
+        raise DataError(f"{path} holds records of version {_short(told.get('version'))}; this thinwire reads {VERSION}")
+
+
+def parse_object(line: bytes | None) -> dict[str, Any]:
+    """Return the JSON object of a line.
+
+    Raises:
+        ValueError: It holds none.
+    """
+    if line is None:
+        raise ValueError(f"longer than {MOST_LINE_BYTES} bytes")
+    try:
+        told = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("no JSON; the file may be cut off here") from None
+    if not isinstance(told, dict):
+        raise ValueError("no JSON object")
+    return told
+
+
+def parse_line(line: bytes | None) -> Record:
+    """Return the record of a line.
+
+    Raises:
+        ValueError: It is none, or holds values that cannot be.
+
+    Example:
+        >>> parse_line(b'{"record":"beat","rank":1,"at_s":2.5}')
+        Beat(rank=1, at_s=2.5)
+        >>> parse_line(b'{"record":"beat","rank":-1,"at_s":2.5}')
+        Traceback (most recent call last):
+            ...
+        ValueError: rank is no whole number from 0 to 1048575: -1
+    """
+    told = parse_object(line)
+    name = told.pop("record", None)
+    kind = KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"no kind of record: {_short(name)}")
+    values = {}
+    for one in fields(kind):
+        if one.name in told:
+            values[one.name] = _CHECKS[one.name](one.name, told.pop(one.name))
+        elif one.default is MISSING:
+            raise ValueError(f"{one.name} is missing")
+    record = kind(**values)
+    _check_whole(record)
+    return record
+
+
+def _check_whole(record: Record) -> None:
+    """Check what the fields say together."""
+    if isinstance(record, Communicator):
+        if len(record.ranks) != len(record.hosts) or len(record.clocks) not in (0, len(record.ranks)):
+            raise ValueError("hosts or clocks are not as many as ranks")
+        if not record.ranks or len(set(record.ranks)) != len(record.ranks):
+            raise ValueError("ranks are none, or some are there twice")
+        return
+    if isinstance(record, TransferEnd) and record.peer == record.rank:
+        raise ValueError("a transfer of a rank with itself")
+    if isinstance(record, Beat):
+        return
+    begin = record.started_s if isinstance(record, Span) else record.posted_s
+    if isinstance(record, Span) and (record.started_s is None or record.done_s is None):
+        raise ValueError("a span has no end")
+    started_s = begin if record.started_s is None else record.started_s
+    if started_s < begin or (record.done_s is not None and record.done_s < started_s):
+        raise ValueError("times run backwards; a clock was set, or the line is forged")
+
+
+def _whole(name: str, found: object, *, least: int = 0, most: int = _MOST_WHOLE) -> int:
+    if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+        raise ValueError(f"{name} is no whole number from {least} to {most}: {_short(found)}")
+    return found
+
+
+def _rank(name: str, found: object) -> int:
+    return _whole(name, found, most=MOST_RANKS - 1)
+
+
+def _or_unknown(name: str, found: object) -> int:
+    return _whole(name, found, least=-1)
+
+
+def _seconds(name: str, found: object) -> float:
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) <= _MOST_SECONDS:
+        raise ValueError(f"{name} is no number of seconds: {_short(found)}")
+    return float(found)
+
+
+def _maybe_seconds(name: str, found: object) -> float | None:
+    return None if found is None else _seconds(name, found)
+
+
+def _loss(name: str, found: object) -> float | None:
+    if found is None:
+        return None
+    if isinstance(found, str) and found in ("nan", "inf", "-inf"):
+        return float(found)
+    if isinstance(found, float):
+        return found
+    if isinstance(found, bool) or not isinstance(found, int) or abs(found) > _MOST_WHOLE:
+        raise ValueError(f"{name} is no number: {_short(found)}")
+    return float(found)
+
+
+def _text(name: str, found: object) -> str:
+    if not isinstance(found, str) or len(found) > _MOST_TEXT:
+        raise ValueError(f"{name} is no text of at most {_MOST_TEXT} letters: {_short(found)}")
+    return found
+
+
+def _direction(name: str, found: object) -> str:
+    if found not in ("sent", "received"):
+        raise ValueError(f"{name} is neither sent nor received: {_short(found)}")
+    return str(found)
+
+
+def _ranks(name: str, found: object) -> tuple[int, ...]:
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is no list: {_short(found)}")
+    return tuple(_rank(name, one) for one in found)
+
+
+def _texts(name: str, found: object) -> tuple[str, ...]:
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is no list: {_short(found)}")
+    return tuple(_text(name, one) for one in found)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "communicator": _text, "ranks": _ranks, "hosts": _texts, "clocks": _texts,
+    "rank": _rank, "peer": _rank, "direction": _direction, "sequence": _whole, "operation": _whole, "part": _whole,
+    "kind": _text, "dtype": _text, "count": _or_unknown, "round": _or_unknown, "num_bytes": _whole, "retries": _whole,
+    "step": _whole, "error": _text, "loss": _loss,
+    "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
+}  # fmt: skip
+
+
+def _short(found: object) -> str:
+    try:
+        text = repr(found)
+    except (RecursionError, ValueError):  # nested too deep, or a number with too many digits
+        text = f"a {type(found).__name__} of too many parts"
+    return text if len(text) <= 60 else text[:57] + "..."

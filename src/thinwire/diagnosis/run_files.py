@@ -1,0 +1,109 @@
+"""What `thinwire train` writes down in a run's folder, read as records: transfers, and steps with their loss."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from thinwire.diagnosis.reading import Records, numbered_lines, parse_line, parse_object
+from thinwire.diagnosis.records import Communicator, Operation, Span, TransferEnd, to_line
+
+_TRANSFERS = re.compile(r"transfers-replica-(\d{1,6})\.jsonl")
+_METRICS = re.compile(r"metrics-replica-(\d{1,6})\.jsonl")
+_ROUNDS = "rounds"
+# Messages of one round: fragments and phases are told apart, so that both ends find each other.
+_MOST_PARTS = 1 << 20
+
+
+def replica_of(path: Path) -> int | None:
+    """Return the replica whose file of a run this is, or none if it is no such file.
+
+    Example:
+        >>> replica_of(Path("runs/demo/transfers-replica-3.jsonl")), replica_of(Path("notes.txt"))
+        (3, None)
+    """
+    match = _TRANSFERS.fullmatch(path.name) or _METRICS.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def read_run_files(records: Records, paths: list[Path]) -> None:
+    """Read files of a run; each replica has a clock of its own, since its times begin with its training.
+
+    Rounds become operations: from the first message of a replica's round to its last.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    replicas = sorted({rank for path in paths if (rank := replica_of(path)) is not None})
+    hosts = tuple(f"replica-{rank}" for rank in replicas)
+    records.add(Communicator(communicator=_ROUNDS, ranks=tuple(replicas), hosts=hosts))
+    for path in paths:
+        rank = replica_of(path)
+        assert rank is not None
+        take = _take_transfers if _TRANSFERS.fullmatch(path.name) else _take_metrics
+        take(records, path, rank)
+
+
+def _take_transfers(records: Records, path: Path, rank: int) -> None:
+    parts: dict[tuple[int, int, str], int] = defaultdict(int)
+    rounds: dict[int, list[TransferEnd]] = defaultdict(list)
+    for number, line in numbered_lines(path):
+        records.num_lines += 1
+        try:
+            told = parse_object(line)
+            if told.get("kind") != "round":
+                continue
+            end = _end_of(told, rank, parts)
+            records.add(end)
+            rounds[end.operation].append(end)
+        except (ValueError, KeyError, TypeError) as error:
+            records.refuse(path.name, number, str(error) if isinstance(error, ValueError) else "fields are missing")
+    for sequence, round in enumerate(sorted(rounds)):
+        ends = rounds[round]
+        is_done = all(end.done_s is not None for end in ends)
+        records.add(Operation(
+            communicator=_ROUNDS, rank=rank, sequence=sequence, kind="round", round=round,
+            posted_s=min(end.posted_s for end in ends),
+            done_s=max(end.done_s or end.posted_s for end in ends) if is_done else None,
+        ))  # fmt: skip
+
+
+def _end_of(told: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], int]) -> TransferEnd:
+    """Return a line of transfers as an end, checked as every record is."""
+    peer, round, direction = int(told["peer"]), int(told["round_id"]), str(told["direction"])
+    part = parts[round, peer, direction] % _MOST_PARTS
+    parts[round, peer, direction] += 1
+    error = str(told.get("error", ""))[:500]
+    made = TransferEnd(
+        communicator=_ROUNDS, rank=rank, peer=peer, direction="sent" if direction == "sent" else "received",
+        operation=round, part=part, num_bytes=int(told["wire_bytes"]), posted_s=float(told["started_s"]),
+        done_s=None if error else float(told["finished_s"]), error=error,
+    )  # fmt: skip
+    checked = parse_line(to_line(made).encode())
+    assert isinstance(checked, TransferEnd)
+    return checked
+
+
+def _take_metrics(records: Records, path: Path, rank: int) -> None:
+    """Take the lines about steps: what a replica computed since its last line, and its loss."""
+    last_s, last_step = 0.0, 0
+    for number, line in numbered_lines(path):
+        records.num_lines += 1
+        try:
+            told = parse_object(line)
+            if told.get("kind") != "step":
+                continue
+            time_s, step = float(told["time_s"]), int(told["step"])
+            if time_s < last_s or step <= last_step:
+                raise ValueError("steps run backwards")
+            # what was waited for the wire is no work
+            work_s = (time_s - last_s) * min(1.0, max(0.0, float(told["compute_fraction"]))) / (step - last_step)
+            span = Span(
+                rank=rank, kind="compute", step=step, started_s=last_s, done_s=last_s + work_s, loss=float(told["loss"])
+            )
+            records.add(parse_line(to_line(span).encode()))
+            last_s, last_step = time_s, step
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            records.refuse(path.name, number, str(error) if type(error) is ValueError else "fields are missing")

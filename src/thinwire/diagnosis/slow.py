@@ -1,0 +1,227 @@
+"""Slow communication and slow work: what takes longer than it used to, or than its peers, and where.
+
+A message's own time begins when both of its ends are ready, so that a late rank is not taken for a slow wire. A
+rank's own time is its work between two exchanges: a rank that is slow itself waits least for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, median
+from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
+from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.timeline import Job, Message
+
+PEERS_RATIO = 3.0
+_LEAST_SAMPLES = 2
+_MOST_ERROR = 8.0
+_LOOK_ROUNDS = 24
+_MOST_FAULTS = 6
+
+
+@dataclass(slots=True)
+class LinkTimes:
+    """What is known of each link.
+
+    Attributes:
+        watches: Of each (source, destination).
+        retries: Sum of each.
+        times: The first seconds of each, by size class.
+    """
+
+    watches: dict[Cell, Watch] = field(default_factory=dict)
+    retries: dict[Cell, int] = field(default_factory=dict)
+    times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
+
+
+def size_class(num_bytes: int) -> int:
+    """Return the power of two nearest to a size: only messages of about one size are compared.
+
+    Example:
+        >>> size_class(1_000_000), size_class(1_048_576), size_class(0)
+        (20, 20, 0)
+    """
+    return round(math.log2(num_bytes)) if num_bytes > 0 else 0
+
+
+def link_times(job: Job) -> LinkTimes:
+    """Watch every link, one value a round: the middle of its messages of the class with the most bytes."""
+    found = LinkTimes()
+    for cell, round, classed, message in _samples(job):
+        time_s = max(message.transfer_s or 0.0, 0.0)
+        watch = found.watches.setdefault(cell, Watch())
+        at_s = message.received_done_s or 0.0
+        if job.clock_of.get(cell[0]) == job.clock_of.get(cell[1]):
+            watch.add(round, at_s, time_s, size_class=2 * classed)
+        else:
+            # a time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's
+            # own word holds none: where another end is late than before, it changes without any change of the link
+            is_late = (message.sent_posted_s or 0.0) > (message.received_posted_s or 0.0)
+            error_s = job.error_s.get(cell[0], 0.0) + job.error_s.get(cell[1], 0.0)
+            if error_s > _MOST_ERROR * time_s:
+                continue  # not even who was late is known
+            watch.add(round, at_s, time_s, size_class=2 * classed + is_late, margin_s=error_s)
+        times = found.times.setdefault((cell, classed), [])
+        if len(times) < 4 * LEAST_HISTORY:
+            times.append(time_s)
+    for message in job.messages:
+        if message.retries:
+            cell = (message.source, message.destination)
+            found.retries[cell] = found.retries.get(cell, 0) + message.retries
+    return found
+
+
+def _samples(job: Job) -> list[tuple[Cell, int, int, Message]]:
+    """Return cell, round, size class and the middle message, in the order of rounds."""
+    rounds: dict[tuple[int, int, int], dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
+    for message in job.messages:
+        if message.transfer_s is not None and not {message.source, message.destination} & job.unsteady:
+            key = (message.operation, message.source, message.destination)
+            rounds[key][size_class(message.num_bytes)].append(message)
+    found = []
+    for (round, source, destination), classes in sorted(rounds.items()):
+        classed = max(classes, key=lambda one: (len(classes[one]) * 2.0**one, one))
+        ordered = sorted(classes[classed], key=lambda message: message.transfer_s or 0.0)
+        found.append(((source, destination), round, classed, ordered[len(ordered) // 2]))
+    return found
+
+
+def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
+    """Return what explains the links that became slower than they were, and those slower than all their peers."""
+    found: list[Finding] = []
+    left = dict(times.watches)
+    while len(found) < _MOST_FAULTS:
+        alarmed = {cell: watch.change for cell, watch in left.items() if watch.change is not None}
+        if not alarmed:
+            break
+        first = min(alarmed, key=lambda cell: (alarmed[cell].seen_round, cell))
+        change = alarmed[first]
+        last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
+        matrix = _matrix(left, change.since_round, last)
+        explained = DelayMatrix(matrix, job.host_of).explain()
+        if explained is None or first not in matrix or explained.excess < math.log(LEAST_RATIO):
+            left.pop(first)
+            continue
+        cells = explained.cells | {first}
+        found.append(_slow_link(job, times, explained, change.since_round, change.since_s, change.seen_round))
+        left = {cell: watch for cell, watch in left.items() if cell not in cells}
+    return found or _slower_than_peers(job, times)
+
+
+def _matrix(watches: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:
+    found = {}
+    for cell, watch in watches.items():
+        values = [excess for number, _, excess in watch.excess if first <= number <= last]
+        if len(values) >= _LEAST_SAMPLES:
+            middle = median(values)
+            found[cell] = middle if middle >= math.log(LEAST_RATIO) / 2 else 0.0
+    return found
+
+
+def _slow_link(
+    job: Job, times: LinkTimes, explained: Explanation, since_round: int, since_s: float, seen_round: int
+) -> Finding:
+    usual_s = median([times.watches[cell].usual_s for cell in explained.cells])
+    ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+    retries = sum(times.retries.get(cell, 0) for cell in explained.cells)
+    is_one = len(explained.places) == 1
+    return Finding(
+        kind="communication slow",
+        places=explained.places,
+        since_s=since_s, since_round=since_round, seen_round=seen_round,
+        evidence={
+            "times_longer": round(ratio, 2), "usual_s": round(usual_s, 6), "now_s": round(usual_s * ratio, 6),
+            "links": [f"{source} -> {destination}" for source, destination in sorted(explained.cells)][:16],
+            "explained": round(explained.fit, 3), "retries": retries,
+            "clock_error_s": round(job.alignment.error_s, 6),
+        },
+        text=f"Messages over {named} take {ratio:.1f} times as long as they did, counted from when both ends are "
+        "ready.",
+        confidence=min(0.97, (0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)) if is_one else 0.5)
+        * job.trust,
+        remedy="look at the interface, cable and other traffic there; until then send less over it: larger "
+        "sync_interval, "
+        "a smaller codec, other partners",
+        probe=probe_for(explained.places),
+    )  # fmt: skip
+
+
+def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
+    """Return links that were slow from the start: three times as long as the middle of those like them, or more."""
+    groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
+    for (cell, classed), values in times.times.items():
+        if len(values) >= LEAST_HISTORY:
+            is_near = job.host_of[cell[0]] == job.host_of[cell[1]]
+            groups[is_near, classed][cell] = median(values)
+    found = []
+    for (is_near, _), cells in sorted(groups.items()):
+        middle = median(list(cells.values()))
+        ratios = {cell: math.log(max(time_s, 1e-6) / max(middle, 1e-6)) for cell, time_s in cells.items()}
+        if is_near or len(cells) < 4 or max(ratios.values()) < math.log(PEERS_RATIO):
+            continue
+        bare = {cell: ratio if ratio >= math.log(PEERS_RATIO) / 2 else 0.0 for cell, ratio in ratios.items()}
+        explained = DelayMatrix(bare, job.host_of).explain()
+        if explained is not None and explained.excess >= math.log(PEERS_RATIO):
+            found.append(_always_slow(job, explained, middle))
+    return found
+
+
+def _always_slow(job: Job, explained: Explanation, middle_s: float) -> Finding:
+    ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+    return Finding(
+        kind="communication slow", places=explained.places, since_s=min((message.sent_posted_s or 0.0 for message in
+        job.messages), default=0.0), since_round=0, seen_round=-1, evidence={"times_longer_than_peers": round(ratio,
+        2), "peers_s": round(middle_s, 6),
+                  "clock_error_s": round(job.alignment.error_s, 6)},
+        text=f"Messages over {named} have taken {ratio:.1f} times as long as those between other hosts since the "
+        "records begin; "
+        "it may be the rate of this wire.",
+        confidence=0.5 * job.trust,
+        remedy="measure this wire with thinwire probe; if it is its own rate, let thinwire plan know",
+        probe=probe_for(explained.places),
+    )  # fmt: skip
+
+
+def find_slow_operations(job: Job) -> list[Finding]:
+    """Return communicators whose operations take longer, where nothing was recorded by peer.
+
+    The rank that waited least came last, and what it waited is the operation's own time, on one clock.
+    """
+    seen = {message.communicator for message in job.messages}
+    watches: dict[str, Watch] = defaultdict(Watch)
+    classes: dict[tuple[str, str, int], int] = {}
+    for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
+        waits = [op.done_s - op.posted_s for op in own.values() if op.done_s is not None]
+        if communicator in seen or len(waits) < len(own) or len(own) < 2:
+            continue
+        first = next(iter(own.values()))
+        classed = classes.setdefault((communicator, first.kind, size_class(first.count)), len(classes))
+        watches[communicator].add(sequence, first.posted_s, max(0.0, min(waits)), size_class=classed)
+    slow = [(name, watch) for name, watch in sorted(watches.items()) if watch.change is not None]
+    return [_slow_operation(job, name, watch) for name, watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)]
+
+
+def _lasting(watch: Watch) -> float:
+    assert watch.change is not None
+    return watch.excess_in(watch.change.since_round, watch.change.seen_round + _LOOK_ROUNDS)
+
+
+def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
+    assert watch.change is not None
+    ratio = math.exp(_lasting(watch))
+    return Finding(
+        kind="communication slow",
+        places=(Place(kind="communicator"),),
+        since_s=watch.change.since_s, since_round=watch.change.since_round, seen_round=watch.change.seen_round,
+        evidence={"communicator": communicator, "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6)},
+        text=f"Operations of {communicator} take {ratio:.1f} times as long as they did, also for the rank that "
+        "comes last; the "
+        "records do not tell by which link.",
+        confidence=0.6 * job.trust,
+        remedy="find the link first",
+        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer",
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""A job's records on one clock: operations beside each other, both ends of each message, work between them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from thinwire.diagnosis.clocks import Alignment, Sighting, align
+from thinwire.diagnosis.reading import Records
+from thinwire.diagnosis.records import Communicator, Operation, Span, TransferEnd
+
+_MOST_SIGHTINGS = 200_000
+_SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+_Sure = Callable[[float], float]
+_Shift = Callable[[int, float | None], float | None]
+
+
+@dataclass(slots=True)
+class Message:
+    """Both ends of one message, in seconds of the reference clock.
+
+    Attributes:
+        source: The rank that sends.
+        destination: The rank that receives.
+        communicator: Of its operation.
+        operation: The operation's or round's number.
+        part: Which message of this pair in this operation.
+        num_bytes: Its size.
+        sent_posted_s: When the sender was ready; none where it has not said so.
+        sent_done_s: When it had left.
+        received_posted_s: When the receiver was ready; none where it has not said so.
+        received_done_s: When it was there.
+        error: What went wrong at either end.
+        retries: Of both ends.
+    """
+
+    source: int
+    destination: int
+    communicator: str
+    operation: int
+    part: int
+    num_bytes: int
+    sent_posted_s: float | None = None
+    sent_done_s: float | None = None
+    received_posted_s: float | None = None
+    received_done_s: float | None = None
+    error: str = ""
+    retries: int = 0
+
+    @property
+    def transfer_s(self) -> float | None:
+        """Seconds that the message itself took, from when both ends were ready; none where an end is missing."""
+        if self.sent_posted_s is None or self.received_posted_s is None or self.received_done_s is None:
+            return None
+        return self.received_done_s - max(self.sent_posted_s, self.received_posted_s)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether both ends were ready and it has not come."""
+        ready = self.sent_posted_s is not None and self.received_posted_s is not None
+        return ready and self.received_done_s is None
+
+
+@dataclass(slots=True)
+class Job:
+    """All that is known of a job, on one clock.
+
+    Attributes:
+        host_of: The host of each rank.
+        communicators: By name.
+        operations: By communicator and sequence number, then by rank.
+        messages: All messages.
+        spans: All work, in order of its step.
+        last_seen_s: When each rank last wrote anything.
+        has_beats: Whether ranks said that they live.
+        now_s: The latest time of all.
+        alignment: How the clocks were brought together.
+        clock_of: The clock of each rank.
+        error_s: What the clock of each rank may be wrong by.
+        unsteady: Ranks whose clock was set; their times are compared with nobody's.
+        num_said_twice: Records that repeat or contradict an earlier one.
+        trust: Part of the lines that could be used, in [0, 1].
+    """
+
+    host_of: dict[int, str] = field(default_factory=dict)
+    communicators: Mapping[str, Communicator] = field(default_factory=dict)
+    operations: dict[tuple[str, int], dict[int, Operation]] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    last_seen_s: dict[int, float] = field(default_factory=dict)
+    has_beats: bool = False
+    now_s: float = -math.inf
+    alignment: Alignment = field(default_factory=lambda: Alignment(reference="", fits={}))
+    clock_of: dict[int, str] = field(default_factory=dict)
+    error_s: dict[int, float] = field(default_factory=dict)
+    unsteady: frozenset[int] = frozenset()
+    num_said_twice: int = 0
+    trust: float = 1.0
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks, in order."""
+        return sorted(self.host_of)
+
+
+def build(records: Records) -> Job:
+    """Bring records to one clock and pair what belongs together."""
+    job = Job(communicators=records.communicators, has_beats=bool(records.beats))
+    clock_of = _places(job, records)
+    ends, twice = _latest_ends(records.transfers)
+    job.num_said_twice += twice
+    sightings = _sightings(ends, clock_of) or _sightings_of_operations(records.operations, clock_of)
+    job.alignment = align(clock_of.values(), sightings)
+    fits = {rank: job.alignment.fits[clock] for rank, clock in clock_of.items()}
+    job.clock_of, job.error_s = clock_of, {rank: fit.error_s for rank, fit in fits.items()}
+    job.unsteady = frozenset(rank for rank, fit in fits.items() if not fit.is_steady)
+
+    def shift(rank: int, time_s: float | None) -> float | None:
+        return None if time_s is None else fits[rank].to_reference(time_s)
+
+    def see(rank: int, *times: float | None) -> None:
+        latest = max((time for time in times if time is not None), default=-math.inf)
+        job.last_seen_s[rank] = max(job.last_seen_s.get(rank, -math.inf), latest)
+
+    for operation in records.operations:
+        _place_operation(job, _shifted(operation, fits[operation.rank].to_reference))
+        see(operation.rank, operation.posted_s, operation.done_s)
+    _pair(job, ends, shift)
+    for end in ends.values():
+        see(end.rank, end.posted_s, end.done_s)
+    for span in records.spans:
+        job.spans.append(_shifted_span(span, fits[span.rank].to_reference))
+        see(span.rank, span.done_s)
+    for beat in records.beats:
+        see(beat.rank, beat.at_s)
+    job.spans.sort(key=lambda span: span.step)
+    job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
+    # a clock that was set tells nothing of the present
+    steady = [at_s for rank, at_s in job.last_seen_s.items() if rank not in job.unsteady]
+    job.now_s = max(steady or job.last_seen_s.values(), default=-math.inf)
+    job.trust = 1.0 - records.refused_share
+    return job
+
+
+def _places(job: Job, records: Records) -> dict[int, str]:
+    """Note the host of each rank, and return its clock; a rank that no communicator names has a host of its own."""
+    clock_of: dict[int, str] = {}
+    for communicator in records.communicators.values():
+        clocks = communicator.clocks or communicator.hosts
+        for rank, host, clock in zip(communicator.ranks, communicator.hosts, clocks, strict=True):
+            job.host_of.setdefault(rank, host)
+            clock_of.setdefault(rank, clock)
+    told: list[Iterable[int]] = [
+        {operation.rank for operation in records.operations}, {end.rank for end in records.transfers},
+        {end.peer for end in records.transfers},
+        {span.rank for span in records.spans}, {beat.rank for beat in records.beats},
+    ]  # fmt: skip
+    for rank in sorted(set().union(*told)):
+        job.host_of.setdefault(rank, f"rank-{rank}")
+        clock_of.setdefault(rank, job.host_of[rank])
+    return clock_of
+
+
+EndKey = tuple[str, int, int, str, int, int]
+
+
+def _latest_ends(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd], int]:
+    """Return each end once: an end that is done stands for the same end when it was not; also count the rest."""
+    ends: dict[EndKey, TransferEnd] = {}
+    twice = 0
+    for end in transfers:
+        key = (end.communicator, end.rank, end.peer, end.direction, end.operation, end.part)
+        known = ends.get(key)
+        if known is None or (known.done_s is None and not known.error):
+            ends[key] = end
+        else:
+            twice += 1
+    return ends, twice
+
+
+def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> list[Sighting]:
+    found: list[Sighting] = []
+    for (communicator, rank, peer, direction, operation, part), end in ends.items():
+        if direction != "received" or end.done_s is None or clock_of[rank] == clock_of[peer]:
+            continue
+        sent = ends.get((communicator, peer, rank, "sent", operation, part))
+        if sent is not None and len(found) < _MOST_SIGHTINGS:
+            found.append(Sighting(clock_of[peer], clock_of[rank], sent.posted_s, end.done_s))
+    return sorted(found, key=lambda seen: seen.posted_s)
+
+
+def _sightings_of_operations(operations: list[Operation], clock_of: dict[int, str]) -> list[Sighting]:
+    """Return what collectives tell of clocks: none ends on any rank before all ranks have called it."""
+    posted: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    done: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for operation in operations:
+        key, clock = (operation.communicator, operation.sequence), clock_of[operation.rank]
+        if operation.done_s is not None and operation.kind in _SYMMETRIC:
+            posted[key][clock] = max(posted[key].get(clock, -math.inf), operation.posted_s)
+            done[key][clock] = min(done[key].get(clock, math.inf), operation.done_s)
+    found: list[Sighting] = []
+    for key, own in posted.items():
+        if len(own) * len(own) + len(found) <= _MOST_SIGHTINGS:
+            for sender, posted_s in own.items():
+                found += [Sighting(sender, other, posted_s, done[key][other]) for other in own if other != sender]
+    return sorted(found, key=lambda seen: seen.posted_s)
+
+
+def _pair(job: Job, ends: dict[EndKey, TransferEnd], shift: _Shift) -> None:
+    messages: dict[tuple[str, int, int, int, int], Message] = {}
+    for end in ends.values():
+        source, destination = (end.rank, end.peer) if end.direction == "sent" else (end.peer, end.rank)
+        key = (end.communicator, source, destination, end.operation, end.part)
+        message = messages.get(key)
+        if message is None:
+            message = messages[key] = Message(
+                source, destination, end.communicator, end.operation, end.part, end.num_bytes
+            )
+        if end.direction == "sent":
+            message.sent_posted_s, message.sent_done_s = shift(end.rank, end.posted_s), shift(end.rank, end.done_s)
+        else:
+            message.received_posted_s = shift(end.rank, end.posted_s)
+            message.received_done_s = shift(end.rank, end.done_s)
+        message.error = message.error or end.error
+        message.retries += end.retries
+    job.messages = sorted(messages.values(), key=lambda message: (message.operation, message.part))
+
+
+def _place_operation(job: Job, operation: Operation) -> None:
+    own = job.operations.setdefault((operation.communicator, operation.sequence), {})
+    known = own.get(operation.rank)
+    if known is None or known.done_s is None:
+        own[operation.rank] = operation
+    else:
+        job.num_said_twice += 1
+
+
+def _shifted(operation: Operation, shift: _Sure) -> Operation:
+    return replace(
+        operation,
+        posted_s=shift(operation.posted_s),
+        started_s=None if operation.started_s is None else shift(operation.started_s),
+        done_s=None if operation.done_s is None else shift(operation.done_s),
+    )
+
+
+def _shifted_span(span: Span, shift: _Sure) -> Span:
+    return replace(span, started_s=shift(span.started_s), done_s=shift(span.done_s))

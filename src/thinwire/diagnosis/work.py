@@ -1,0 +1,255 @@
+"""Work between exchanges: ranks that became slow, ever slower ones, and ranks that stall at regular times."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, at_least, median
+from thinwire.diagnosis.findings import Finding, Kind, Place
+from thinwire.diagnosis.timeline import Job
+
+PEERS_RATIO = 2.0
+_LOOK_STEPS = 24
+_SPIKE = math.log(2.0)
+_LEAST_SPIKES = 5
+_CHANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One rank's time between two exchanges.
+
+    Attributes:
+        step: Its number.
+        at_s: When it began.
+        time_s: How long it took.
+    """
+
+    step: int
+    at_s: float
+    time_s: float
+
+
+def work_of(job: Job) -> dict[int, list[Work]]:
+    """Return the work of each rank: its compute spans, or what lay between its operations where it wrote none."""
+    spans: dict[int, list[Work]] = defaultdict(list)
+    for span in job.spans:
+        if span.kind == "compute":
+            spans[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=span.done_s - span.started_s))
+    return dict(spans) if spans else _between_operations(job)
+
+
+def _between_operations(job: Job) -> dict[int, list[Work]]:
+    """Return the gaps between a rank's operations; of several in a round the longest, where the work is."""
+    ended: dict[tuple[str, int], tuple[int, float]] = {}
+    found: dict[int, dict[int, Work]] = defaultdict(dict)
+    for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
+        for rank, operation in own.items():
+            before = ended.get((communicator, rank))
+            if before is not None and before[0] == sequence - 1 and operation.posted_s >= before[1]:
+                step = operation.round if operation.round >= 0 else sequence
+                work = Work(step=step, at_s=before[1], time_s=operation.posted_s - before[1])
+                known = found[rank].get(step)
+                if known is None or known.time_s < work.time_s:
+                    found[rank][step] = work
+            if operation.done_s is not None:
+                ended[communicator, rank] = (sequence, operation.done_s)
+    return {rank: list(works.values()) for rank, works in found.items()}
+
+
+@dataclass(slots=True)
+class WorkTimes:
+    """What is known of each rank's work.
+
+    Attributes:
+        own: Against its own history.
+        beside: Against the middle of all ranks in the same step; only with three ranks or more.
+        usual: The middle of all.
+    """
+
+    own: dict[int, Watch]
+    beside: dict[int, Watch]
+    usual: dict[int, float]
+
+
+def work_times(job: Job) -> WorkTimes:
+    """Watch the work of every rank."""
+    works = {rank: works for rank, works in work_of(job).items() if rank not in job.unsteady}
+    by_step: dict[int, dict[int, Work]] = defaultdict(dict)
+    for rank, own in works.items():
+        for work in own:
+            by_step[work.step][rank] = work
+    found = WorkTimes(own={rank: Watch() for rank in works}, beside={rank: Watch() for rank in works}, usual={})
+    for step, own_works in sorted(by_step.items()):
+        middle = median([work.time_s for work in own_works.values()])
+        for rank, work in own_works.items():
+            found.own[rank].add(step, work.at_s, work.time_s)
+            if len(own_works) >= 3 and middle > 0:
+                found.beside[rank].add(step, work.at_s, work.time_s / middle)
+    found.usual = {
+        rank: median([work.time_s for work in own[: 4 * LEAST_HISTORY]]) for rank, own in works.items() if own
+    }
+    return found
+
+
+def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
+    """Return the ranks or hosts whose work takes longer than it did, and those that were slow from the start."""
+    has_peers = len(times.own) >= 3
+    watches = times.beside if has_peers else times.own
+    alarmed = [rank for rank, watch in watches.items() if watch.change is not None and _grew(times.own[rank], watch)]
+    if not alarmed:
+        everyone = [rank for rank, watch in times.own.items() if watch.change is not None]
+        if has_peers and len(everyone) == len(times.own):
+            return [_slow_work(job, times, times.own, everyone, Place(kind="job"))]
+        return _slower_than_peers(job, times)
+    found = []
+    for host, ranks in _hosts_of(job, alarmed).items():
+        all_ranks = [rank for rank, name in job.host_of.items() if name == host]
+        change = watches[ranks[0]].change
+        assert change is not None
+        longer = [
+            times.own[rank].excess_in(change.since_round, change.seen_round) for rank in all_ranks if rank in watches
+        ]
+        is_host = len(longer) == len(all_ranks) > 1 and min(longer) >= 0.6 * max(longer)
+        for group in [all_ranks] if is_host else [[rank] for rank in ranks]:
+            place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
+            found.append(_slow_work(job, times, watches, group, place))
+    return [finding for finding in found if finding.evidence["times_longer"] >= LEAST_RATIO]
+
+
+def _grew(own: Watch, beside: Watch) -> bool:
+    """Return whether a rank itself takes longer: when all others become faster, none is at fault."""
+    change = beside.change
+    return change is not None and own.excess_in(change.since_round, change.seen_round) >= math.log(LEAST_RATIO) / 2
+
+
+def _hosts_of(job: Job, ranks: Iterable[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(ranks):
+        found[job.host_of[rank]].append(rank)
+    return dict(found)
+
+
+def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: Sequence[int], place: Place) -> Finding:
+    changes = [change for rank in ranks if (change := watches[rank].change) is not None]
+    first = min(changes, key=lambda change: change.seen_round)
+    since, last = first.since_round, first.seen_round + _LOOK_STEPS
+    excess = median([times.own[rank].excess_in(since, last) for rank in ranks])
+    usual_s = median([times.own[rank].usual_s for rank in ranks])
+    is_growing = place.kind != "job" and all(_is_growing(times.own[rank], since) for rank in ranks)
+    kind: Kind = "slowing compute" if is_growing else "non-communication slow"
+    waits = _waits(job, since, last)
+    least = min(waits, key=lambda rank: waits[rank], default=None)
+    more = "ever more" if is_growing else f"{math.exp(excess):.1f} times as long as it did"
+    return Finding(
+        kind=kind,
+        places=(place,),
+        since_s=first.since_s, since_round=since, seen_round=first.seen_round,
+        evidence={
+            "times_longer": round(math.exp(excess), 2), "usual_s": round(usual_s, 6),
+            "now_s": round(usual_s * math.exp(excess), 6),
+            "waited_least": "unknown" if least is None else f"rank {least}, {waits[least]:.4g} s",
+        },
+        text=f"The work of {place} between exchanges takes {more}.",
+        confidence=(0.95 if least is None or least in ranks else 0.85) * job.trust,
+        remedy="look for other load, thermal limits, memory that runs full or data that comes late on this host",
+    )  # fmt: skip
+
+
+def _waits(job: Job, first: int, last: int) -> dict[int, float]:
+    """Return how long each rank waits in operations, on its own clock: who comes last waits least."""
+    waits: dict[int, list[float]] = defaultdict(list)
+    for (_, sequence), own in job.operations.items():
+        for rank, operation in own.items():
+            step = operation.round if operation.round >= 0 else sequence
+            if first <= step <= last and operation.done_s is not None:
+                waits[rank].append(operation.done_s - operation.posted_s)
+    return {rank: median(values) for rank, values in waits.items()}
+
+
+def _is_growing(watch: Watch, since: int) -> bool:
+    """Return whether a rank's work grows on since it began to: each third of that time slower than the one before."""
+    values = [excess for number, _, excess in watch.excess if number >= since]
+    third = len(values) // 3
+    if third < 4:
+        return False
+    parts = [median(values[:third]), median(values[third : 2 * third]), median(values[-third:])]
+    step = math.log(LEAST_RATIO) / 2
+    return parts[1] - parts[0] >= step and parts[2] - parts[1] >= step
+
+
+def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
+    """Return ranks that were slow from the start: twice the middle of all ranks, or more."""
+    known = {rank: time_s for rank, time_s in times.usual.items() if times.own[rank].excess}
+    middle = median(list(known.values()))
+    if len(known) < 3 or not middle > 0:
+        return []
+    found = []
+    for rank, time_s in sorted(known.items()):
+        if time_s >= PEERS_RATIO * middle:
+            found.append(Finding(
+                kind="non-communication slow",
+                places=(Place(kind="rank", ranks=(rank,)),),
+                since_s=times.own[rank].excess[0][1], since_round=0, seen_round=-1,
+                evidence={"times_longer_than_peers": round(time_s / middle, 2), "usual_s": round(time_s, 6)},
+                text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the middle "
+                "of all ranks since "
+                "the records begin; it may be a slower machine.",
+                confidence=0.5 * job.trust,
+                remedy="give it less work, or let it take fewer inner steps",
+            ))  # fmt: skip
+    return found
+
+
+def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
+    """Return ranks that stall at regular times, as garbage collection, checkpoints or data loading do."""
+    stalls = {rank: stall for rank, watch in times.own.items() if (stall := regular_stalls(watch)) is not None}
+    if not stalls:
+        return []
+    ranks = tuple(sorted(stalls))
+    first = min(stalls.values(), key=lambda stall: stall[0])
+    period = median([stall[1] for stall in stalls.values()])
+    longer = math.exp(median([stall[2] for stall in stalls.values()]))
+    at_s = min(at_s for rank in ranks for number, at_s, _ in times.own[rank].excess if number >= stalls[rank][0])
+    place = Place(kind="job") if len(ranks) == len(times.own) > 1 else Place(kind="rank", ranks=ranks)
+    return [Finding(
+        kind="periodic stall",
+        places=(place,),
+        since_s=at_s, since_round=first[0], seen_round=max(stall[3] for stall in stalls.values()),
+        evidence={"every_rounds": period, "times_longer": round(longer, 2)},
+        text=f"The work of {place} takes {longer:.1f} times as long in every {period:.0f}th round.",
+        confidence=0.9 * job.trust,
+        remedy="collect garbage at the same step on all ranks (gc.disable and gc.collect), and move checkpoints and "
+        "data loading to "
+        "the background",
+    )]  # fmt: skip
+
+
+def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
+    """Return first round, period, logarithm of the ratio and round of proof of regular spikes, or none.
+
+    Spikes that fall on a grid of rounds are no chance where so many points of the grid have one that spikes as
+    frequent as those off the grid would do it once in a million.
+    """
+    values = [(number, excess) for number, _, excess in watch.excess]
+    spikes = [number for number, excess in values if excess >= _SPIKE]
+    if len(spikes) < _LEAST_SPIKES:
+        return None
+    excess_of = dict(values)
+    for period in sorted({late - early for early, late in pairwise(spikes)}):
+        for begin in spikes[: len(spikes) - _LEAST_SPIKES + 1]:
+            grid = [number for number in range(begin, values[-1][0] + 1, period) if number in excess_of]
+            hits = [number for number in grid if excess_of[number] >= _SPIKE]
+            # every second round and more often is a slow rank, not one that stalls
+            if period < 3 or len(hits) < max(_LEAST_SPIKES, 0.8 * len(grid)):
+                continue
+            if 3 * (len(spikes) - len(hits)) > len(values) - len(grid):
+                continue  # slow, and sometimes less so
+            off = (len(spikes) - len(hits) + 1) / (len(values) - len(grid) + 2)
+            if at_least(len(hits), len(grid), off) * len(spikes) <= _CHANCE:
+                return begin, period, median([excess_of[number] for number in hits]), hits[_LEAST_SPIKES - 1]
+    return None
