@@ -13,10 +13,11 @@ from thinwire.events import FIRST_LAST_ROUND
 from thinwire.membership.bid import Ask, Bid, CastVote, GiveUp, Seen
 from thinwire.membership.council import Council
 from thinwire.membership.proposal import blob_name
-from thinwire.membership.protocol import Message
+from thinwire.membership.protocol import FROM_NOBODY, Message
 from thinwire.membership.rounds import Decision
 from thinwire.membership.seat import ElasticSeat
 from thinwire.membership.view import Offer
+from thinwire.training.elastic.states import held_offer
 
 INTERVAL, OVERLAP, SHARD = 2, 1, 2
 # Further behind than this a replica passes over what it lacks.
@@ -85,6 +86,7 @@ class Life:
         self.step, self.means = 0, Means()
         self.flights: dict[int, Flight] = {}
         self.blobs: dict[tuple[int, int], int] = {}
+        self.let_go: set[tuple[int, int]] = set()
         self.shown: dict[int, str] = {}
         self.used: dict[int, int] = {}
         self.starts: dict[int, int] = {}
@@ -160,9 +162,11 @@ class Life:
             self.offer, self.phase = view.offer, "loading"
             self._announce_fetch()
         elif self.phase == "lost":
-            held = [one for one in view.offers.values() if set(one.holders) & set(view.neighbours)]
-            if held:
-                self.offer, self.phase = max(held, key=lambda one: one.step), "loading"
+            self.offer = held_offer(view)
+            if self.offer is not None and self.offer.root in FROM_NOBODY:
+                self._fall_out("goes on from a disk")
+            elif self.offer is not None:
+                self.phase = "loading"
                 self._announce_fetch()
         elif self.phase == "waiting" and self.number in view.neighbours and view.neighbours[self.number].is_active:
             self.council.done_with("active")
@@ -250,9 +254,10 @@ class Life:
             return False
         if self.phase == "loading":
             return self._fetched() is not None
-        if self.phase != "training" or self.council.view.is_paused or self._due(self.step) in self.flights:
+        view = self.council.view
+        if self.phase != "training" or self._due(self.step) in self.flights:
             return False
-        return bool(self.council.view.leave_why) or self._may_step()
+        return bool(view.leave_why) or (not view.is_paused and self._may_step())
 
     def go(self) -> None:
         """Do it."""
@@ -410,9 +415,9 @@ class Shelf:
         self._life = life
 
     def forget_past(self) -> None:
-        self._life.blobs = {
-            key: found for key, found in self._life.blobs.items() if not self._life.seat.is_past(blob_name(*key))
-        }
+        for key in [key for key in self._life.blobs if self._life.seat.is_past(blob_name(*key))]:
+            del self._life.blobs[key]
+            self._life.let_go.add(key)
 
 
 class Mouth:

@@ -94,6 +94,7 @@ class Town:
         self.journal.append(json.dumps({"what": what, **fields}))
         if what == "decision":
             self._decided(fields["round_id"], fields["members"], fields["holders"])
+            self._is_meant(fields["round_id"], fields["used"])
         if what == "revived":
             self.truth.clear()
         if self.crash_after >= 0:
@@ -108,7 +109,10 @@ class Town:
             held = self.lives[self.given[holder]].blobs
             assert all((round_id, one) in held for one in members), f"replica {holder} holds less than was decided"
             self.truth[round_id] = tuple((one, held[round_id, one]) for one in members)
-        for one in members:
+
+    def _is_meant(self, round_id: int, used: dict[str, Any]) -> None:
+        """Note what is in a mean, of those whose launch was heard: of others nobody knows what their parts hold."""
+        for one in map(int, used):
             for shard, windows in self.snaps[round_id, one].items():
                 self.meant[one, shard] = windows
 
@@ -128,8 +132,7 @@ class Town:
         self.snaps[round_id, life.number] = {shard: (life.starts[shard], used) for shard, used in life.used.items()}
 
     def gives_up(self, life: Life, round_id: int, member: int) -> None:
-        forgot = [one.number for one in self.lives.values() if one.is_here and one.has_council
-                  and one is not life and one.has_forgotten(round_id, member)]  # fmt: skip
+        forgot = [one.number for one in self.lives.values() if one.is_here and (round_id, member) in one.let_go]
         assert not forgot, f"replica {life.number} needs round {round_id}, which {forgot} let go of"
 
     def come(self, person: Person) -> None:

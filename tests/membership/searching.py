@@ -117,6 +117,8 @@ def wander(start: bytes, *, seed: int, steps: int) -> tuple[World, list[Event]]:
     try:
         for _ in range(steps):
             events = list(world.events())
+            if not events:
+                break
             plain = [event for event in events if event[0] in world.plain]
             path.append(chance.choice(plain if plain and chance.random() < 0.7 else events))
             world.do(path[-1])
