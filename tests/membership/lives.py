@@ -195,6 +195,8 @@ class Life:
                 self.council.insist("done", note={"n": self.number})
             else:
                 self._look(self.step)
+        if self.phase == "training" and self.step < self.world.last_step and not self._has_data():
+            self.council.ask_lease(self.lease + 1)
 
     def _move_flight(self, round_id: int, flight: Flight) -> None:
         """Do what `Proposal._move` does."""
@@ -310,12 +312,10 @@ class Life:
         """Tell whether the next step can be done: there is data for it, or it is passed over."""
         if self.step == self.world.last_step:
             return all(self._is_there(flight) for flight in self.flights.values())
-        if self._passes():
-            return True
-        if self.shard >= 0 and self.used[self.shard] < SHARD:
-            return True
-        self.council.ask_lease(self.lease + 1)
-        return self.lease + 1 in self.council.view.leases
+        return self._passes() or self._has_data() or self.lease + 1 in self.council.view.leases
+
+    def _has_data(self) -> bool:
+        return self.shard >= 0 and self.used[self.shard] < SHARD
 
     def _passes(self) -> bool:
         return self.council.view.step - self.step > PATIENCE_STEPS

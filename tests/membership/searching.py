@@ -91,7 +91,7 @@ class Search:
         return path[::-1]
 
 
-def finish(world: World, *, turns: int = 60) -> bool:
+def finish(world: World, *, turns: int = 240) -> bool:
     """Let all go on in turn, without more faults; tell whether all that are here come to the end."""
     for turn in range(turns):
         if world.is_over():
