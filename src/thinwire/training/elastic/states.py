@@ -229,7 +229,9 @@ def _fetch(offer: Offer, *, seated: Seated, tell: Callable[[str], None]) -> Glob
             tell(f"nobody holds the state of step {offer.step} any more; waiting for another one")
             offer = council.wait_for(held_offer, deadline_s=None, why="")
             if offer.root in FROM_NOBODY:  # another life begins from it
-                raise Expelled("all that held the state are gone, and the run goes on from a disk; joining again") from None
+                raise Expelled(
+                    "all that held the state are gone, and the run goes on from a disk; joining again"
+                ) from None
         except ThinwireError as error:
             council.check()
             raise Expelled(f"the state of step {offer.step} could not be fetched: {error}; joining again") from None
