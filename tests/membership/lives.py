@@ -1,12 +1,13 @@
-"""One stay of a process in a modelled run: what `Proposal`, `ElasticSeat`, `StateKeeper` and the training loop do there.
+"""One stay of a process in a modelled run: what `Proposal`, `StateKeeper` and the training loop do there.
 
 The council, the bids and the seat are the real ones. A global state is the row of the means that made it.
 """
 
-import hashlib
 import zlib
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from life_parts import Flight, Means, Person, root_of
+from model import NoLock, meet
 
 from thinwire.errors import Expelled, RunOver
 from thinwire.events import FIRST_LAST_ROUND
@@ -14,17 +15,13 @@ from thinwire.membership.bid import Ask, Bid, CastVote, GiveUp, Seen
 from thinwire.membership.council import Council
 from thinwire.membership.proposal import blob_name
 from thinwire.membership.protocol import FROM_NOBODY, Message
-from thinwire.membership.rounds import Decision
 from thinwire.membership.seat import ElasticSeat
-from thinwire.membership.view import Offer
+from thinwire.membership.view import Offer, View
 from thinwire.training.elastic.states import held_offer
 
 INTERVAL, OVERLAP, SHARD = 2, 1, 2
 # Further behind than this a replica passes over what it lacks.
 PATIENCE_STEPS = 1
-# The round, and by member the hash of the global state that its part refers to.
-Mean = tuple[int, tuple[tuple[int, int], ...]]
-Means = tuple[Mean, ...]
 
 
 class Around(Protocol):
@@ -43,33 +40,6 @@ class Around(Protocol):
     def launched(self, life: "Life", round_id: int) -> None: ...
 
     def gives_up(self, life: "Life", round_id: int, member: int) -> None: ...
-
-
-@dataclass
-class Person:
-    """One process's host, with what is on its disk."""
-
-    name: str
-    lives: int = 0
-    has_left: bool = False
-    held: tuple[int, int, Means] | None = None  # step, era, state
-    disk: tuple[int, Means] | None = None
-
-
-@dataclass
-class Flight:
-    """One round at one replica."""
-
-    launch_step: int
-    bid: Bid
-    reference: int
-    parts: dict[int, int] = field(default_factory=dict)
-    asked: set[tuple[int, int]] = field(default_factory=set)  # whose part, and from whom
-    decision: Decision | None = None
-
-
-def root_of(step: int, means: Means) -> str:
-    return hashlib.sha256(repr((step, means)).encode()).hexdigest()
 
 
 class Life:
@@ -117,7 +87,7 @@ class Life:
     def _sit_down(self, number: int) -> None:
         self.number = number
         council = self.council = Council(
-            replica=number, interval_steps=INTERVAL, say=Mouth(self), meet=_meet, now=self.world.now
+            replica=number, interval_steps=INTERVAL, say=Mouth(self), meet=meet, now=self.world.now
         )
         council.changed = NoLock()  # type: ignore[assignment]
         council.step_s = 1.0
@@ -158,16 +128,15 @@ class Life:
             return
         if view.refused_why:
             self.end(view.refused_why)
-        elif self.phase == "arriving" and view.has_started and view.offer:
+        else:
+            self._move_on(view)
+
+    def _move_on(self, view: View) -> None:
+        if self.phase == "arriving" and view.has_started and view.offer:
             self.offer, self.phase = view.offer, "loading"
             self._announce_fetch()
         elif self.phase == "lost":
-            self.offer = held_offer(view)
-            if self.offer is not None and self.offer.root in FROM_NOBODY:
-                self._fall_out("goes on from a disk")
-            elif self.offer is not None:
-                self.phase = "loading"
-                self._announce_fetch()
+            self._seek_another(view)
         elif self.phase == "waiting" and self.number in view.neighbours and view.neighbours[self.number].is_active:
             self.council.done_with("active")
             self.phase = "training"
@@ -177,6 +146,14 @@ class Life:
             self.end("finish")
         elif self.phase in ("training", "last"):
             self._move_flights()
+
+    def _seek_another(self, view: View) -> None:
+        self.offer = held_offer(view)
+        if self.offer is not None and self.offer.root in FROM_NOBODY:
+            self._fall_out("goes on from a disk")
+        elif self.offer is not None:
+            self.phase = "loading"
+            self._announce_fetch()
 
     def _announce_fetch(self) -> None:
         assert self.offer is not None
@@ -398,16 +375,6 @@ class Life:
             self.has_kept, self.next_kept = True, step + INTERVAL
 
 
-class NoLock:
-    """In the place of a condition where there is one thread."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def notify_all(self) -> None: ...
-
-
 class Shelf:
     """A life's blobs, as its seat lets go of them."""
 
@@ -428,7 +395,3 @@ class Mouth:
 
     def __call__(self, kind: str, **fields: Any) -> None:
         self._life.world.say(self._life, kind, **fields)
-
-
-def _meet(neighbours: object) -> None:
-    """Connect to nobody: whoever is there is reached."""

@@ -1,8 +1,9 @@
 """All orders in which replicas may come, train, and go: the real coordinator and councils through a whole small run.
 
-Beside `model`, which looks closely at single rounds: here a run has a beginning and an end, steps, leases of data, states
-that are shown, fetched, kept and read again, and processes that come back. Parts of a round come at once where somebody
-gives them. Messages of one connection keep their order unless a fault changes it, those of different ones do not.
+Beside `model`, which looks closely at single rounds: here a run has a beginning and an end, steps, leases of data,
+and states that are shown, fetched, kept and read again, and processes that come back. Parts of a round come at once
+where one has them. Messages of one connection keep their order unless a fault changes it, those of different ones do
+not.
 """
 
 import contextlib
@@ -11,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from lives import INTERVAL, OVERLAP, SHARD, Life, Means, Person
+from life_parts import Means, Person
+from lives import INTERVAL, OVERLAP, SHARD, Life
 from model import LIMIT_S, Crash, Event
 
 from thinwire.errors import PayloadError
@@ -224,9 +226,11 @@ class Town:
             case _:
                 self.faults -= 1
                 self._break(event)
-        for _ in range(2):
-            for life in self.lives.values():
-                life.move()
+        self._follow()
+
+    def _follow(self) -> None:
+        for life in [*self.lives.values()] * 2:
+            life.move()
         for life in self.lives.values():
             if not life.is_here:
                 self.down[life.token].clear()
