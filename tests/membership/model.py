@@ -64,6 +64,8 @@ class Replica:
 class World:
     """One state."""
 
+    plain, work = PLAIN, ("up", "down", "launch", "pull")
+
     def __init__(self, *, replicas: int = 3, rounds: int = 1, faults: int = 0, kinds: tuple[str, ...] = ()) -> None:
         self.now_s = 0.0
         self.rounds, self.faults, self.kinds = rounds, faults, kinds

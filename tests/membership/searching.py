@@ -4,7 +4,7 @@ import pickle
 import random
 from dataclasses import dataclass
 
-from model import PLAIN, Event, World
+from model import Event, World
 
 
 @dataclass
@@ -91,12 +91,12 @@ class Search:
         return path[::-1]
 
 
-def finish(world: World, *, turns: int = 60) -> bool:
+def finish(world: World, *, turns: int = 240) -> bool:
     """Let all go on in turn, without more faults; tell whether all that are here come to the end."""
     for turn in range(turns):
         if world.is_over():
             return True
-        todo = [event for event in world.events() if event[0] in ("up", "down", "launch", "pull")]
+        todo = [event for event in world.events() if event[0] in world.work]
         for event in todo:
             if event in set(world.events()):
                 world.do(event)
@@ -117,7 +117,9 @@ def wander(start: bytes, *, seed: int, steps: int) -> tuple[World, list[Event]]:
     try:
         for _ in range(steps):
             events = list(world.events())
-            plain = [event for event in events if event[0] in PLAIN]
+            if not events:
+                break
+            plain = [event for event in events if event[0] in world.plain]
             path.append(chance.choice(plain if plain and chance.random() < 0.7 else events))
             world.do(path[-1])
             world.check()

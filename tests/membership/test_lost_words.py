@@ -286,3 +286,15 @@ def test_who_is_suspected_while_the_coordinator_s_own_link_is_cut_is_not_let_go(
     assert [member.replica for member in desk.coordinator.roster] == [0, 1, 2, 3]
     desk.wait(2.0, beating=(b"a", b"b", b"c"))
     assert [member.replica for member in desk.coordinator.roster] == [0, 1, 2], "the others are back"
+
+
+def test_a_coordinator_killed_while_it_let_a_replica_go_lends_that_one_s_data_again() -> None:
+    desk = running()
+    desk.say(b"a", "lease", number=0)
+    desk.say(b"a", "leave", why="")
+    assert [line["what"] for line in desk.journal].count("gone") == 1
+    while desk.journal[-1]["what"] != "gone":  # it was killed before it wrote what the replica had
+        desk.journal.pop()
+    desk.restart()
+    desk.say(b"b", "lease", number=0)
+    assert desk.told(b"b", "leased")[-1]["shard"] == 0

@@ -36,6 +36,8 @@ def test_a_state_of_its_own_is_gone_on_from_and_rounds_after_it_are_kept() -> No
     assert comes_back(desk, held=22) == [("own", 22)]
     beats(desk, step=900)
     assert desk.words(b"a", "progress")[-1]["floor"] == 21
+    beats(desk, step=900)
+    assert desk.words(b"a", "progress")[-1]["kept"] <= 22, "it needs them as long as it is on its way"
     desk.hear(b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=22, era=0)  # the word was lost
     assert [state["step"] for state in desk.words(b"c", "state")] == [22]
     again = desk.again()  # another process of the coordinator

@@ -125,7 +125,9 @@ class Desk:
         """
         share = self._part_share * max(1, len(self.roster.active))
         intervals = min(_MOST_BEHIND, _KEPT_SHARE / share) if share else _MOST_BEHIND
-        self._kept_step = max(self._kept_step, self._furthest_step() - int(intervals * self._sync_interval))
+        wished = self._furthest_step() - int(intervals * self._sync_interval)
+        # one that comes back just now needs them until it is there
+        self._kept_step = max(self._kept_step, min(wished, self._floor()))
         return self._kept_step
 
     def _may_go_on(self, held_step: int, *, era: int) -> bool:

@@ -21,6 +21,9 @@ class Memory(Desk):
             self._first_s = now_s
             if not member.held_step:
                 self.cuts.wait(member.replica)
+        for replica in self.ledger.borrowers():  # killed after it wrote that one is gone, and before what that one had
+            if self.roster.get(replica) is None:
+                self.ledger.release(replica)
 
     def _replay(self, line: dict[str, Any], *, now_s: float) -> None:
         what = line.pop("what")

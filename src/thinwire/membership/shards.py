@@ -82,6 +82,10 @@ class Ledger:
         self._leases.setdefault(replica, {})[shard] = lease
         return lease
 
+    def borrowers(self) -> tuple[int, ...]:
+        """Return the replicas that have shards."""
+        return tuple(self._leases)
+
     def num_lent(self, replica: int) -> int:
         """Return how many shards a replica has that are not counted whole."""
         return len(self._leases.get(replica, {}))

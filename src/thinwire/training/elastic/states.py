@@ -11,6 +11,7 @@ from torch import nn
 from thinwire.errors import ConnectError, Expelled, NotThere, RunOver, ThinwireError
 from thinwire.membership.fetch import StateFetch
 from thinwire.membership.joining import Seated
+from thinwire.membership.protocol import FROM_NOBODY
 from thinwire.membership.state_chunks import publish_state, withdraw_state
 from thinwire.membership.view import Offer, View
 from thinwire.sync.elastic import global_tensors, load_global_tensors
@@ -226,7 +227,11 @@ def _fetch(offer: Offer, *, seated: Seated, tell: Callable[[str], None]) -> Glob
             with council.changed:
                 council.view.offers.pop(offer.step, None)
             tell(f"nobody holds the state of step {offer.step} any more; waiting for another one")
-            offer = council.wait_for(_held_offer, deadline_s=None, why="")
+            offer = council.wait_for(held_offer, deadline_s=None, why="")
+            if offer.root in FROM_NOBODY:  # another life begins from it
+                raise Expelled(
+                    "all that held the state are gone, and the run goes on from a disk; joining again"
+                ) from None
         except ThinwireError as error:
             council.check()
             raise Expelled(f"the state of step {offer.step} could not be fetched: {error}; joining again") from None
@@ -236,9 +241,10 @@ def _fetch(offer: Offer, *, seated: Seated, tell: Callable[[str], None]) -> Glob
     return unpack(vector, source=f"the state of step {offer.step}")
 
 
-def _held_offer(view: View) -> Offer | None:
-    """Return the newest state that somebody holds who is there."""
-    held = [offer for offer in view.offers.values() if set(offer.holders) & set(view.neighbours)]
+def held_offer(view: View) -> Offer | None:
+    """Return the newest state that somebody holds who is there, or that nobody needs to."""
+    present = set(view.neighbours)
+    held = [offer for offer in view.offers.values() if offer.root in FROM_NOBODY or set(offer.holders) & present]
     return max(held, key=lambda offer: offer.step, default=None)
 
 
