@@ -26,7 +26,7 @@ def said(folder: Path) -> Lines:
 
 
 def in_eras(rounds: Lines) -> tuple[Lines, int]:
-    """Number the outer steps on where a job began again from nothing, and return how many beginnings there were.
+    """Return the outer steps numbered on where a job began again from nothing, and how many beginnings there were.
 
     Where all replicas end, those that a supervisor starts begin with outer step 0: with other members than any era
     before them had, after later steps than it.
