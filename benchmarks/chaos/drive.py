@@ -65,9 +65,11 @@ def run(
         end_s = time.time()
         rows = _report(job, folder, rates=rates, end_s=end_s)
         running = [host.number for host in job.hosts if host.is_running]
+        sent_bytes = sum(counters.sent_bytes for counters in lab.counters())
     return {"wall_s": end_s - began_s, "has_ended": ended, "still_running": running, "steps": steps, **rows} | {
         "events": chaos.events,
         "rates": rates,
+        "sent_bytes": sent_bytes,
     }
 
 
