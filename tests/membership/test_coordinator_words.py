@@ -165,3 +165,20 @@ def test_notes_without_an_end_are_cut_off() -> None:
     assert len([line for line in desk.journal if line["what"] == "finding"]) < 200
     desk.hear(b"b", "note", level="warning", text="heard")
     assert desk.coordinator.findings[-1].endswith("heard")
+
+
+def test_a_part_whose_launch_nobody_heard_is_told_of() -> None:
+    desk = Desk(planned=3)
+    for token in (b"a", b"b", b"c"):
+        desk.come(token)
+    for token in (b"a", b"b", b"c"):
+        desk.hear(token, "active", step=0)
+    desk.hear(b"c", "launch", round=0, step=10, used={"0": 3})
+    again = desk.again()  # it never heard the third one's launch, whose part the others have
+    again.hear(b"c", "leave", why="")
+    for token in (b"a", b"b"):
+        again.hear(token, "launch", round=0, step=10, used={})
+    for token in (b"a", b"b"):
+        again.hear(token, "vote", round=0, step=10, has=[0, 1, 2], hash=0)
+    assert again.coordinator.book.decisions[0].members == (0, 1, 2)
+    assert any("counts a part of replica 2, which went before" in text for text in again.coordinator.findings)
