@@ -182,3 +182,9 @@ def test_a_part_whose_launch_nobody_heard_is_told_of() -> None:
         again.hear(token, "vote", round=0, step=10, has=[0, 1, 2], hash=0)
     assert again.coordinator.book.decisions[0].members == (0, 1, 2)
     assert any("counts a part of replica 2, which went before" in text for text in again.coordinator.findings)
+    desk.hear(b"a", "launch", round=0, step=10, used={})
+    desk.hear(b"c", "leave", why="")
+    desk.hear(b"b", "launch", round=0, step=10, used={})
+    for token in (b"a", b"b"):
+        desk.hear(token, "vote", round=0, step=10, has=[0, 1, 2], hash=0)
+    assert not any("counts a part" in text for text in desk.coordinator.findings), "its launch was heard here"

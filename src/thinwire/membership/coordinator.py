@@ -302,7 +302,7 @@ class Coordinator(Counter):
         used = {str(replica): found[replica] for replica in decision.members if replica in found}
         self._record("decision", {**asdict(decision), "used": used})
         self._count(used)
-        for gone in [one for one in decision.members if one not in used and self.roster.get(one) is None]:
+        for gone in [one for one in decision.members if one not in found and self.roster.get(one) is None]:
             # its word was lost with an earlier process of the coordinator
             self._find(
                 f"round {decision.round_id} counts a part of replica {gone}, which went before it was heard that "
