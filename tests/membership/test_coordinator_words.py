@@ -188,3 +188,18 @@ def test_a_part_whose_launch_nobody_heard_is_told_of() -> None:
     for token in (b"a", b"b"):
         desk.hear(token, "vote", round=0, step=10, has=[0, 1, 2], hash=0)
     assert not any("counts a part" in text for text in desk.coordinator.findings), "its launch was heard here"
+
+
+def test_the_loss_of_a_run_is_that_of_its_replicas_by_their_tokens_and_moves_little_when_one_comes() -> None:
+    desk = Desk().begun()
+    assert desk.coordinator.status()["loss"] == 0
+    for token, tokens_s, loss in ((b"a", 300.0, 2.0), (b"b", 100.0, 3.0)):
+        desk.hear(token, "work", steps_per_interval=10.0, tokens_s=tokens_s, loss=loss)
+    assert desk.coordinator.status()["loss"] == 2.25
+    desk.come(b"c")
+    desk.hear(b"c", "active", step=5)
+    assert desk.coordinator.status()["loss"] == 2.25, "it has told none yet"
+    desk.hear(b"c", "work", steps_per_interval=1.0, tokens_s=4.0, loss=9.0)
+    assert abs(desk.coordinator.status()["loss"] - 2.25) < 0.07
+    desk.hear(b"b", "leave", why="")
+    assert desk.coordinator.status()["loss"] == round((600 + 36) / 304, 4)

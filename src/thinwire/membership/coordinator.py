@@ -152,6 +152,7 @@ class Coordinator(Counter):
 
     def _on_work(self, member: Member, message: Message, now_s: float) -> None:
         member.steps_per_interval, member.tokens_s = float(message["steps_per_interval"]), float(message["tokens_s"])
+        member.loss = float(message["loss"])
 
     def _on_rates(self, member: Member, message: Message, now_s: float) -> None:
         self.places.hear(member.replica, rates_of(message["rates"]))

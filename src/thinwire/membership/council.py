@@ -70,7 +70,7 @@ class Council:
         self.transfers = Patience(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
         self.step = 0
         self.step_s = 0.0
-        self.steps_per_interval = self.tokens_s = 0.0
+        self.steps_per_interval = self.tokens_s = self.loss = 0.0
         self.others = Others()
         self.rates = Rates()
         self.relayed = Patience(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
@@ -191,8 +191,8 @@ class Council:
             self._next_beat_s = now_s + 1.0
             self._say("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
             if self.tokens_s:
-                work = {"steps_per_interval": self.steps_per_interval, "tokens_s": self.tokens_s}
-                self._say("work", **{name: round(value, 3) for name, value in work.items()})
+                work = {"steps_per_interval": self.steps_per_interval, "tokens_s": self.tokens_s, "loss": self.loss}
+                self._say("work", **{name: round(value, 4) for name, value in work.items()})
             self._tell_rates()
         with self.changed:
             due = [said for said in self._unanswered.values() if now_s - said.at_s > _AGAIN_S]

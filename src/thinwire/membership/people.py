@@ -16,6 +16,7 @@ class Counter(Memory):
         """Return what people are shown."""
         return {
             "thinwire": self._job.get("thinwire"), "unix_s": self._clock(),
+            "loss": round(self.roster.loss(), 4),
             "step": self.book.step, "started": self.has_started, "paused": self.is_paused,
             "rounds": len(self.book.decisions), "members": [member.describe() for member in self.roster],
             "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},

@@ -36,7 +36,7 @@ _TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
     "here": {"address": str, "port": int, "corpus": str, "windows": int, "held": int, "era": int},
     "active": {"step": int},
     "beat": {"step": int, "step_s": _NUMBERS, "roster": int},
-    "work": {"steps_per_interval": _NUMBERS, "tokens_s": _NUMBERS},
+    "work": {"steps_per_interval": _NUMBERS, "tokens_s": _NUMBERS, "loss": _NUMBERS},
     "rates": {"rates": dict},
     "launch": {"round": int, "step": int, "used": dict},
     "vote": {"round": int, "step": int, "has": list, "hash": int},

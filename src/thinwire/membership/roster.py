@@ -44,6 +44,7 @@ class Member:
         heard_s: When it was last heard of.
         step: The step that it last told.
         step_s: Seconds that its steps take, 0 where it has not said so.
+        loss: Mean of its latest steps, in nats a token; 0 where it has not told one.
         steps_per_interval: Inner steps that it does itself in an interval, as it last told.
         tokens_s: Tokens a second that it trains on, its waits included, as it last told.
         is_suspect: Whether another replica lost its connection to it while the coordinator still heard of it.
@@ -63,6 +64,7 @@ class Member:
     step: int = 0
     step_s: float = 0.0
     steps_per_interval: float = 0.0
+    loss: float = 0.0
     tokens_s: float = 0.0
     is_suspect: bool = False
     is_paused: bool = False
@@ -76,7 +78,7 @@ class Member:
             "replica": self.replica, "host": self.host, "address": self.address, "port": self.port,
             "standing": str(self.standing), "step": self.step, "step_s": round(self.step_s, 4),
             "paused": self.is_paused, "steps_per_interval": round(self.steps_per_interval, 1),
-            "tokens_s": round(self.tokens_s, 1),
+            "tokens_s": round(self.tokens_s, 1), "loss": round(self.loss, 4),
         }  # fmt: skip
 
 
@@ -207,6 +209,14 @@ class Roster:
     def ahead_s(self, member: Member) -> float:
         """Return how long before the others a replica may launch a round, because its next step would be too late."""
         return member.step_s if is_slower(member.step_s, fastest_s=self.step_s()) else 0.0
+
+    def loss(self) -> float:
+        """Return the mean of the active replicas' losses by the tokens that each trains, 0 where none has told one.
+
+        So one that comes or goes moves it by no more than its share.
+        """
+        told = [(m.loss, m.tokens_s) for m in self.with_standing(Standing.ACTIVE) if m.loss and m.tokens_s]
+        return sum(loss * tokens for loss, tokens in told) / sum(tokens for _, tokens in told) if told else 0.0
 
     def step_s(self) -> float:
         """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""

@@ -90,6 +90,10 @@ class Meter:
         replica: This replica.
         log: The transport's records, streamed to the file as they come.
         loggers: Take the same values.
+
+    Attributes:
+        tokens: Tokens trained on so far.
+        latest_loss: Mean over the steps of the latest line, NaN before the first.
     """
 
     def __init__(self, run_dir: Path, *, replica: int, log: TransferLog, loggers: tuple[Logger, ...] = ()) -> None:
@@ -104,6 +108,7 @@ class Meter:
         self.tokens = 0
         self._last = Reading()
         self._losses: list[Any] = []
+        self.latest_loss = math.nan
         self._start_s = 0.0
 
     def start(self) -> None:
@@ -140,6 +145,7 @@ class Meter:
         elapsed_s = max(now.time_s - last.time_s, 1e-9)
         loss = math.fsum(float(value) for value in self._losses) / max(1, len(self._losses))
         self._losses.clear()
+        self.latest_loss = loss
         self._last = now
         line = {
             "kind": "step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -90,6 +91,11 @@ class ElasticTraining(Training):
 
     def _held_out_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return super()._held_out_nll(tokens, targets) if self._crew is None else self._crew.held_out(tokens, targets)
+
+    def _report(self) -> None:
+        super()._report()
+        loss = self._meter.latest_loss
+        self._seated.council.loss = loss if math.isfinite(loss) and loss > 0 else 0.0
 
     def _train_step(self) -> None:
         council = self._seated.council
