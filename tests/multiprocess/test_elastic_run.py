@@ -96,7 +96,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=150)
+    started = start(runs, texts, run, steps=600)
     wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
     os.kill(int((run / "logs" / "replica-process-1.pid").read_text()), signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
@@ -104,10 +104,10 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_p
     assert started.end() == 0, started.stderr
     summary = json.loads((run / "summary.json").read_text())
     # the summary is refused where replicas end with different parameters
-    assert summary["steps"] == 150 and summary["replicas"] == 2
+    assert summary["steps"] == 600 and summary["replicas"] == 2
     assert summary["elastic"]["replicas_ever"] == 3
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
-    assert latest is not None and latest.step == 150
+    assert latest is not None and latest.step == 600
     assert latest.note["data"]["counted"] > 0
 
 
@@ -145,17 +145,17 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_with_another_number_of_replic
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=100)
+    started = start(runs, texts, run, steps=300)
     wait_until(run, lambda found: found["step"] > 42, started)
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == 128 + signal.SIGTERM
     assert not [one for one in started.family() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
-    assert latest is not None and 0 < latest.step < 100
+    assert latest is not None and 0 < latest.step < 300
     again = Started(["--resume", str(run), "--quiet", "--json"])
     runs.append(again)
     assert again.end() == 0, again.stderr
-    assert json.loads((run / "summary.json").read_text())["steps"] == 100
+    assert json.loads((run / "summary.json").read_text())["steps"] == 300
     said = " ".join(path.read_text() for path in (run / "logs").glob("replica-process-*.err"))
     assert f"going on from the checkpoint of step {latest.step}" in said
 
