@@ -75,7 +75,7 @@ def test_replicas_alike_pass_over_hardly_anything() -> None:
 
 def pace_of(others: Others, now_s: float, *, own_s: float = 0.5, has_work: bool = True) -> OwnPace:
     return OwnPace(
-        others=others, own_s=lambda: [own_s], launched=lambda step: [0] if step % 10 == 0 else [],
+        others=others, own_s=lambda: [own_s] * 5, launched=lambda step: [0] if step % 10 == 0 else [],
         has_work=lambda fragment: has_work, interval_steps=10, now=lambda: now_s,
     )  # fmt: skip
 
@@ -112,3 +112,21 @@ def test_a_slow_replica_that_launches_ahead_makes_nobody_late_and_nobody_hurry()
     assert book.step == 0 and book.calls((0, 1), step_s=0.1, now_s=2.9) == {}
     book.launch(0, round_id=0, launch_step=10, now_s=2.9)
     assert book.step == 10 and book.calls((0, 1), step_s=0.1, now_s=2.9) == {0: (0, 1)} and not book.late
+
+
+def test_who_was_disturbed_in_its_first_steps_passes_over_none() -> None:
+    others = Others()
+    others.step_s = 0.5
+    others.begin(now_s=0.0)
+    own_s = [3.0]
+    pace = OwnPace(
+        others=others, own_s=lambda: own_s, launched=lambda step: [0] if step % 20 == 0 else [],
+        has_work=lambda fragment: True, interval_steps=60, now=lambda: 3.0,
+    )  # fmt: skip
+    assert pace.aim(1) == 0
+    own_s += [2.0, 0.5, 0.5, 0.5]
+    assert pace.aim(5) == 0, "the middle one is as fast as the others"
+    own_s[2:] = [2.0, 2.0, 2.0]
+    assert pace.aim(5) > 5, "it is slow indeed"
+    own_s[:] = [31.0]
+    assert pace.aim(1) > 1, "it does not even do one in an interval"

@@ -20,6 +20,8 @@ from itertools import pairwise
 SLOWER = 1.05
 # So many launches of the others are a measure of how fast they are.
 _SEEN = 8
+# Of its own steps, so many are, or as many as it does in an interval: one that was disturbed once keeps its pace.
+_OWN_SEEN = 5
 # A step takes longer than the median by more than so many median deviations only now and then.
 _DEVIATIONS = 3.0
 # Rounding of sums of times must not make a step that just fits one that does not.
@@ -116,6 +118,9 @@ class OwnPace:
         """
         own_s = self._own_s()
         if not own_s or not is_slower(statistics.median(own_s), fastest_s=self._others.step_s):
+            return 0
+        in_an_interval = self._interval_steps * self._others.step_s / statistics.median(own_s)
+        if len(own_s) < min(_OWN_SEEN, math.floor(in_an_interval)):
             return 0
         seen = self._others.at(self._is_launch)
         if not seen:

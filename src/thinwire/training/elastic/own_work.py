@@ -42,6 +42,8 @@ class OwnWork:
             step: Where the replica is after it, and after what it passed over.
             tokens: What it trained on.
         """
+        if len(self._seen) == 1:
+            self.steps_s.clear()  # the first step warms up: it says little of the others, once there is one
         self.steps_s.append(max(_LEAST_S, took_s))
         self._tokens += tokens
         self._seen.append((step, self._tokens, self._now()))
