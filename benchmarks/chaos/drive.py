@@ -84,13 +84,16 @@ def _until_the_end(job: ChaosJob, chaos: Chaos, *, every_s: float, limit_s: floa
         live = sum(bool(host.lives) and host.lives[-1].live_s is not None for host in job.hosts)
         if next_s is None and live >= hosts:
             next_s = now_s + every_s
-        if next_s is not None and now_s >= next_s and now_s - began_s < limit_s and chaos.has_kinds:
+        # a host that joins what is over would wait for it forever
+        is_over = any((host.folder / summary).exists() for host in job.hosts)
+        is_time = next_s is not None and now_s >= next_s and now_s - began_s < limit_s
+        if is_time and not is_over and chaos.has_kinds:
             next_s = now_s + every_s
             chaos.strike()
         if now_s - began_s >= limit_s:
             chaos.calm()
         if not any(host.is_running for host in job.hosts):
-            return any((host.folder / summary).exists() for host in job.hosts)
+            return is_over
         time.sleep(_LOOK_S)
     return False
 
