@@ -93,7 +93,7 @@ def _until_the_end(job: ChaosJob, chaos: Chaos, *, every_s: float, limit_s: floa
         if now_s - began_s >= limit_s:
             chaos.calm()
         if not any(host.is_running for host in job.hosts):
-            return is_over
+            return any((host.folder / summary).exists() for host in job.hosts)
         time.sleep(_LOOK_S)
     return False
 
