@@ -88,7 +88,7 @@ class OwnPace:
         >>> for step in (10, 20):
         ...     others.hear(step, now_s=0.1 * step)
         >>> pace = OwnPace(
-        ...     others=others, own_s=lambda: [0.5], launched=lambda step: [0] if step % 10 == 0 else [],
+        ...     others=others, own_s=lambda: [0.5, 0.5], launched=lambda step: [0] if step % 10 == 0 else [],
         ...     has_work=lambda fragment: True, interval_steps=10, now=lambda: 2.0,
         ... )
         >>> pace.aim(20)  # after its next step the others are at 25: it goes to 24, and does that one
