@@ -164,9 +164,10 @@ def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=100_000, more=("--sync-interval", "60"))
+    # so long that the steps of this tiny model do not leave a state behind before it can be taken up
+    started = start(runs, texts, run, steps=100_000, more=("--sync-interval", "200"))
     kept, spare = run / "kept" / "replica-process-1.state", run / "logs" / "spare.err"
-    wait_until(run, lambda found: kept.exists() and spare.exists() and found["step"] > 70, started)
+    wait_until(run, lambda found: kept.exists() and spare.exists() and found["step"] > 10, started)
     pid = run / "logs" / "replica-process-1.pid"
     before = int(pid.read_text())
     spares = [process.pid for process in processes(started, "elastic_spare")]
@@ -178,6 +179,7 @@ def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for
     assert started.end() == 128 + signal.SIGTERM
     said = (run / "logs" / "replica-process-1.err").read_text()
     assert "going on from its own state of step" in said and "fetched the state" not in said, said
-    crcs = {line["round"]: line["crc"] for line in rounds(run, 0)}
+    # whichever of the first two was not the one that was killed has gone on
+    crcs = {line["round"]: line["crc"] for replica in (0, 1) for line in rounds(run, replica)}
     shared = [line for line in rounds(run, 2) if line["round"] in crcs]
     assert shared and all(line["crc"] == crcs[line["round"]] for line in shared)
