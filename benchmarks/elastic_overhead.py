@@ -3,9 +3,9 @@
     python benchmarks/elastic_overhead.py --repeats 3 --steps 150
 
 Two replicas of nano on this machine, the same method and settings, with a secret in both cases, so that both go over
-the same wire. Tokens a second come from the runs' own metrics, from the end of the first quarter to the last line, so that
-starting the processes does not count, nor that of the process that waits to take a dead one's place; of all pairs of
-neighbouring runs the ratio is taken.
+the same wire. Tokens a second come from the runs' own metrics, from the end of the first quarter to the last line, so
+that starting the processes does not count, nor that of the process that waits to take a dead one's place; of all
+pairs of neighbouring runs the ratio is taken.
 """
 
 from __future__ import annotations
