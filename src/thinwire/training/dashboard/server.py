@@ -39,7 +39,7 @@ def check_token(token: str) -> str:
         ValueError: It is too short, too long, or holds other letters.
     """
     told = token.strip()
-    if not LEAST_TOKEN <= len(told) <= _MOST_TOKEN or not all(letter.isascii() and letter.isalnum() or letter in "-_."
+    if not LEAST_TOKEN <= len(told) <= _MOST_TOKEN or not all((letter.isascii() and letter.isalnum()) or letter in "-_."
                                                               for letter in told):  # fmt: skip
         raise ValueError(
             f"a token must be {LEAST_TOKEN} to {_MOST_TOKEN} letters of A-Z a-z 0-9 - _ ., got {len(told)} letters; "
@@ -167,7 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         path, _, query = self.path.partition("?")
         if not self.server.is_known_host(self.headers.get("Host", "")):
-            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "The Host header names another machine; use the printed address.")
+            self._refuse(
+                HTTPStatus.MISDIRECTED_REQUEST, "The Host header names another machine; use the printed address."
+            )
         elif not self._is_proven(path, query):
             pass
         elif path == "/":
@@ -230,7 +232,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, words: str) -> None:
         self._answer(f"{words}\n".encode(), "text/plain; charset=utf-8", {}, status=status)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, *_: Any) -> None:
         """Say nothing: requests hold the token."""
 
 

@@ -115,7 +115,11 @@ def headline(
         if ranks:
             named = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
             plural = f"replicas {named}" if len(ranks) > 1 else f"replica {named}"
-            return {"level": "trouble", "text": f"{plural} {words if len(ranks) == 1 else _many(words)}", "ranks": ranks}
+            return {
+                "level": "trouble",
+                "text": f"{plural} {words if len(ranks) == 1 else _many(words)}",
+                "ranks": ranks,
+            }
     if run["state"] == "waiting":
         return {"level": "unknown", "text": "nothing has been written yet", "ranks": []}
     over = "The run is over. " if run["state"] == "finished" else ""

@@ -1,4 +1,4 @@
-"""Findings, actions and the downtime budget as a run's files tell them: checked, cut to size, never more than so many."""
+"""Findings, actions and the downtime budget as a run's files tell them: checked, cut to size, bounded in number."""
 
 from __future__ import annotations
 

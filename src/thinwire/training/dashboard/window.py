@@ -92,7 +92,12 @@ class RankWindow:
             for end in self._ends.values():
                 rounds[end.operation].append(end)
             operations = [operation_of(rounds[round], sequence=round) for round in sorted(rounds)]
-        found = [*operations, *self._ends.values(), *self._spans.values(), *([self._beat] if self._beat else [])]
+        found: list[Record] = [
+            *operations,
+            *self._ends.values(),
+            *self._spans.values(),
+            *([self._beat] if self._beat else []),
+        ]
         for record in found:
             records.num_lines += 1
             records.add(record)
