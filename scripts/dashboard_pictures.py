@@ -148,7 +148,7 @@ def main() -> None:
             threading.Thread(target=keep_alive, args=(run, stop), daemon=True).start()
         try:
             for path in take_pictures(run, options.out, name=options.name):
-                print(path, path.stat().st_size, file=sys.stderr)
+                sys.stderr.write(f"{path} {path.stat().st_size} bytes\n")
         finally:
             stop.set()
 

@@ -81,7 +81,8 @@ def _replicas(replicas: list[Mapping[str, Any]], *, width: int) -> Table:
         table.add_column(head, justify="left" if head in ("replica", "state") else "right", no_wrap=True)
     for one in replicas[:_MOST_REPLICAS]:
         cells = [
-            plain(str(one["replica"])), Text(one["state"], style=_STYLES.get(one["state"], "")), _told(one.get("step"), str),
+            plain(str(one["replica"])), Text(one["state"], style=_STYLES.get(one["state"], "")),
+            _told(one.get("step"), str),
             _told(one.get("loss"), lambda loss: f"{loss:.3f}"), _told(one.get("tokens_per_s"), format_count),
             _told(one.get("compute_fraction"), lambda share: f"{100 * share:.0f} %"),
             _told(one.get("sent_bytes"), format_bytes), _told(one.get("sent_bits_per_s"), format_rate),

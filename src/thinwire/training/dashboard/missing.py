@@ -7,52 +7,48 @@ from typing import Any
 
 from thinwire.training.dashboard.sources import MOST_RANKS, Sources
 
+_NO_METRICS = "No metrics-replica-N.jsonl yet: no replica has written a line about its steps."
+_OTHER_HOSTS = "Loss and throughput of replicas on other hosts stand in the folders of the run on those hosts."
+_NO_LINKS = "No transfers-replica-N.jsonl or records-rank-N.jsonl with transfers yet."
+_OTHER_LINKS = "Links between other hosts stand in the folders of the run on those hosts."
+_ONE_END = (
+    "Replicas of an elastic run fetch each other's parts, and each host's folder holds one end only; a link's own time "
+    "needs both."
+)
+_FEW_MESSAGES = "A link is shown when both ends of several of its messages are known."
+_NO_ROUNDS = "No rounds were written down yet."
+_FROM_METRICS = (
+    "Drawn from metrics and finished transfers: waiting is known a line of metrics at a time, and shown at its end; what "
+    "stands still now cannot be seen."
+)
+_NOBODY = (
+    "No findings.jsonl and no records-rank-N.jsonl: nobody judges this run while it goes on. thinwire diagnose reads "
+    "what is there."
+)
+_PAGE = "Judged from the latest records by who shows them; the run itself wrote no findings.jsonl."
+_NO_ACTIONS = "No actions.jsonl: nothing acts on findings in this run, or nothing was done yet."
+_NO_DOWNTIME = "No downtime.json: lost time is not accounted in this run, or not yet."
+
 
 def what_is_missing(sources: Sources, told: Mapping[str, Any]) -> dict[str, str]:
     """Return a sentence for each section that has less than it could have."""
-    found = {}
     is_elastic, is_recorded = told["run"]["is_elastic"], any(one.is_recorded for one in sources.windows.values())
-    if not sources.replicas:
-        found["curves"] = "No metrics-replica-N.jsonl yet: no replica has written a line about its steps."
-    elif is_elastic:
-        found["curves"] = (
-            "Loss and throughput of replicas on other hosts stand in the folders of the run on those hosts."
-        )
-    if not sources.links:
-        found["links"] = "No transfers-replica-N.jsonl or records-rank-N.jsonl with transfers yet."
-    elif is_elastic:
-        found["links"] = "Links between other hosts stand in the folders of the run on those hosts."
-    if told["matrix"] is None:
-        found["matrix"] = _no_matrix(sources, is_elastic=is_elastic)
-    lanes = told["timeline"]["lanes"] if told["timeline"] else []
-    if not lanes:
-        found["timeline"] = "No rounds were written down yet."
-    elif not is_recorded:
-        found["timeline"] = (
-            "Drawn from metrics and finished transfers: waiting is known a line of metrics at a time, and shown at its "
-            "end; what stands still now cannot be seen."
-        )
-    told_by = told["findings"]["told_by"]
-    if told_by == "nobody":
-        found["findings"] = (
-            "No findings.jsonl and no records-rank-N.jsonl: nobody judges this run while it goes on. "
-            "thinwire diagnose reads what is there."
-        )
-    elif told_by == "page":
-        found["findings"] = "Judged by this page from the latest records; the run itself wrote no findings.jsonl."
-    if not told["actions"]["is_there"]:
-        found["actions"] = "No actions.jsonl: nothing acts on findings in this run, or nothing was done yet."
-    if told["downtime"] is None:
-        found["downtime"] = "No downtime.json: lost time is not accounted in this run, or not yet."
-    if sources.num_left_out:
-        found["replicas"] = f"Files of {sources.num_left_out} more ranks are there; this page follows {MOST_RANKS}."
-    return found
+    left_out = f"Files of {sources.num_left_out} more ranks are there; {MOST_RANKS} are followed."
+    no_matrix = _ONE_END if is_elastic and not is_recorded else _FEW_MESSAGES
+    has_lanes = bool(told["timeline"] and told["timeline"]["lanes"])
+    found = {
+        "replicas": left_out if sources.num_left_out else "",
+        "curves": _first(not sources.replicas, _NO_METRICS, is_elastic, _OTHER_HOSTS),
+        "links": _first(not sources.links, _NO_LINKS, is_elastic, _OTHER_LINKS),
+        "matrix": _first(told["matrix"] is None, no_matrix),
+        "timeline": _first(not has_lanes, _NO_ROUNDS, not is_recorded, _FROM_METRICS),
+        "findings": {"nobody": _NOBODY, "page": _PAGE}.get(told["findings"]["told_by"], ""),
+        "actions": _first(not told["actions"]["is_there"], _NO_ACTIONS),
+        "downtime": _first(told["downtime"] is None, _NO_DOWNTIME),
+    }
+    return {name: words for name, words in found.items() if words}
 
 
-def _no_matrix(sources: Sources, *, is_elastic: bool) -> str:
-    if is_elastic and not any(one.is_recorded for one in sources.windows.values()):
-        return (
-            "Replicas of an elastic run fetch each other's parts, and each host's folder holds one end only; "
-            "a link's own time needs both."
-        )
-    return "A link is shown when both ends of several of its messages are known."
+def _first(is_one: bool, one: str, is_other: bool = False, other: str = "") -> str:
+    """Return the words of the first that is so, or nothing."""
+    return one if is_one else other if is_other else ""

@@ -19,6 +19,7 @@ _ROUNDS_SHOWN = 12
 _MOST_LANES = 16
 _MOST_PIECES = 300
 Cell = tuple[int, int]
+_Piece = tuple[str, float, float, int]
 
 
 def delay_matrix(job: Job, usual: dict[Cell, float]) -> dict[str, Any]:
@@ -121,8 +122,12 @@ def _lane(
     if open_s is not None and to_s > max(last_s, open_s):
         pieces.append(("waiting", max(last_s, open_s), to_s, -1))
     whole_s = max(to_s - from_s, 1e-9)
-    seen = [(kind, max(begin, from_s), min(end, to_s), number) for kind, begin, end, number in sorted(
-        pieces, key=lambda piece: piece[1]) if end > from_s and begin < to_s]  # fmt: skip
+    pieces = _without_slivers(sorted(pieces, key=lambda piece: piece[1]), least_s=whole_s / 1000)
+    seen = [
+        (kind, max(begin, from_s), min(end, to_s), number)
+        for kind, begin, end, number in pieces
+        if end > from_s and begin < to_s
+    ]
     shares = {kind: sum(end - begin for own, begin, end, _ in seen if own == kind) for kind in ("computing", "waiting")}
     return {
         "rank": rank,
@@ -136,6 +141,19 @@ def _lane(
         "num_rounds": len(rounds),
         "num_open": sum(done_s is None for _, done_s, _ in rounds),
     }  # fmt: skip
+
+
+def _without_slivers(pieces: list[_Piece], *, least_s: float) -> list[_Piece]:
+    """Join computing that is parted by a wait too short to be seen."""
+    found: list[_Piece] = []
+    for piece in pieces:
+        if piece[0] == "waiting" and piece[2] - piece[1] < least_s:
+            continue
+        if found and piece[0] == found[-1][0] == "computing" and piece[1] - found[-1][2] < least_s:
+            found[-1] = ("computing", found[-1][1], piece[2], piece[3])
+        else:
+            found.append(piece)
+    return found
 
 
 def _number(value: float) -> float | None:

@@ -26,6 +26,7 @@ _MOST_TOKEN = 512
 _BEAT_S = 5.0
 _PATIENCE_S = 10.0
 _FIRST_S = 1.0
+_WRONG_HOST = "The Host header names another machine; use the address as it was printed."
 _SAFE = {
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
@@ -167,9 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         path, _, query = self.path.partition("?")
         if not self.server.is_known_host(self.headers.get("Host", "")):
-            self._refuse(
-                HTTPStatus.MISDIRECTED_REQUEST, "The Host header names another machine; use the printed address."
-            )
+            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, _WRONG_HOST)
         elif not self._is_proven(path, query):
             pass
         elif path == "/":

@@ -75,7 +75,9 @@ class RunFollower:
         replicas = replicas_told(sources, run, now=at)
         told: dict[str, Any] = {
             "run": run,
-            "headline": headline(run, replicas, findings, told_by),
+            "headline": headline(
+                run, replicas, findings, told_by=told_by, has_links=self._pictures["matrix"] is not None
+            ),
             "replicas": replicas,
             "curves": self._curves(),
             "links": links_told(sources.links),

@@ -40,7 +40,8 @@ def run_state(
         "name": text(folder.resolve().name), "state": state, "changed_at": changed_at,
         "method": text(settings.get("method")), "model": text(settings.get("model")),
         "data": text(settings.get("data")), "steps": _whole(settings.get("steps")),
-        "num_replicas": _whole(settings.get("replicas")), "is_elastic": sources.journal.is_there or bool(sources.rounds),
+        "num_replicas": _whole(settings.get("replicas")),
+        "is_elastic": sources.journal.is_there or bool(sources.rounds),
         "step": max((one.last.step for one in sources.replicas.values() if one.last is not None), default=0),
         "val_loss": _number(told.get("val_loss")), "wall_s": _number(told.get("wall_s")),
         "times_fewer_bytes": _number(told.get("times_fewer_bytes")),
@@ -51,14 +52,14 @@ def replicas_told(sources: Sources, run: Mapping[str, Any], *, now: float) -> li
     """Return each replica with its `state`.
 
     Returns:
-        Among others `state`: `waiting`, `training`, `silent`, `paused`, `failed`, `gone`, `finished`, or `elsewhere` for
-        one whose files are on another host. `silent` is only said of a run that is not over.
+        Among others `state`: `waiting`, `training`, `silent`, `paused`, `failed`, `gone`, `finished`, or `elsewhere`
+        for one whose files are on another host. `silent` is only said of a run that is not over.
     """
     members = sources.journal.members
-    written = {rank for rank in {*sources.replicas, *sources.windows, *sources.links}}
-    expected = set() if run["is_elastic"] else set(range(min(_MOST_REPLICAS, run["num_replicas"] or 0)))
+    written = {*sources.replicas, *sources.windows, *sources.links}
+    expected = range(0 if run["is_elastic"] else min(_MOST_REPLICAS, run["num_replicas"] or 0))
     found = []
-    for number in sorted(written | expected | set(members))[:_MOST_REPLICAS]:
+    for number in sorted({*written, *expected, *members})[:_MOST_REPLICAS]:
         own = sources.replicas.get(number)
         member = members.get(number)
         told: dict[str, Any] = own.to_json() if own is not None else {"replica": number, "error": ""}
@@ -98,8 +99,9 @@ def _patience(sources: Sources, rank: int) -> float:
 
 
 def headline(
-    run: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], told_by: str
-) -> dict[str, Any]:
+    run: Mapping[str, Any], replicas: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]], *,
+    told_by: str, has_links: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Say in one sentence what is wrong, or that nothing is, or that nobody knows; `level` is trouble, good or unknown.
 
     Returns:
@@ -114,17 +116,15 @@ def headline(
         ranks = [one["replica"] for one in replicas if one["state"] == state]
         if ranks:
             named = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
-            plural = f"replicas {named}" if len(ranks) > 1 else f"replica {named}"
-            return {
-                "level": "trouble",
-                "text": f"{plural} {words if len(ranks) == 1 else _many(words)}",
-                "ranks": ranks,
-            }
+            said = f"replica {named} {words}" if len(ranks) == 1 else f"replicas {named} {_many(words)}"
+            return {"level": "trouble", "text": said, "ranks": ranks}
     if run["state"] == "waiting":
         return {"level": "unknown", "text": "nothing has been written yet", "ranks": []}
     over = "The run is over. " if run["state"] == "finished" else ""
     if told_by == "nobody":
         return {"level": "unknown", "text": f"{over}Nobody has judged this run yet", "ranks": []}
+    if told_by == "page" and not has_links:
+        return {"level": "unknown", "text": f"{over}No fault found, but links could not be judged", "ranks": []}
     return {"level": "good", "text": f"{over}No fault found", "ranks": []}
 
 

@@ -38,7 +38,9 @@ const inTimes = (value) => (isNumber(value) ? `${value < 10 ? value.toFixed(1) :
 
 function ago(seconds) {
   if (!isNumber(seconds)) return NONE;
-  return seconds < 1.5 ? "just now" : `${inSeconds(Math.round(seconds))} ago`;
+  if (seconds < 1.5) return "just now";
+  const [size, unit] = [[86400, "days"], [3600, "h"], [60, "min"], [1, "s"]].find(([one]) => seconds >= 2 * one || one === 1);
+  return `${Math.round(seconds / size)} ${unit} ago`;
 }
 
 // How hot a cell of the delay matrix is, from its time beside its usual one.
