@@ -18,8 +18,8 @@ _ONE_END = (
 _FEW_MESSAGES = "A link is shown when both ends of several of its messages are known."
 _NO_ROUNDS = "No rounds were written down yet."
 _FROM_METRICS = (
-    "Drawn from metrics and finished transfers: waiting is known a line of metrics at a time, and shown at its end; what "
-    "stands still now cannot be seen."
+    "Drawn from metrics and finished transfers: waiting is known a line of metrics at a time, and shown at its end; "
+    "what stands still now cannot be seen."
 )
 _NOBODY = (
     "No findings.jsonl and no records-rank-N.jsonl: nobody judges this run while it goes on. thinwire diagnose reads "

@@ -72,8 +72,8 @@ def timeline(job: Job) -> dict[str, Any]:
     """Return the latest rounds as lanes: what each rank computed, when it waited, and what was in flight.
 
     Returns:
-        The shown stretch in seconds of the job's clock, and a lane a rank. A lane holds `work` (pieces of computing and
-        waiting), `flights` (rounds, open ones to the end) and the shares of the stretch.
+        The seconds that are shown, up to the latest record, and a lane a rank; all times are from there, so below 0.
+        A lane holds `work` (pieces of computing and waiting), `flights` (rounds, open ones to the end) and the shares.
     """
     work = {rank: sorted(own, key=lambda piece: piece.at_s) for rank, own in work_of(job).items()}
     flights: dict[int, list[tuple[float, float | None, int]]] = defaultdict(list)
@@ -83,13 +83,13 @@ def timeline(job: Job) -> dict[str, Any]:
             flights[rank].append((operation.posted_s, operation.done_s, number))
     ranks = sorted(set(work) | set(flights))
     if not ranks:
-        return {"lanes": [], "from_s": 0.0, "to_s": 0.0, "num_left_out": 0}
+        return {"lanes": [], "shown_s": 0.0, "num_left_out": 0}
     to_s = job.now_s
     from_s = _begin(flights, work, to_s)
     lanes = [_lane(rank, work.get(rank, []), flights.get(rank, []), from_s, to_s) for rank in ranks]
     if len(lanes) > _MOST_LANES:
         lanes = sorted(sorted(lanes, key=lambda lane: lane["waiting"])[:_MOST_LANES], key=lambda lane: lane["rank"])
-    return {"lanes": lanes, "from_s": from_s, "to_s": to_s, "num_left_out": len(ranks) - len(lanes)}
+    return {"lanes": lanes, "shown_s": round(to_s - from_s, 6), "num_left_out": len(ranks) - len(lanes)}
 
 
 def _begin(
@@ -116,7 +116,11 @@ def _lane(
         for one, other in pairwise(work)
         if other.at_s > one.at_s + one.time_s
     ]
-    rounds = sorted((posted_s, done_s, number) for posted_s, done_s, number in flights if (done_s or to_s) >= from_s)
+    rounds = sorted(
+        (posted_s, done_s, number)
+        for posted_s, done_s, number in flights
+        if (to_s if done_s is None else done_s) >= from_s
+    )
     open_s = min((posted_s for posted_s, done_s, _ in rounds if done_s is None), default=None)
     last_s = max((piece.at_s + piece.time_s for piece in work), default=from_s)
     if open_s is not None and to_s > max(last_s, open_s):
@@ -131,16 +135,24 @@ def _lane(
     shares = {kind: sum(end - begin for own, begin, end, _ in seen if own == kind) for kind in ("computing", "waiting")}
     return {
         "rank": rank,
-        "work": [[kind, _number(begin), _number(end), number] for kind, begin, end, number in seen[-_MOST_PIECES:]],
+        "work": [
+            [kind, round(begin - to_s, 6), round(end - to_s, 6), number]
+            for kind, begin, end, number in seen[-_MOST_PIECES:]
+        ],
         "flights": [
-            [number, _number(max(posted_s, from_s)), _number(to_s if done_s is None else min(done_s, to_s)),
-             done_s is None] for posted_s, done_s, number in rounds[-_MOST_PIECES:]
+            [
+                number,
+                round(max(posted_s, from_s) - to_s, 6),
+                round(min(to_s if done_s is None else done_s, to_s) - to_s, 6),
+                done_s is None,
+            ]
+            for posted_s, done_s, number in rounds[-_MOST_PIECES:]
         ],
         "computing": _number(min(1.0, shares["computing"] / whole_s)),
         "waiting": _number(min(1.0, shares["waiting"] / whole_s)),
         "num_rounds": len(rounds),
         "num_open": sum(done_s is None for _, done_s, _ in rounds),
-    }  # fmt: skip
+    }
 
 
 def _without_slivers(pieces: list[_Piece], *, least_s: float) -> list[_Piece]:

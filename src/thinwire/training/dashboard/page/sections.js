@@ -117,10 +117,10 @@ function timelineWords(timeline) {
   const lanes = timeline.lanes.map((lane) => (
     `rank ${lane.rank} ${inPercent(lane.computing)} computing and ${inPercent(lane.waiting)} waiting`
       + (lane.num_open ? `, ${lane.num_open} rounds open` : "")));
-  return `The latest ${inSeconds(timeline.to_s - timeline.from_s)}: ${lanes.join("; ")}. The table below holds the numbers.`;
+  return `The latest ${inSeconds(timeline.shown_s)}: ${lanes.join("; ")}. The table below holds the numbers.`;
 }
 
-function laneDrawing(lane, x, top, end) {
+function laneDrawing(lane, x, top) {
   const wide = (from, to) => Math.max(0.75, x(to) - x(from));
   return [
     draw("text", { x: 0, y: top + 15, class: "ink" }, `rank ${lane.rank}`),
@@ -131,7 +131,7 @@ function laneDrawing(lane, x, top, end) {
     lane.work.filter(([kind]) => kind === "waiting").map(([, from, to]) => (
       draw("rect", { x: x(from), y: top, width: wide(from, to), height: 20, fill: "url(#hatching)" }))),
     stacked(lane.flights).map(([[round, from, to, isOpen], row]) => (
-      draw("rect", { class: isOpen ? "flight-open" : "flight", x: x(from), y: top + 24 + row * 6, width: wide(from, isOpen ? end : to), height: 4, rx: 2 },
+      draw("rect", { class: isOpen ? "flight-open" : "flight", x: x(from), y: top + 24 + row * 6, width: wide(from, isOpen ? 0 : to), height: 4, rx: 2 },
         draw("title", {}, `round ${round} ${isOpen ? "has not come after" : "took"} ${inSeconds(to - from)}`)))),
   ].flat();
 }
@@ -142,22 +142,22 @@ function showTimeline(timeline) {
   const box = byId("timeline");
   const [width, left, each] = [Math.max(260, box.clientWidth || 600), 62, 46];
   const height = timeline.lanes.length * each + 30;
-  const x = (at) => left + ((at - timeline.from_s) / Math.max(timeline.to_s - timeline.from_s, 1e-9)) * (width - left - 8);
+  const x = (at) => left + ((at + timeline.shown_s) / Math.max(timeline.shown_s, 1e-9)) * (width - left - 8);
   const key = (kind, isThin) => draw("svg", { width: 18, height: 12, "aria-hidden": "true" },
     draw("rect", { class: kind, x: 1, y: isThin ? 4 : 1, width: 16, height: isThin ? 4 : 10 }),
     kind === "wait-back" ? draw("rect", { x: 1, y: 1, width: 16, height: 10, fill: "url(#hatching)" }) : null);
   show("timeline", draw("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": timelineWords(timeline) },
     draw("defs", {}, draw("pattern", { id: "hatching", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
       draw("line", { class: "hatch", x1: 0, y1: 0, x2: 0, y2: 6 }))),
-    ticks(timeline.from_s, timeline.to_s, width < 420 ? 3 : 6).map((at) => [
+    ticks(-timeline.shown_s, 0, width < 420 ? 4 : 6).map((at) => [
       draw("line", { class: "gridline", x1: x(at), x2: x(at), y1: 0, y2: height - 24 }),
-      draw("text", { x: x(at), y: height - 8, "text-anchor": "middle" }, `${tickWords(at)} s`)]).flat(),
-    timeline.lanes.map((lane, index) => laneDrawing(lane, x, index * each + 2, timeline.to_s)).flat()));
+      draw("text", { x: x(at), y: height - 8, "text-anchor": at ? "middle" : "end" }, at ? `${tickWords(at)} s` : "last")]).flat(),
+    timeline.lanes.map((lane, index) => laneDrawing(lane, x, index * each + 2)).flat()));
   show("timeline-legend", legend([[key("compute"), "computing"], [key("wait-back"), "waiting"], [key("flight", true), "a round in flight"],
     [key("flight-open", true), "a round that has not come"]]));
   const rows = timeline.lanes.map((lane) => [lane.rank, inPercent(lane.computing), inPercent(lane.waiting), lane.num_rounds, lane.num_open]);
   const left_out = timeline.num_left_out ? ` ${timeline.num_left_out} ranks that waited more are left out.` : "";
-  show("timeline-table", table(`Shares of the latest ${inSeconds(timeline.to_s - timeline.from_s)}.${left_out}`,
+  show("timeline-table", table(`Shares of the latest ${inSeconds(timeline.shown_s)}.${left_out}`,
     [["Rank"], ["Computing", "number"], ["Waiting", "number"], ["Rounds", "number"], ["Not come", "number"]], rows));
 }
 
