@@ -51,7 +51,7 @@ class Findings:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return what is wrong now, the surest first, then what is over, the latest first."""
-        standing = sorted(self._standing.values(), key=lambda finding: -finding["confidence"])
+        standing = sorted(self._standing.values(), key=lambda finding: (-finding["confidence"], -finding["at"]))
         return [*({**finding, "is_over": False} for finding in standing),
                 *({**finding, "is_over": True} for finding in reversed(self._over))]  # fmt: skip
 
