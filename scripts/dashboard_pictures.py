@@ -31,7 +31,7 @@ from thinwire.training.dashboard.snapshot import RunFollower
 
 _STEPS_A_ROUND, _TOKENS_A_STEP, _WIRE_BYTES = 20, 4096, 500_009
 # Width and height in CSS pixels, and the name of a scheme.
-SIZES = {"wide": (1360, 1500), "narrow": (400, 3400)}
+SIZES = {"wide": (1360, 2300), "narrow": (400, 3400)}
 _CHROMIUM_S = 60.0
 
 

@@ -174,10 +174,12 @@ def test_an_empty_folder_and_hostile_words_are_shown_as_they_are(tmp_path: Path)
 def test_numbers_are_told_in_units_that_fit() -> None:
     asked = {
         "inBytes(1_650_000)": "1.65 MB", "inBytes(12)": "12 B", "inRate(5e6)": "5.00 Mbit/s", "inBytes(null)": "–",
-        "inSeconds(0.0042)": "4.2 ms", "inSeconds(3723)": "1:02:03 h", "inSeconds(75)": "1:15 min", "inSeconds(0)": "0 s",
+        "inSeconds(0.0042)": "4.2 ms", "inSeconds(3723)": "1:02:03 h", "inSeconds(75)": "1:15 min",
+        "inSeconds(0)": "0 s",
         "inSeconds(12e-6)": "12 µs", "inTimes(4.68)": "4.7×", "inTimes(40)": "40×", "inPercent(0.995)": "100 %",
         "ago(0.4)": "just now", "ago(45)": "45 s ago", "ago(4700)": "78 min ago", "ago(200000)": "2 days ago",
-        "heatLevel(null)": 0, "heatLevel(1.2)": 0, "heatLevel(1.3)": 1, "heatLevel(2)": 2, "heatLevel(3)": 3, "heatLevel(9)": 4,
+        "heatLevel(null)": 0, "heatLevel(1.2)": 0, "heatLevel(1.3)": 1, "heatLevel(2)": 2, "heatLevel(3)": 3,
+        "heatLevel(9)": 4,
         "ticks(0, 10, 5).join()": "0,2,4,6,8,10", "ticks(0.31, 0.32, 3).length": 3, "ticks(3, 3, 5).join()": "3",
         "pathThrough([[0, 1], [1, null], [2, 3], [3, 4]], (x) => x, (y) => y)": "M0.0 1.0M2.0 3.0L3.0 4.0",
         "extent([{ points: [[1, null], [2, 5], [3, 4]] }], 1).join()": "4,5", "extent([], 0)": None,

@@ -118,8 +118,10 @@ def test_actions_and_the_downtime_budget_are_told(tmp_path: Path) -> None:
 
 
 def test_an_elastic_folder_tells_who_takes_part_and_no_secret(tmp_path: Path) -> None:
-    member = {"what": "member", "host": "h", "address": "10.0.0.7", "port": 5, "step": 9, "step_s": 0.1, "paused": False,
-              "steps_per_interval": 1.0, "tokens_s": 50.0, "loss": 3.5, "token": "very secret", "held_step": 0}  # fmt: skip
+    member = {
+        "what": "member", "host": "h", "address": "10.0.0.7", "port": 5, "step": 9, "step_s": 0.1, "paused": False,
+        "steps_per_interval": 1.0, "tokens_s": 50.0, "loss": 3.5, "token": "very secret", "held_step": 0,
+    }  # fmt: skip
     append(
         tmp_path / "coordinator.jsonl",
         *({**member, "replica": number, "standing": "active"} for number in (0, 1, 2)),
