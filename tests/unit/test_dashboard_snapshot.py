@@ -111,7 +111,15 @@ def test_actions_and_the_downtime_budget_are_told(tmp_path: Path) -> None:
     (tmp_path / "downtime.json").write_text('{"detection_s": 1.5, "total_s": 2, "run_s": 60, "more": "x"}')
     found = snapshot(tmp_path)
     assert found["actions"]["actions"] == [
-        {"at": 5.0, "action": "exclude", "target": "replica 1", "is_dry_run": True, "finding": "0", "result": "none"}
+        {
+            "at": 5.0,
+            "action": "exclude",
+            "target": "replica 1",
+            "is_dry_run": True,
+            "finding": "0",
+            "why": "",
+            "result": "none",
+        }
     ]
     assert found["downtime"] == {"detection_s": 1.5, "total_s": 2.0, "run_s": 60.0}
     assert len(found["notes"]["refused"]) == 2 and "actions.jsonl:2: no JSON object" in found["notes"]["refused"][0]
@@ -152,6 +160,8 @@ def test_an_elastic_folder_tells_who_takes_part_and_no_secret(tmp_path: Path) ->
 
 def test_who_says_nothing_any_more_is_trouble_and_a_run_that_is_over_is_not(tmp_path: Path) -> None:
     write_run(tmp_path, is_finished=False)
+    for path in tmp_path.glob("metrics-*"):
+        path.write_text(path.read_text().replace('"step": 300', '"step": 299'))
     now = time.time()
     for path in tmp_path.glob("*-replica-1.jsonl"):
         os.utime(path, (now - 600, now - 600))
@@ -240,6 +250,42 @@ def test_what_is_read_of_a_growing_file_is_read_once_and_whole_lines_only(tmp_pa
     assert file.look() == (False, [(2, b"two"), (4, b"four")])
     path.write_bytes(b"new\n")
     assert file.look() == (True, [(1, b"new")])
+
+
+def test_a_case_that_becomes_exact_is_no_second_finding(tmp_path: Path) -> None:
+    lines = [
+        json.loads(finding_line(where=where)) | {"case": 4} for where in ("ambiguous: link 0 -> 2 or rank 2", "rank 2")
+    ]
+    append(tmp_path / "findings.jsonl", *lines)
+    assert [one["where"] for one in snapshot(tmp_path)["findings"]["findings"]] == ["rank 2"]
+    append(tmp_path / "findings.jsonl", lines[0] | {"state": "over"})
+    assert [one["is_over"] for one in snapshot(tmp_path)["findings"]["findings"]] == [True]
+
+
+def test_who_is_at_the_last_step_is_not_called_silent_while_others_evaluate(tmp_path: Path) -> None:
+    write_run(tmp_path, is_finished=False)
+    now = time.time() + 600
+    os.utime(tmp_path / "metrics-replica-0.jsonl", (now, now))
+    found = snapshot(tmp_path, now=now)
+    assert [one["state"] for one in found["replicas"]] == ["finished", "finished"]
+    assert found["headline"]["level"] == "unknown"
+
+
+def test_records_that_were_put_aside_are_no_new_beginning(tmp_path: Path) -> None:
+    write_records(tmp_path, rounds=30)
+    follower = RunFollower(tmp_path)
+    follower.look()
+    before = len(follower._sources.windows[0]._ends)
+    path = tmp_path / "records-rank-0.jsonl"
+    head = path.read_text().splitlines(keepends=True)[:2]
+    path.rename(tmp_path / "records-rank-0.old.jsonl")
+    path.write_text("".join(head))
+    follower.look()
+    assert len(follower._sources.windows[0]._ends) == before > 0
+    (tmp_path / "records-rank-0.old.jsonl").unlink()
+    path.write_text(head[0])  # a new run in this folder
+    follower.look()
+    assert len(follower._sources.windows[0]._ends) == 0
 
 
 def test_memory_is_bounded_however_long_a_run_is() -> None:

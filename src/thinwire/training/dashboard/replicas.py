@@ -12,8 +12,8 @@ from thinwire.training.reporting.run_folder import EvaluationLine, StepLine, par
 _MOST_EVALUATIONS = 1000
 _MOST_WARNINGS = 10
 _MOST_TEXT = 500
-# One that is alive writes a line an interval; two that are missing are no noise.
-_LEAST_SILENCE_S, _INTERVALS = 15.0, 3.0
+# One that is alive writes a line an interval, but evaluating and compiling take their time between two.
+_LEAST_SILENCE_S, _INTERVALS = 60.0, 3.0
 
 
 class Replica:

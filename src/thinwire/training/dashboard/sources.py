@@ -68,7 +68,7 @@ class Sources:
         for name, file in list(self._files.items()):
             is_anew, lines = file.look()
             take, kept = self._taker(name)
-            if is_anew:
+            if is_anew and not self._is_rotated(name):
                 for keeper in kept:
                     keeper.restart()
             self.changes += bool(lines) or is_anew
@@ -80,6 +80,10 @@ class Sources:
                 except (KeyError, TypeError, OverflowError):
                     self.refused.add(f"{name}:{number}", "fields are missing or of a wrong type")
         return any(file.is_behind for file in self._files.values())
+
+    def _is_rotated(self, name: str) -> bool:
+        """Return whether a file is new because its recorder put the one before it aside: that is no new beginning."""
+        return name.startswith("records-rank") and (self._folder / f"{name.removesuffix('.jsonl')}.old.jsonl").exists()
 
     def has(self, start: str) -> bool:
         """Return whether a file whose name begins so is there."""

@@ -86,6 +86,8 @@ def _state(number: int, sources: Sources, run: Mapping[str, Any], told: Mapping[
         return "paused"
     if told["changed_at"] is None:
         return "waiting" if member is None else "elsewhere"
+    if run["steps"] and (told.get("step") or 0) >= run["steps"]:
+        return "finished"  # others still evaluate, or write the last checkpoint
     if now - told["changed_at"] > _patience(sources, number):
         return "silent"
     return "training"

@@ -17,7 +17,7 @@ DOWNTIME = (
 class Findings:
     """What is wrong now and what was, from the lines of `findings.jsonl` in order.
 
-    A finding is known by its kind and place; one that is told again takes the place of what was told of it, and one
+    A finding is known by its `case`, where it has none by its kind and place; one that is told again takes the place of what was told of it, and one
     that is over may come back.
     """
 
@@ -26,7 +26,7 @@ class Findings:
 
     def restart(self) -> None:
         """Forget all."""
-        self._standing: dict[tuple[str, str], dict[str, Any]] = {}
+        self._standing: dict[tuple[object, ...], dict[str, Any]] = {}
         self._over: deque[dict[str, Any]] = deque(maxlen=_MOST_OVER)
 
     def take(self, line: Mapping[str, Any]) -> None:
@@ -39,7 +39,10 @@ class Findings:
         if state not in ("new", "over"):
             raise ValueError(f"state is neither new nor over: {str(state)[:40]!r}")
         finding = {**finding_told(line.get("finding")), "at": seconds(line.get("at"), "at")}
-        key = (finding["kind"], finding["where"])
+        case = line.get("case")
+        key: tuple[object, ...] = (finding["kind"], finding["where"])
+        if isinstance(case, int) and not isinstance(case, bool):
+            key = (case,)
         known = self._standing.pop(key, None)
         if state == "over":
             began = known["at"] if known is not None else None
@@ -103,7 +106,7 @@ class Actions:
         self._latest.append({
             "at": seconds(line.get("at"), "at"), "action": action, "target": text(line.get("target")),
             "is_dry_run": line.get("dry_run") is True, "finding": _value(line.get("finding")),
-            "result": _value(line.get("result")),
+            "why": text(line.get("why")), "result": _value(line.get("result")),
         })  # fmt: skip
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -120,7 +123,8 @@ def downtime_told(told: Mapping[str, Any]) -> dict[str, float]:
     rows = {name: seconds(told[name], name) for name in DOWNTIME if name in told}
     if not rows:
         raise ValueError(f"none of {', '.join(DOWNTIME)}")
-    return rows
+    incidents = told.get("num_incidents")
+    return rows | ({"num_incidents": float(incidents)} if isinstance(incidents, int) and 0 <= incidents < 1e9 else {})
 
 
 def seconds(value: object, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from typing import Any
 
@@ -117,16 +118,23 @@ def joined(windows: list[RankWindow]) -> Records:
             hosts = tuple(f"replica-{rank}" for rank in ranks)
             records.communicators[ROUNDS] = Communicator(communicator=ROUNDS, ranks=ranks, hosts=hosts)
     for window in windows:
-        for name, communicator in window.communicators.items():
-            records.communicators.setdefault(name, communicator)
+        for communicator in window.communicators.values():
+            with contextlib.suppress(ValueError):  # ranks contradict each other: the first is believed
+                records.add(communicator)
         window.to(records)
     return records
 
 
+def _begin(record: Any) -> float:
+    return float(record.started_s if isinstance(record, Span) else record.posted_s)
+
+
 def _keep(kept: dict[Any, Any], key: Any, record: Record, *, room: int) -> None:
     known = kept.get(key)
-    # what is said again replaces what was said; an end that is done is not undone by one that is late
-    if known is None or known.done_s is None or getattr(record, "done_s", None) is not None:
+    # what is said again replaces what was said; what is done is not undone by a line of the same that comes late
+    is_newer = known is None or known.done_s is None or _begin(record) > _begin(known)
+    if is_newer or getattr(record, "done_s", None) is not None:
+        kept.pop(key, None)
         kept[key] = record
     while len(kept) > room:
         kept.pop(next(iter(kept)))

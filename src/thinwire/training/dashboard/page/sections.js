@@ -100,13 +100,13 @@ function showMatrix(matrix) {
       isNamed ? "▲ " : null, inTimes(cell.times_longer), make("small", {}, inSeconds(cell.now_s)),
       cell.retries ? make("small", {}, `${cell.retries} retries`) : null);
   };
-  const who = (rank) => (matrix.hosts[rank] && matrix.hosts[rank] !== `replica-${rank}` ? `${rank} (${matrix.hosts[rank]})` : String(rank));
+  const who = (rank) => (matrix.hosts[rank] && !/^(replica|rank)-[0-9]+$/.test(matrix.hosts[rank]) ? [String(rank), make("small", {}, matrix.hosts[rank])] : [String(rank)]);
   const left = matrix.num_left_out ? ` ${matrix.num_left_out} ranks with shorter times are left out.` : "";
   show("matrix", make("table", { class: "heat" },
     make("caption", {}, make("span", {}, "Rows send, columns receive. Each cell: how many times its usual time a message takes now, and the time "
       + `itself, from when both ends are ready. Clocks may be wrong by ${inSeconds(matrix.clock_error_s)}.${left}`)),
-    make("thead", {}, make("tr", {}, make("td", { class: "self" }), matrix.ranks.map((rank) => make("th", { scope: "col" }, `to ${who(rank)}`)))),
-    make("tbody", {}, matrix.ranks.map((from) => make("tr", {}, make("th", { scope: "row" }, `from ${who(from)}`),
+    make("thead", {}, make("tr", {}, make("td", { class: "self" }), matrix.ranks.map((rank) => make("th", { scope: "col" }, "to ", who(rank))))),
+    make("tbody", {}, matrix.ranks.map((from) => make("tr", {}, make("th", { scope: "row" }, "from ", who(from)),
       matrix.ranks.map((to) => cellOf(from, to)))))));
   const swatch = (level) => make("span", { class: "swatch", "data-level": level, "aria-hidden": "true" });
   show("matrix-legend", legend([[swatch(0), "as usual"], ...HEAT_BOUNDS.map((bound, index) => [swatch(index + 1), `${bound}× and more`]),
@@ -197,8 +197,8 @@ function showLinks({ links, num_left_out: numLeftOut, recent_s: recentS }) {
 function showActions({ actions }) {
   missing("actions");
   const rows = actions.map((one) => [new Date(one.at * 1000).toLocaleTimeString(), one.is_dry_run ? `${one.action} (dry run: not done)` : one.action,
-    one.target || NONE, one.result || NONE]);
-  show("actions", rows.length ? table("What was done about findings, the latest first.", [["When"], ["Action"], ["Target"], ["Result", "words"]], rows) : null);
+    one.target || NONE, one.why || NONE, one.result || NONE]);
+  show("actions", rows.length ? table("What was done about findings, the latest first.", [["When"], ["Action"], ["Target"], ["Why", "words"], ["Result", "words"]], rows) : null);
 }
 
 function showDowntime(downtime) {
@@ -212,7 +212,8 @@ function showDowntime(downtime) {
     element.style.width = `${(100 * seconds) / whole}%`;
     return element;
   });
-  const words = `${inSeconds(total)} of ${inSeconds(whole)} lost, ${inPercent(total / whole)}`;
+  const faults = isNumber(downtime.num_incidents) ? ` to ${downtime.num_incidents} fault${downtime.num_incidents === 1 ? "" : "s"}` : "";
+  const words = `${inSeconds(total)} of ${inSeconds(whole)} lost${faults}, ${inPercent(total / whole)}`;
   const rows = parts.map(({ words: name, index, seconds }) => [[make("span", { class: `key d${index}`, "aria-hidden": "true" }), name], inSeconds(seconds), inPercent(seconds / whole)]);
   show("downtime", make("p", {}, make("strong", {}, words)), make("div", { class: "lost", role: "img", "aria-label": words }, bars),
     table("Where the time went.", [["What", "words"], ["Time", "number"], ["Of the run", "number"]], rows));
