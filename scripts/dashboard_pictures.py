@@ -1,7 +1,7 @@
 """Look at the dashboard: write a rehearsed run with a fault, and take pictures of its page in headless Chromium.
 
-    python scripts/dashboard_pictures.py --out docs/assets              # the pictures of the docs
-    python scripts/dashboard_pictures.py --run runs/demo --out /tmp/p   # of a run of one's own
+    python scripts/dashboard_pictures.py --sizes small --out docs/assets    # the pictures of the docs
+    python scripts/dashboard_pictures.py --run runs/demo --out pictures    # of a run of one's own
 
 The rehearsed run is made by `thinwire.diagnosis.rehearsal`: nothing was trained, and its loss is a formula.
 """
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.diagnosis.diagnose import diagnose
@@ -30,8 +31,8 @@ from thinwire.training.dashboard.server import DashboardServer
 from thinwire.training.dashboard.snapshot import RunFollower
 
 _STEPS_A_ROUND, _TOKENS_A_STEP, _WIRE_BYTES = 20, 4096, 500_009
-# Width and height in CSS pixels, and the name of a scheme.
-SIZES = {"wide": (1360, 2300), "narrow": (400, 3400)}
+# Width and height in CSS pixels, and pixels of the picture for each.
+SIZES = {"small": (1360, 1130, 0.7), "wide": (1360, 2300, 1.0), "narrow": (400, 3400, 1.0)}
 _CHROMIUM_S = 60.0
 
 
@@ -94,8 +95,8 @@ def keep_alive(folder: Path, stop: threading.Event) -> None:
             path.touch()
 
 
-def take_pictures(run: Path, out: Path, *, name: str) -> list[Path]:
-    """Serve a run and take its pictures: wide and narrow, light and dark.
+def take_pictures(run: Path, out: Path, *, name: str, sizes: Sequence[str]) -> list[Path]:
+    """Serve a run and take its pictures, light and dark.
 
     Raises:
         FileNotFoundError: Chromium is not installed.
@@ -112,7 +113,7 @@ def take_pictures(run: Path, out: Path, *, name: str) -> list[Path]:
     try:
         return [
             _picture(chromium, server.url, out / f"{name}-{size}-{scheme}.png", SIZES[size], is_dark=scheme == "dark")
-            for size in SIZES
+            for size in sizes
             for scheme in ("light", "dark")
         ]
     finally:
@@ -122,11 +123,12 @@ def take_pictures(run: Path, out: Path, *, name: str) -> list[Path]:
         server.server_close()
 
 
-def _picture(chromium: str, url: str, path: Path, size: tuple[int, int], *, is_dark: bool) -> Path:
+def _picture(chromium: str, url: str, path: Path, size: tuple[int, int, float], *, is_dark: bool) -> Path:
     with tempfile.TemporaryDirectory() as profile:
         words = [
             chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-            f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", f"--screenshot={path}",
+            f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}",
+            f"--force-device-scale-factor={size[2]}", f"--screenshot={path}",
             *(["--blink-settings=preferredColorScheme=0"] if is_dark else []), url,
         ]  # fmt: skip
         subprocess.run(words, check=True, timeout=_CHROMIUM_S, capture_output=True)
@@ -139,6 +141,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="the run's folder; without it one is rehearsed")
     parser.add_argument("--out", type=Path, required=True, help="where the pictures go")
     parser.add_argument("--name", default="dashboard", help="what their names begin with")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["wide", "narrow"], help="which pictures")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         run, stop = options.run, threading.Event()
@@ -147,7 +150,7 @@ def main() -> None:
             write_rehearsed_run(run)
             threading.Thread(target=keep_alive, args=(run, stop), daemon=True).start()
         try:
-            for path in take_pictures(run, options.out, name=options.name):
+            for path in take_pictures(run, options.out, name=options.name, sizes=options.sizes):
                 sys.stderr.write(f"{path} {path.stat().st_size} bytes\n")
         finally:
             stop.set()
