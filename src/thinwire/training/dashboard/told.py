@@ -17,8 +17,8 @@ DOWNTIME = (
 class Findings:
     """What is wrong now and what was, from the lines of `findings.jsonl` in order.
 
-    A finding is known by its `case`, where it has none by its kind and place; one that is told again takes the place of what was told of it, and one
-    that is over may come back.
+    A finding is known by its `case`, where it has none by its kind and place; one that is told again takes the place of
+    what was told of it, and one that is over may come back.
     """
 
     def __init__(self) -> None:
