@@ -288,6 +288,13 @@ def test_records_that_were_put_aside_are_no_new_beginning(tmp_path: Path) -> Non
     assert len(follower._sources.windows[0]._ends) == 0
 
 
+def test_pipes_in_the_folder_are_not_waited_for(tmp_path: Path) -> None:
+    for name in ("config.json", "summary.json", "findings.jsonl", "metrics-replica-0.jsonl"):
+        os.mkfifo(tmp_path / name)
+    assert snapshot(tmp_path)["run"]["state"] == "waiting"
+    assert GrowingFile(tmp_path / "findings.jsonl").look() == (False, [])
+
+
 def test_memory_is_bounded_however_long_a_run_is() -> None:
     curve, window = Curve(most=100), RankWindow(0)
     for number in range(5000):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.diagnosis.reading import parse_object
+from thinwire.training.dashboard.growing import open_regular
 from thinwire.training.dashboard.refused import Refused
 
 _MOST_BYTES = 256 * 1024
@@ -34,7 +35,7 @@ class ObjectFile:
     def look(self) -> bool:
         """Read it where it changed, and return whether it did."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 found = os.fstat(file.fileno())
                 seen = (found.st_ino, found.st_mtime_ns, found.st_size)
                 if seen == self._seen:

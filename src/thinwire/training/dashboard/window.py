@@ -11,7 +11,7 @@ from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Sp
 from thinwire.diagnosis.run_files import ROUNDS, end_of, operation_of
 from thinwire.training.reporting.run_folder import StepLine
 
-MOST_RECORDS = 24_000
+MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128
 _MOST_COMMUNICATORS = 64
 
