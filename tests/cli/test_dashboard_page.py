@@ -108,6 +108,28 @@ def test_both_schemes_and_the_focus_have_a_style() -> None:
     assert light == {name for name in dark if name in light} and len(light) > 20
 
 
+def luminance(colour: str) -> float:
+    """Return the relative luminance of WCAG 2."""
+    digits = colour.lstrip("#") if len(colour) == 7 else "".join(2 * digit for digit in colour.lstrip("#"))
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_words_stand_out_from_what_is_behind_them(scheme: str) -> None:
+    light, dark = PAGE.split("@media (prefers-color-scheme: dark)")[:2]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})", light if scheme == "light" else dark))
+    pairs = [
+        ("text", "paper"), ("text", "card"), ("quiet", "card"), ("quiet", "paper"), ("strong", "card"), ("bad", "card"),
+        ("bad", "bad-card"), ("text", "bad-card"), ("good", "good-card"), ("good", "card"), ("odd", "odd-card"),
+        ("text", "h1"), ("text", "h2"), ("h3-text", "h3"), ("h4-text", "h4"),
+    ]  # fmt: skip
+    for words, behind in pairs:
+        bright, dim = sorted((luminance(colours[words]), luminance(colours[behind])), reverse=True)
+        assert (bright + 0.05) / (dim + 0.05) >= 4.5, (words, behind)  # WCAG 2, level AA
+
+
 def test_the_policy_allows_exactly_what_stands_in_the_page() -> None:
     import base64
     import hashlib
