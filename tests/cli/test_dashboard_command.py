@@ -113,8 +113,8 @@ def test_garbage_in_the_folder_is_told_and_the_page_still_comes(tmp_path: Path) 
         tmp_path / "metrics-replica-0.jsonl", {"kind": "warning", "step": 1, "message": "</script><b>&"}, step_line(10)
     )
     with served(tmp_path) as server:
+        _, _, told = ask(server, "/snapshot.json")  # waits for the first look at the folder, which the page hardly does
         status, _, page = ask(server, "/")
-        _, _, told = ask(server, "/snapshot.json")
     assert status == 200 and "</script><b>" not in page and "\\u003c/script>\\u003cb>" in page
     assert len(json.loads(told)["sections"]["notes"]["refused"]) == 3
 
