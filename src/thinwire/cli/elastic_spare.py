@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from thinwire.cli import elastic_worker
-from thinwire.cli.watch import end_with
+from thinwire.cli.launcher_end import end_with
 
 
 def main(arguments: Sequence[str]) -> int:

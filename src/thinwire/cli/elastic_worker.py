@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from thinwire.cli.watch import end_with
+from thinwire.cli.launcher_end import end_with
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.job import LocalSettings

@@ -20,6 +20,8 @@ COMMANDS = {
     "simulate": "run methods in virtual time on machines and wires",
     "plan": "find the method and settings that fit these machines and wires",
     "diagnose": "name the link, host or rank that is slow, stuck or out of step, from what a job wrote down",
+    "watch": "show in the terminal how a run goes, and what is wrong with it",
+    "dashboard": "show on one page how a run goes: replicas, links, rounds, and what is wrong",
     "doctor": "look for what keeps a run from starting on this host, and on the way to another",
     "secret": "make the secret with which replicas prove who they are and encrypt what they send",
     "join": "add this host to a running job that is elastic",

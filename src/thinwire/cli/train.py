@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from thinwire.cli.launcher_end import end_with
 from thinwire.cli.train_options import parse, settle, world_size
 from thinwire.cli.train_plan import planned
-from thinwire.cli.watch import end_with
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
 from thinwire.training.config import TrainConfig, check_values, flag
 

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from thinwire.cli.watch import end_with
+from thinwire.cli.launcher_end import end_with
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -134,7 +134,7 @@ def read_into(records: Records, path: Path) -> None:
     """Read one more file, see `read_records`."""
     for number, line in numbered_lines(path):
         if number == 1:
-            _check_header(line, path)
+            check_header(line, path)
             continue
         take_line(records, line, source=path.name, number=number)
 
@@ -169,7 +169,12 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _check_header(line: bytes | None, path: Path) -> None:
+def check_header(line: bytes | None, path: Path) -> None:
+    """Check the first line of a file of records.
+
+    Raises:
+        DataError: It is none of this version.
+    """
     try:
         told = parse_object(line)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from thinwire.diagnosis.records import Communicator, Operation, Span, TransferEn
 
 _TRANSFERS = re.compile(r"transfers-replica-(\d{1,6})\.jsonl")
 _METRICS = re.compile(r"metrics-replica-(\d{1,6})\.jsonl")
-_ROUNDS = "rounds"
+ROUNDS = "rounds"
 # Messages of one round: fragments and phases are told apart, so that both ends find each other.
 _MOST_PARTS = 1 << 20
 
@@ -38,7 +39,7 @@ def read_run_files(records: Records, paths: list[Path]) -> None:
     """
     replicas = sorted({rank for path in paths if (rank := replica_of(path)) is not None})
     hosts = tuple(f"replica-{rank}" for rank in replicas)
-    records.add(Communicator(communicator=_ROUNDS, ranks=tuple(replicas), hosts=hosts))
+    records.add(Communicator(communicator=ROUNDS, ranks=tuple(replicas), hosts=hosts))
     for path in paths:
         rank = replica_of(path)
         assert rank is not None
@@ -55,29 +56,44 @@ def _take_transfers(records: Records, path: Path, rank: int) -> None:
             told = parse_object(line)
             if told.get("kind") != "round":
                 continue
-            end = _end_of(told, rank, parts)
+            end = end_of(told, rank, parts)
             records.add(end)
             rounds[end.operation].append(end)
         except (ValueError, KeyError, TypeError) as error:
             records.refuse(path.name, number, str(error) if isinstance(error, ValueError) else "fields are missing")
     for sequence, round in enumerate(sorted(rounds)):
-        ends = rounds[round]
-        is_done = all(end.done_s is not None for end in ends)
-        records.add(Operation(
-            communicator=_ROUNDS, rank=rank, sequence=sequence, kind="round", round=round,
-            posted_s=min(end.posted_s for end in ends),
-            done_s=max(end.done_s or end.posted_s for end in ends) if is_done else None,
-        ))  # fmt: skip
+        records.add(operation_of(rounds[round], sequence=sequence))
 
 
-def _end_of(told: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], int]) -> TransferEnd:
-    """Return a line of transfers as an end, checked as every record is."""
+def operation_of(ends: Sequence[TransferEnd], *, sequence: int) -> Operation:
+    """Return one replica's round as an operation, from all its ends."""
+    is_done = all(end.done_s is not None for end in ends)
+    return Operation(
+        communicator=ROUNDS, rank=ends[0].rank, sequence=sequence, kind="round", round=ends[0].operation,
+        posted_s=min(end.posted_s for end in ends),
+        done_s=max(end.done_s or end.posted_s for end in ends) if is_done else None,
+    )  # fmt: skip
+
+
+def end_of(told: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], int]) -> TransferEnd:
+    """Return a line of transfers as an end, checked as every record is.
+
+    Args:
+        told: The line's object.
+        rank: The replica that wrote it.
+        parts: Counts its messages by round, peer and direction; is counted up.
+
+    Raises:
+        ValueError: It holds what cannot be.
+        KeyError: A field is missing.
+        TypeError: A field is of a wrong type.
+    """
     peer, round, direction = int(told["peer"]), int(told["round_id"]), str(told["direction"])
     part = parts[round, peer, direction] % _MOST_PARTS
     parts[round, peer, direction] += 1
     error = str(told.get("error", ""))[:500]
     made = TransferEnd(
-        communicator=_ROUNDS, rank=rank, peer=peer, direction="sent" if direction == "sent" else "received",
+        communicator=ROUNDS, rank=rank, peer=peer, direction="sent" if direction == "sent" else "received",
         operation=round, part=part, num_bytes=int(told["wire_bytes"]), posted_s=float(told["started_s"]),
         done_s=None if error else float(told["finished_s"]), error=error,
     )  # fmt: skip

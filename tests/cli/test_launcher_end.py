@@ -11,7 +11,7 @@ from pathlib import Path
 
 WORKER = """
 import os, time
-from thinwire.cli.watch import end_with
+from thinwire.cli.launcher_end import end_with
 end_with(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)

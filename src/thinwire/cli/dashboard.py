@@ -1,0 +1,95 @@
+"""`thinwire dashboard RUN`: one page that shows a run, live or over, on this machine."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from thinwire.cli.words import read_words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardOptions:
+    """Show a run of `thinwire train` on one page, while it trains or after it: which replica or link is the trouble.
+
+    The page is served by this machine and needs no other. It only reads the run's folder. Its address is printed on
+    stdout; Ctrl-C ends it.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """The run's folder."""
+    port: int = 7878
+    """Port to listen at; 0 for any free one."""
+    host: str = "127.0.0.1"
+    """Address to listen at. One that other machines can reach needs --token-file."""
+    token_file: Path | None = None
+    """File of the token that whoever looks must know, in one line; readable by its owner alone."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire dashboard --help`.
+
+    Returns:
+        0 after Ctrl-C, 1 for what went wrong while running, 2 for wrong options.
+    """
+    from thinwire.errors import ThinwireError
+    from thinwire.training.dashboard.feed import Feed
+    from thinwire.training.dashboard.server import DashboardServer
+    from thinwire.training.dashboard.snapshot import RunFollower
+
+    try:
+        options = read_words(DashboardOptions, arguments, prog="thinwire dashboard")
+        if not 0 <= options.port < 1 << 16:
+            raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
+        token = None if options.token_file is None else _token(options.token_file)
+        feed = Feed(RunFollower(options.run))
+        server = DashboardServer(feed, host=options.host, port=options.port, token=token)
+    except ValueError as error:
+        return _fail(2, error)
+    except ThinwireError as error:
+        return _fail(1, error)
+    except SystemExit:  # after --help
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print(server.url, flush=True)
+    print("thinwire: Ctrl-C ends the page, and not the run", file=sys.stderr, flush=True)
+    try:
+        server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        feed.close()
+        server.server_close()
+    return 0
+
+
+def _token(path: Path) -> str:
+    """Return the token of a file that nobody else can read.
+
+    Raises:
+        ValueError: It cannot be read, others can read it, or it holds no token.
+    """
+    from thinwire.training.dashboard.server import check_token
+
+    try:
+        with path.open("rb") as file:
+            mode, content = path.stat().st_mode, file.read(4096)
+    except OSError as error:
+        raise ValueError(f"cannot read the token's file {path}: {error.strerror}") from None
+    if mode & 0o077:
+        raise ValueError(f"others can read the token's file {path}; run: chmod 600 {path}")
+    try:
+        return check_token(content.decode("ascii"))
+    except UnicodeDecodeError:
+        raise ValueError(f"the token's file {path} holds other letters than ASCII") from None
+
+
+def _fail(code: int, error: object) -> int:
+    print(f"thinwire dashboard: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    return code

@@ -1,0 +1,212 @@
+"""The page of `thinwire dashboard`: what a browser and a screen reader get of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rehearsed_run import finding_line, write_records
+from tests.sample_runs import append, step_line, write_run
+from thinwire.diagnosis.findings import Place
+from thinwire.diagnosis.scenes import Fault
+from thinwire.training.dashboard.document import document
+from thinwire.training.dashboard.snapshot import snapshot
+
+NODE = shutil.which("node")
+PAGE = document().holding("").decode()
+NEEDS_NODE = pytest.mark.skipif(NODE is None, reason="runs the page's script: install node (Debian: nodejs)")
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Outline(HTMLParser):
+    """Checks that elements are closed in their order, and notes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.wrong: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"</{tag}> at {self.getpos()}")
+
+
+@pytest.fixture(scope="module")
+def outline() -> Outline:
+    found = Outline()
+    found.feed(PAGE)
+    found.close()
+    return found
+
+
+def in_node(state: object, *, events: list[object] | None = None, values: list[str] | None = None) -> dict[str, Any]:
+    script = PAGE.rpartition("<script>")[2].partition("</script>")[0]
+    given = json.dumps({"script": script, "state": state, "events": events or [], "values": values or []})
+    assert NODE is not None
+    words = [NODE, str(Path(__file__).with_name("page_in_node.js"))]
+    done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def told(run: Path) -> dict[str, Any]:
+    return {"version": 1, "now": 1e9, "sections": {**snapshot(run), "fault": ""}}
+
+
+def test_the_page_is_html_whose_elements_are_closed(outline: Outline) -> None:
+    assert not outline.wrong and not outline.open
+    assert PAGE.startswith("<!DOCTYPE html>") and ("html", {"lang": "en"}) in outline.seen
+
+
+def test_nothing_on_the_page_comes_from_elsewhere(outline: Outline) -> None:
+    addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w[^\s\"'`)]*", PAGE))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # the name of SVG, which nobody asks for
+    assert not [tag for tag, attributes in outline.seen if {"src", "srcset", "action"} & set(attributes)]
+    assert not {"link", "img", "iframe", "object", "form", "base"} & {tag for tag, _ in outline.seen}
+    assert "@import" not in PAGE and "url(" not in PAGE.replace("url(#hatching)", "")
+
+
+def test_what_files_hold_can_only_become_text() -> None:
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser"):
+        assert way not in PAGE
+    assert not re.search(r'\son[a-z]+="', PAGE)
+
+
+def test_landmarks_headings_and_live_regions_are_there(outline: Outline) -> None:
+    tags = [tag for tag, _ in outline.seen]
+    assert tags.count("main") == tags.count("header") == tags.count("footer") == tags.count("h1") == 1
+    ids = [attributes["id"] for _, attributes in outline.seen if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in outline.seen:
+        if tag == "section":
+            assert attributes["aria-labelledby"] in ids
+        if attributes.get("class") == "scroll":  # who has no mouse scrolls by keys
+            assert attributes["tabindex"] == "0" and attributes["role"] == "region"
+            assert attributes.get("aria-label") or attributes.get("aria-labelledby") in ids
+    assert any(attributes.get("aria-live") == "polite" for _, attributes in outline.seen)
+    assert (tags.index("a"), dict(outline.seen)["a"]["href"]) == (tags.index("body") + 1, "#main")
+
+
+def test_both_schemes_and_the_focus_have_a_style() -> None:
+    assert "prefers-color-scheme: dark" in PAGE and ":focus-visible" in PAGE and "prefers-reduced-motion" in PAGE
+    light, dark = (
+        set(re.findall(r"(--[\w-]+):", part)) for part in PAGE.split("@media (prefers-color-scheme: dark)")[:2]
+    )
+    assert light == {name for name in dark if name in light} and len(light) > 20
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of WCAG 2."""
+    digits = colour.lstrip("#") if len(colour) == 7 else "".join(2 * digit for digit in colour.lstrip("#"))
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_words_stand_out_from_what_is_behind_them(scheme: str) -> None:
+    light, dark = PAGE.split("@media (prefers-color-scheme: dark)")[:2]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})", light if scheme == "light" else dark))
+    pairs = [
+        ("text", "paper"), ("text", "card"), ("quiet", "card"), ("quiet", "paper"), ("strong", "card"), ("bad", "card"),
+        ("bad", "bad-card"), ("text", "bad-card"), ("good", "good-card"), ("good", "card"), ("odd", "odd-card"),
+        ("text", "h1"), ("text", "h2"), ("h3-text", "h3"), ("h4-text", "h4"),
+    ]  # fmt: skip
+    for words, behind in pairs:
+        bright, dim = sorted((luminance(colours[words]), luminance(colours[behind])), reverse=True)
+        assert (bright + 0.05) / (dim + 0.05) >= 4.5, (words, behind)  # WCAG 2, level AA
+
+
+def test_the_policy_allows_exactly_what_stands_in_the_page() -> None:
+    import base64
+    import hashlib
+
+    policy = document().policy
+    for tag in ("style", "script"):
+        inside = PAGE.rpartition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
+        assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy
+
+
+@NEEDS_NODE
+def test_the_page_shows_the_trouble_first_and_every_chart_has_words_and_a_table(tmp_path: Path) -> None:
+    slow = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
+    write_records(write_run(tmp_path / "demo", replicas=3, is_finished=False), slow)
+    (tmp_path / "demo" / "downtime.json").write_text('{"detection_s": 1.5, "total_s": 3, "run_s": 60}')
+    page = in_node(told(tmp_path / "demo"))
+    assert page["source"] == "events"
+    assert page["title"] == "▲ Communication slow: link 0 -> 2 · demo"
+    assert page["text"]["headline-text"] == page["text"]["announcement"] == "Communication slow: link 0 -> 2"
+    assert "Remedy: look at the interface" in page["text"]["headline-more"] + page["text"]["findings"]
+    assert "▲ 4." in page["text"]["matrix"] or "▲ 5." in page["text"]["matrix"]
+    named = [attributes for tag, attributes in page["attributes"] if tag == "td" and attributes.get("class") == "named"]
+    assert len(named) == 1 and named[0]["data-level"] in ("3", "2")
+    charts = [attributes for tag, attributes in page["attributes"] if attributes.get("role") == "img"]
+    assert len(charts) == 4 and all(len(attributes["aria-label"]) > 20 for attributes in charts)
+    for name in ("timeline-table", "loss-table", "speed-table", "links", "replicas", "matrix"):
+        assert len(page["text"][name]) > 60, name
+    drawings = [attributes for tag, attributes in page["attributes"] if tag == "svg" and "role" not in attributes]
+    assert all(attributes["aria-hidden"] == "true" for attributes in drawings)
+    assert not [attributes for _, attributes in page["attributes"] if "NaN" in json.dumps(attributes)]
+
+
+@NEEDS_NODE
+def test_a_section_that_changes_is_drawn_again_with_those_that_depend_on_it(tmp_path: Path) -> None:
+    write_run(tmp_path, is_finished=False)
+    before = told(tmp_path)
+    (tmp_path / "findings.jsonl").write_text(finding_line(where="rank 1", places=[{"kind": "rank", "ranks": [1]}]))
+    after = told(tmp_path)
+    after["sections"] = {name: after["sections"][name] for name in ("findings", "headline")}
+    assert "named in a finding" not in in_node(before)["text"]["replicas"]
+    page = in_node(before, events=[after])
+    assert "1 ▲ named in a finding" in page["text"]["replicas"] and "rank 1" in page["text"]["headline-text"]
+
+
+@NEEDS_NODE
+def test_an_empty_folder_and_hostile_words_are_shown_as_they_are(tmp_path: Path) -> None:
+    page = in_node(told(tmp_path))
+    assert page["text"]["headline-text"] == "Nothing has been written yet"
+    for name in ("findings", "matrix", "timeline", "links", "curves", "downtime", "actions"):
+        assert page["text"][f"{name}-missing"] and not page["hidden"][f"{name}-missing"], name
+    append(tmp_path / "metrics-replica-0.jsonl", step_line(10, loss=float("nan")), step_line(20, loss=1e300))
+    append(
+        tmp_path / "metrics-replica-0.jsonl", {"kind": "error", "step": 3, "message": "<img src=x onerror=alert(1)>"}
+    )
+    (tmp_path / "findings.jsonl").write_text(finding_line(where="<script>alert(1)</script>", evidence={"__proto__": 1}))
+    page = in_node(told(tmp_path))
+    assert "<script>alert(1)</script>" in page["text"]["headline-text"]
+    assert "<img src=x onerror=alert(1)>" in page["text"]["replicas"]
+    assert "img" not in {tag for tag, _ in page["attributes"]}
+    assert in_node(None)["text"].get("headline-text", "") == ""
+
+
+@NEEDS_NODE
+def test_numbers_are_told_in_units_that_fit() -> None:
+    asked = {
+        "inBytes(1_650_000)": "1.65 MB", "inBytes(12)": "12 B", "inRate(5e6)": "5.00 Mbit/s", "inBytes(null)": "–",
+        "inSeconds(0.0042)": "4.2 ms", "inSeconds(3723)": "1:02:03 h", "inSeconds(75)": "1:15 min",
+        "inSeconds(0)": "0 s",
+        "inSeconds(12e-6)": "12 µs", "inTimes(4.68)": "4.7×", "inTimes(40)": "40×", "inPercent(0.995)": "100 %",
+        "ago(0.4)": "just now", "ago(45)": "45 s ago", "ago(4700)": "78 min ago", "ago(200000)": "2 days ago",
+        "heatLevel(null)": 0, "heatLevel(1.2)": 0, "heatLevel(1.3)": 1, "heatLevel(2)": 2, "heatLevel(3)": 3,
+        "heatLevel(9)": 4,
+        "ticks(0, 10, 5).join()": "0,2,4,6,8,10", "ticks(0.31, 0.32, 3).length": 3, "ticks(3, 3, 5).join()": "3",
+        "pathThrough([[0, 1], [1, null], [2, 3], [3, 4]], (x) => x, (y) => y)": "M0.0 1.0M2.0 3.0L3.0 4.0",
+        "extent([{ points: [[1, null], [2, 5], [3, 4]] }], 1).join()": "4,5", "extent([], 0)": None,
+        "sampled([1, 2, 3, 4, 5, 6, 7], 3).join()": "1,4,7", "sampled([1, 2], 3).join()": "1,2",
+        "stacked([[0, 0, 2], [1, 1, 3], [2, 2, 4]]).map((one) => one[1]).join()": "0,1,0",
+        "tickWords(0.30000000000000004)": "0.3", "tickWords(25000)": "25.0 k",
+    }  # fmt: skip
+    assert dict(zip(asked, in_node(None, values=list(asked))["values"], strict=True)) == asked
