@@ -126,10 +126,14 @@ class Beat:
     Attributes:
         rank: Who writes.
         at_s: When.
+        is_last: Whether the rank says goodbye: it ends, and its silence means nothing from here on.
+        error: Why it ends, where that is a fault of its own; empty at the end of its work, or where it lost others.
     """
 
     rank: int
     at_s: float
+    is_last: bool = False
+    error: str = ""
 
 
 Record = Communicator | Operation | TransferEnd | Span | Beat

@@ -173,7 +173,8 @@ def _latest_ends(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd
     for end in transfers:
         key = (end.communicator, end.rank, end.peer, end.direction, end.operation, end.part)
         known = ends.get(key)
-        if known is None or (known.done_s is None and not known.error):
+        # one that failed a deadline may still end well; one that is open says no more than one that failed
+        if known is None or (known.done_s is None and (end.done_s is not None or not known.error)):
             ends[key] = end
         else:
             twice += 1

@@ -20,6 +20,7 @@ from thinwire.training.checkpoint import Checkpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import Watch
 from thinwire.training.metrics import Meter, Reading
+from thinwire.training.recorder import Recorder
 
 Batch = tuple[Tensor, Tensor]
 
@@ -53,6 +54,7 @@ class Training:
         checkpoints: Takes the states; None where somebody else sees to them.
         device: Where the model is.
         watch: Tells when steps take longer than planned, where there is a plan.
+        recorder: Takes each step's time and loss.
 
     Attributes:
         step: Inner steps done.
@@ -61,9 +63,10 @@ class Training:
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: Checkpoints | None, device: torch.device,
-        watch: Watch | None = None,
+        watch: Watch | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.step = 0
+        self._recorder = recorder
         self._config = config
         self._model = model
         self._optimizer = optimizer
@@ -182,6 +185,7 @@ class Training:
             ) from error
 
     def _train_step(self) -> None:
+        began_s, stalled_s = time.monotonic(), self._optimizer.statistics.stalled_s
         factor = self.lr_factor()
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
@@ -194,6 +198,11 @@ class Training:
         self._optimizer.zero_grad(set_to_none=True)
         self._meter.train_step(nll, tokens=tokens.numel())
         now_s = time.monotonic()
+        if self._recorder is not None:
+            done_s = now_s - (self._optimizer.statistics.stalled_s - stalled_s)
+            # the value of a loss on a GPU would have to be waited for
+            loss = float(nll) if nll.device.type == "cpu" else None
+            self._recorder.add_step(self.step, started_s=began_s, done_s=done_s, loss=loss)
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
         self._last_step_s = now_s
