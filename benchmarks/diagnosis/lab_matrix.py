@@ -42,9 +42,8 @@ FAULTS = (
 )  # fmt: skip
 KINDS = {
     "paused": ("non-communication hang",), "killed": ("non-communication hang",), "black hole": ("communication hang",),
-    "slow link": ("communication slow",), "slow sender": ("communication slow",), "slow receiver": (
-    "communication slow",), "slow host": ("communication slow",), "slow work": ("non-communication slow",),
-    "slow cpu": ("non-communication slow", "slowing compute"),
+    **dict.fromkeys(("slow link", "slow sender", "slow receiver", "slow host"), ("communication slow",)),
+    "slow work": ("non-communication slow",), "slow cpu": ("non-communication slow", "slowing compute"),
 }  # fmt: skip
 WORDS = {
     "diloco": ["--method", "diloco", "--codec", "e3m0", "--sync-interval", "3"],
@@ -191,11 +190,12 @@ def play(one: Scenario, folder: Path, *, data: Path) -> dict[str, Any]:
                 return {**asdict(one), "verdict": "did not start"}
             time.sleep(LOOK_S)
         before = _watch(run, for_s=SETTLE_S)
-        rounds = run.rounds()
+        rounds, struck_s = run.rounds(), time.monotonic()
         if one.fault != "none":
             run.strike()
         after = _watch(run, for_s=WATCH_S)
-        return {**asdict(one), **_judged(one, before, after), "rounds_before": rounds, "rounds_after": run.rounds()}
+        return {**asdict(one), **_judged(one, before, after), "rounds_before": rounds, "rounds_after": run.rounds(),
+                "struck_at_s": round(struck_s, 3)}  # fmt: skip
     finally:
         run.close()
 

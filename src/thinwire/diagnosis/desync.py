@@ -14,6 +14,7 @@ from thinwire.diagnosis.timeline import Job
 _PARTED_SCORES = 6.0
 _PARTED_STEPS = 4
 _LEAST_PARTED = 0.05
+_LATELY = 64
 
 # What is compared, in the order of what causes what: a rank in another round has other sizes too.
 _COMPARED: tuple[tuple[str, str], ...] = (
@@ -117,10 +118,12 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
                 runs[rank].append(step)
             else:
                 runs[rank].clear()
-                usual.append(distance)
+                # with an odd number of ranks one is the middle itself, and says nothing of how far ranks are apart
+                usual += [distance] if distance > 0 else []
             if scale is not None and len(runs[rank]) >= _PARTED_STEPS:
                 return {"loss": _parting(job, rank, by_step[runs[rank][0]][rank], step, distance / scale)}
-        del usual[:-256]
+        # losses part as they fall: what ranks were apart long ago says little
+        del usual[:-_LATELY]
     return {}
 
 

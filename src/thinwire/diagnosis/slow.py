@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.sharing import alone_s
 from thinwire.diagnosis.timeline import Job, Message
 
 PEERS_RATIO = 3.0
@@ -29,11 +30,13 @@ class LinkTimes:
 
     Attributes:
         watches: Of each (source, destination).
+        alone: The same of what its messages would have taken alone: what grows in one only is no fault of the wire.
         retries: Sum of each.
         times: The first seconds of each, by size class.
     """
 
     watches: dict[Cell, Watch] = field(default_factory=dict)
+    alone: dict[Cell, Watch] = field(default_factory=dict)
     retries: dict[Cell, int] = field(default_factory=dict)
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
 
@@ -51,12 +54,14 @@ def size_class(num_bytes: int) -> int:
 def link_times(job: Job) -> LinkTimes:
     """Watch every link, one value a round: the middle of its messages of the class with the most bytes."""
     found = LinkTimes()
+    shares = alone_s(job, job.messages)
     for cell, round, classed, message in _samples(job):
         time_s = max(message.transfer_s or 0.0, 0.0)
-        watch = found.watches.setdefault(cell, Watch())
+        watch, alone = found.watches.setdefault(cell, Watch()), found.alone.setdefault(cell, Watch())
         at_s = message.received_done_s or 0.0
         if job.clock_of.get(cell[0]) == job.clock_of.get(cell[1]):
             watch.add(round, at_s, time_s, size_class=2 * classed)
+            alone.add(round, at_s, shares[id(message)], size_class=2 * classed)
         else:
             # a time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's
             # own word holds none: where another end is late than before, it changes without any change of the link
@@ -65,6 +70,7 @@ def link_times(job: Job) -> LinkTimes:
             if error_s > _MOST_ERROR * time_s:
                 continue  # not even who was late is known
             watch.add(round, at_s, time_s, size_class=2 * classed + is_late, margin_s=error_s)
+            alone.add(round, at_s, shares[id(message)], size_class=2 * classed + is_late, margin_s=error_s)
         times = found.times.setdefault((cell, classed), [])
         if len(times) < 4 * LEAST_HISTORY:
             times.append(time_s)
@@ -95,13 +101,17 @@ def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
     found: list[Finding] = []
     left = dict(times.watches)
     while len(found) < _MOST_FAULTS:
-        alarmed = {cell: watch.change for cell, watch in left.items() if watch.change is not None}
+        alarmed = {
+            cell: max(watch.change, change, key=lambda one: one.seen_round)
+            for cell, watch in left.items()
+            if watch.change is not None and (change := times.alone[cell].change) is not None
+        }
         if not alarmed:
             break
         first = min(alarmed, key=lambda cell: (alarmed[cell].seen_round, cell))
         change = alarmed[first]
         last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
-        matrix = _matrix(left, change.since_round, last)
+        matrix = _matrix(left, times.alone, change.since_round, last)
         explained = DelayMatrix(matrix, job.host_of).explain()
         if explained is None or first not in matrix or explained.excess < math.log(LEAST_RATIO):
             left.pop(first)
@@ -112,12 +122,12 @@ def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
     return found or _slower_than_peers(job, times)
 
 
-def _matrix(watches: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:
+def _matrix(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:
     found = {}
     for cell, watch in watches.items():
         values = [excess for number, _, excess in watch.excess if first <= number <= last]
         if len(values) >= _LEAST_SAMPLES:
-            middle = median(values)
+            middle = min(median(values), alone[cell].excess_in(first, last))
             found[cell] = middle if middle >= math.log(LEAST_RATIO) / 2 else 0.0
     return found
 

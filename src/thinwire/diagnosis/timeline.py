@@ -75,6 +75,7 @@ class Job:
         spans: All work, in order of its step.
         last_seen_s: When each rank last wrote anything.
         has_beats: Whether ranks said that they live.
+        goodbyes: When each rank said that it ends, and why where that is a fault of its own.
         now_s: The latest time of all.
         alignment: How the clocks were brought together.
         clock_of: The clock of each rank.
@@ -91,6 +92,7 @@ class Job:
     spans: list[Span] = field(default_factory=list)
     last_seen_s: dict[int, float] = field(default_factory=dict)
     has_beats: bool = False
+    goodbyes: dict[int, tuple[float, str]] = field(default_factory=dict)
     now_s: float = -math.inf
     alignment: Alignment = field(default_factory=lambda: Alignment(reference="", fits={}))
     clock_of: dict[int, str] = field(default_factory=dict)
@@ -135,6 +137,8 @@ def build(records: Records) -> Job:
         see(span.rank, span.done_s)
     for beat in records.beats:
         see(beat.rank, beat.at_s)
+        if beat.is_last:
+            job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
     job.spans.sort(key=lambda span: span.step)
     job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
     # a clock that was set tells nothing of the present

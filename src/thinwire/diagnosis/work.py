@@ -142,7 +142,7 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
     usual_s = median([times.own[rank].usual_s for rank in ranks])
     is_growing = place.kind != "job" and all(_is_growing(times.own[rank], since) for rank in ranks)
     kind: Kind = "slowing compute" if is_growing else "non-communication slow"
-    waits = _waits(job, since, last)
+    waits = _waits(job, first.since_s)
     least = min(waits, key=lambda rank: waits[rank], default=None)
     more = "ever more" if is_growing else f"{math.exp(excess):.1f} times as long as it did"
     return Finding(
@@ -160,13 +160,15 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
     )  # fmt: skip
 
 
-def _waits(job: Job, first: int, last: int) -> dict[int, float]:
-    """Return how long each rank waits in operations, on its own clock: who comes last waits least."""
+def _waits(job: Job, since_s: float) -> dict[int, float]:
+    """Return how long each rank waits in operations, on its own clock: who comes last waits least.
+
+    They are chosen by time: a round's number is no step's.
+    """
     waits: dict[int, list[float]] = defaultdict(list)
-    for (_, sequence), own in job.operations.items():
+    for own in job.operations.values():
         for rank, operation in own.items():
-            step = operation.round if operation.round >= 0 else sequence
-            if first <= step <= last and operation.done_s is not None:
+            if operation.posted_s >= since_s and operation.done_s is not None:
                 waits[rank].append(operation.done_s - operation.posted_s)
     return {rank: median(values) for rank, values in waits.items()}
 

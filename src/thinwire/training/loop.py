@@ -185,7 +185,7 @@ class Training:
             ) from error
 
     def _train_step(self) -> None:
-        began_s, stalled_s = time.monotonic(), self._optimizer.statistics.stalled_s
+        began_s, exchanged_s = time.monotonic(), self._optimizer.statistics.exchanging_s
         factor = self.lr_factor()
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
@@ -199,7 +199,8 @@ class Training:
         self._meter.train_step(nll, tokens=tokens.numel())
         now_s = time.monotonic()
         if self._recorder is not None:
-            done_s = now_s - (self._optimizer.statistics.stalled_s - stalled_s)
+            # steps with an exchange would look like stalls if what it takes counted as their work
+            done_s = now_s - (self._optimizer.statistics.exchanging_s - exchanged_s)
             # the value of a loss on a GPU would have to be waited for
             loss = float(nll) if nll.device.type == "cpu" else None
             self._recorder.add_step(self.step, started_s=began_s, done_s=done_s, loss=loss)

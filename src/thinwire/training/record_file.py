@@ -6,11 +6,12 @@ one begins: whoever follows the file sees it become shorter. The two together ho
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from thinwire.diagnosis.records import header_line
+from thinwire.diagnosis.records import Beat, header_line, to_line
 
 MOST_FILE_BYTES = 16 << 20
 
@@ -65,3 +66,20 @@ class RecordFile:
     def close(self) -> None:
         """Write no more."""
         self._file.close()
+
+
+def write_obituary(run_dir: Path, *, rank: int, at_s: float, error: str) -> None:
+    """Write that a rank has ended that could not say so itself; nothing where it recorded nothing.
+
+    Args:
+        run_dir: The run's folder.
+        rank: Who has ended.
+        at_s: When, on the clock of its host.
+        error: How.
+    """
+    path, _ = record_paths(run_dir, rank=rank)
+    with contextlib.suppress(OSError):
+        if path.exists():
+            # what it wrote last may have no end
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n" + to_line(Beat(rank=rank, at_s=at_s, is_last=True, error=error)) + "\n")
