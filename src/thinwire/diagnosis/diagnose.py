@@ -32,7 +32,7 @@ def findings_of(job: Job) -> list[Finding]:
     desyncs = find_desync(job)
     out_of_step = {finding.evidence["communicator"] for finding in desyncs}
     # who waits because of a desync waits for nothing else
-    hangs = [finding for finding in find_hangs(job) if finding.evidence["communicator"] not in out_of_step]
+    hangs = [finding for finding in find_hangs(job) if finding.evidence.get("communicator") not in out_of_step]
     links = link_times(job)
     work = work_times(job)
     flapping = find_flapping(job, links)

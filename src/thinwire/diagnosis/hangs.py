@@ -51,12 +51,10 @@ def find_hangs(job: Job) -> list[Finding]:
     operation seen. Where a rank has ended by a fault of its own, the others stand still because of it.
     """
     failed = sorted((at_s, rank) for rank, (at_s, error) in job.goodbyes.items() if error)
-    if failed:
-        return [_failed(job, rank) for _, rank in failed[:1]]
-    found = []
+    found = [_failed(job, rank) for _, rank in failed[:1]]
     for communicator in sorted({name for name, _ in job.operations}):
         standstill = _standstill(job, communicator)
-        if standstill is not None:
+        if standstill is not None and not (failed and standstill.since_s <= failed[0][0] + standstill.gone_s):
             found.append(_judge(job, standstill))
     return found
 

@@ -31,6 +31,7 @@ class LinkTimes:
     Attributes:
         watches: Of each (source, destination).
         alone: The same of what its messages would have taken alone: what grows in one only is no fault of the wire.
+            A link that is not here is judged by its own times.
         retries: Sum of each.
         times: The first seconds of each, by size class.
     """
@@ -104,7 +105,7 @@ def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
         alarmed = {
             cell: max(watch.change, change, key=lambda one: one.seen_round)
             for cell, watch in left.items()
-            if watch.change is not None and (change := times.alone[cell].change) is not None
+            if watch.change is not None and (change := times.alone.get(cell, watch).change) is not None
         }
         if not alarmed:
             break
@@ -127,7 +128,7 @@ def _matrix(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], first: i
     for cell, watch in watches.items():
         values = [excess for number, _, excess in watch.excess if first <= number <= last]
         if len(values) >= _LEAST_SAMPLES:
-            middle = min(median(values), alone[cell].excess_in(first, last))
+            middle = min(median(values), alone.get(cell, watch).excess_in(first, last))
             found[cell] = middle if middle >= math.log(LEAST_RATIO) / 2 else 0.0
     return found
 
