@@ -138,3 +138,31 @@ def test_a_replica_that_has_left_is_not_waited_for() -> None:
     records += [*_beats(0, 30.0), *_beats(1, 11.0, bye=True), *_beats(2, 30.0)]
     (finding,) = diagnose(from_records([PLACE, *records]))
     assert finding.kind == "communication hang" and "rank 1" not in finding.where
+
+
+def test_a_hang_after_a_rank_was_left_behind_is_told_beside_it() -> None:
+    records = [*_rounds(10), _operation(1, 10, 10.0, None), *_rounds(30, ranks=(0, 2))[20:]]
+    records += [*(_operation(rank, 30, 30.0, None) for rank in (0, 2))]
+    records += [*_beats(0, 45.0), *_beats(1, 10.0), *_beats(2, 30.0)]
+    assert _told(records) == ["non-communication hang: rank 1", "non-communication hang: rank 2"]
+
+
+@pytest.mark.parametrize(("period", "said"), [(6, []), (7, ["periodic stall: rank 0"])])
+def test_steps_that_decode_rounds_are_no_stalls(period: int, said: list[str]) -> None:
+    draw, records, now_s = random.Random(3), [], {rank: 0.0 for rank in RANKS}
+    for step in range(1, 150):
+        for rank in RANKS:
+            took_s = 0.1 * draw.uniform(0.95, 1.05) * (2.5 if rank == 0 and step % period == 0 else 1.0)
+            records.append(
+                Span(rank=rank, kind="compute", step=step, started_s=now_s[rank], done_s=now_s[rank] + took_s)
+            )
+            now_s[rank] += took_s
+        arrived_s = max(now_s.values())
+        if step % 2 == 0:
+            for rank in RANKS:
+                records.append(Operation(
+                    communicator="rounds", rank=rank, sequence=step // 2, kind="round", round=step // 2,
+                    count=100 + step // 2 % 3, posted_s=now_s[rank], done_s=arrived_s + 0.02,
+                ))  # fmt: skip
+                now_s[rank] = arrived_s + 0.02
+    assert _told(records) == said

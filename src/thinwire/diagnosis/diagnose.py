@@ -39,6 +39,7 @@ def findings_of(job: Job) -> list[Finding]:
     slow = [finding for finding in find_slow_links(job, links) if not _touches(finding, flapping, job)]
     stalls = find_stalls(job, work)
     slow_work = [finding for finding in find_slow_work(job, work) if not _touches(finding, stalls, job)]
+    slow = [finding for finding in slow if not _follows(finding, slow_work, job)]
     found = [*desyncs, *hangs, *find_losses(job), *slow, *find_slow_operations(job), *slow_work, *flapping, *stalls]
     return [*found, *find_set_clocks(job)]
 
@@ -66,6 +67,14 @@ def _touches(finding: Finding, others: Sequence[Finding], job: Job) -> bool:
     """Return whether another finding names a place that this one names too, as ranks."""
     own = _ranks_of(finding, job)
     return any(own & _ranks_of(other, job) for other in others)
+
+
+def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
+    """Return whether a slow end of wires is that of ranks whose work is slow too: who lacks time takes long to answer."""
+    if any("link" in place.kind for place in finding.places):
+        return False
+    own = _ranks_of(finding, job)
+    return any(own <= _ranks_of(other, job) and other.since_round > 0 for other in slow_work if own)
 
 
 def _ranks_of(finding: Finding, job: Job) -> set[int]:

@@ -8,7 +8,7 @@ message whose both ends are ready and that does not arrive shows the place. Who 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -37,6 +37,7 @@ class _Standstill:
     since_s: float
     patience_s: float
     gone_s: float
+    left_behind: frozenset[int] = frozenset()
 
     @property
     def round(self) -> int:
@@ -53,9 +54,14 @@ def find_hangs(job: Job) -> list[Finding]:
     failed = sorted((at_s, rank) for rank, (at_s, error) in job.goodbyes.items() if error)
     found = [_failed(job, rank) for _, rank in failed[:1]]
     for communicator in sorted({name for name, _ in job.operations}):
-        standstill = _standstill(job, communicator)
-        if standstill is not None and not (failed and standstill.since_s <= failed[0][0] + standstill.gone_s):
-            found.append(_judge(job, standstill))
+        left_behind: set[int] = set()
+        while (still := _standstill(job, communicator, left_behind)) is not None:
+            if not (failed and still.since_s <= failed[0][0] + still.gone_s):
+                found.append(_judge(job, still))
+            # where the others have gone on without those who stand still, they may stand still elsewhere
+            if not set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind:
+                break
+            left_behind |= set(still.inside)
     return found
 
 
@@ -77,8 +83,12 @@ def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
     return gone_s, max(gone_s, _DURATIONS * max(durations))
 
 
-def _standstill(job: Job, communicator: str) -> _Standstill | None:
-    own = sorted((key[1], ops) for key, ops in job.operations.items() if key[0] == communicator)
+def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standstill | None:
+    own = sorted(
+        (key[1], {rank: op for rank, op in ops.items() if rank not in left_behind})
+        for key, ops in job.operations.items()
+        if key[0] == communicator
+    )
     still = [(sequence, ops) for sequence, ops in own if any(op.done_s is None for op in ops.values())]
     if not still:
         return None
@@ -87,7 +97,7 @@ def _standstill(job: Job, communicator: str) -> _Standstill | None:
     members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
     furthest = {rank: number for number, all_ops in own for rank in all_ops}
     # of a rank without any record nobody knows whether it came, and one that has ended does not come
-    members &= set(job.last_seen_s) - set(job.goodbyes)
+    members &= set(job.last_seen_s) - set(job.goodbyes) - left_behind
     missing = tuple(sorted(rank for rank in members if furthest.get(rank, -1) < sequence))
     inside = {rank: op for rank, op in ops.items() if op.done_s is None}
     gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
@@ -101,14 +111,16 @@ def _standstill(job: Job, communicator: str) -> _Standstill | None:
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
-        patience_s=limit_s, gone_s=gone_s,
+        patience_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
     )  # fmt: skip
 
 
 def _judge(job: Job, still: _Standstill) -> Finding:
     messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
-    silent = _silent(job, still.gone_s)
-    culprits = still.missing or silent
+    silent = tuple(rank for rank in _silent(job, still.gone_s) if rank not in still.left_behind)
+    inside = tuple(sorted(still.inside))
+    # where all who stand here are silent, the others have gone on: whoever else is silent stands elsewhere
+    culprits = still.missing or (inside if set(inside) <= set(silent) else silent)
     if culprits:
         return _outside(job, still, culprits, silent, messages)
     return _inside(job, still, messages)

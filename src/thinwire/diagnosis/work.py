@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -210,6 +211,9 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
 def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
     """Return ranks that stall at regular times, as garbage collection, checkpoints or data loading do."""
     stalls = {rank: stall for rank, watch in times.own.items() if (stall := regular_stalls(watch)) is not None}
+    cycles = _cycles(job)
+    # a step in which rounds come in and are decoded takes longer by nature where cores are few
+    stalls = {rank: stall for rank, stall in stalls.items() if cycles.get(rank, 1) % stall[1]}
     if not stalls:
         return []
     ranks = tuple(sorted(stalls))
@@ -229,6 +233,24 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
         "data loading to "
         "the background",
     )]  # fmt: skip
+
+
+def _cycles(job: Job) -> dict[int, int]:
+    """Return in how many steps the rounds of each rank come round: the middle of the gaps between rounds of one size."""
+    steps: dict[int, list[Work]] = defaultdict(list)
+    for span in job.spans:
+        steps[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=0.0))
+    posted: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for own in job.operations.values():
+        for rank, operation in own.items():
+            posted[rank, operation.count].append(operation.posted_s)
+    gaps: dict[int, list[float]] = defaultdict(list)
+    for (rank, _), times in posted.items():
+        works = steps[rank]
+        starts = [work.at_s for work in works]
+        at = [works[max(0, bisect_right(starts, time_s) - 1)].step for time_s in sorted(times) if works]
+        gaps[rank] += [late - early for early, late in pairwise(at)]
+    return {rank: max(1, round(median(found))) for rank, found in gaps.items() if found}
 
 
 def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
