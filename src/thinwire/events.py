@@ -35,6 +35,7 @@ class Transfer:
         finished_s: When it was done.
         error: What went wrong, or an empty text.
         name: What was asked for by name, where it was.
+        begun_s: From when on a sender did not wait for the other direction any more; None where it never did.
     """
 
     direction: Direction
@@ -49,11 +50,12 @@ class Transfer:
     finished_s: float
     error: str = ""
     name: bytes = b""
+    begun_s: float | None = None
 
     def to_json(self) -> str:
-        """Write the record as one JSON line without the line's end and without its name, which is no text."""
+        """Write the record as one JSON line without the line's end; `name` and `begun_s` are left out."""
         told = asdict(self)
-        del told["name"]
+        del told["name"], told["begun_s"]
         return json.dumps(told, separators=(",", ":"))
 
 

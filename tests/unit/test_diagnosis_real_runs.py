@@ -149,7 +149,7 @@ def test_a_hang_after_a_rank_was_left_behind_is_told_beside_it() -> None:
 
 @pytest.mark.parametrize(("period", "said"), [(6, []), (7, ["periodic stall: rank 0"])])
 def test_steps_that_decode_rounds_are_no_stalls(period: int, said: list[str]) -> None:
-    draw, records, now_s = random.Random(3), [], {rank: 0.0 for rank in RANKS}
+    draw, records, now_s = random.Random(3), [], dict.fromkeys(RANKS, 0.0)
     for step in range(1, 150):
         for rank in RANKS:
             took_s = 0.1 * draw.uniform(0.95, 1.05) * (2.5 if rank == 0 and step % period == 0 else 1.0)

@@ -74,7 +74,8 @@ def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
     if any("link" in place.kind for place in finding.places):
         return False
     own = _ranks_of(finding, job)
-    return any(own <= _ranks_of(other, job) and other.since_round > 0 for other in slow_work if own)
+    told = [other for other in slow_work if other.since_round > 0 and other.places[0].kind != "job"]
+    return bool(own) and any(own <= _ranks_of(other, job) for other in told)
 
 
 def _ranks_of(finding: Finding, job: Job) -> set[int]:

@@ -60,9 +60,8 @@ def alone_s(job: Job, messages: Iterable[Message]) -> dict[int, float]:
     own: dict[int, tuple[_Access, _Access, float, float]] = {}
     stretches: dict[_Access, list[tuple[float, float]]] = defaultdict(list)
     for message in messages:
-        if message.transfer_s is None or message.sent_posted_s is None or message.received_posted_s is None:
+        if (begin_s := message.begin_s) is None or message.transfer_s is None:
             continue
-        begin_s = max(message.sent_posted_s, message.received_posted_s)
         end_s = begin_s + max(0.0, message.transfer_s)
         out, into = ("out", job.host_of[message.source]), ("in", job.host_of[message.destination])
         own[id(message)] = out, into, begin_s, end_s

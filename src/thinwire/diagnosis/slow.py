@@ -66,7 +66,7 @@ def link_times(job: Job) -> LinkTimes:
         else:
             # a time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's
             # own word holds none: where another end is late than before, it changes without any change of the link
-            is_late = (message.sent_posted_s or 0.0) > (message.received_posted_s or 0.0)
+            is_late = (message.begin_s or 0.0) > (message.received_posted_s or 0.0)
             error_s = job.error_s.get(cell[0], 0.0) + job.error_s.get(cell[1], 0.0)
             if error_s > _MOST_ERROR * time_s:
                 continue  # not even who was late is known

@@ -29,6 +29,7 @@ class Message:
         part: Which message of this pair in this operation.
         num_bytes: Its size.
         sent_posted_s: When the sender was ready; none where it has not said so.
+        sent_begun_s: When the sender began, where it had waited for something else first.
         sent_done_s: When it had left.
         received_posted_s: When the receiver was ready; none where it has not said so.
         received_done_s: When it was there.
@@ -48,13 +49,20 @@ class Message:
     received_done_s: float | None = None
     error: str = ""
     retries: int = 0
+    sent_begun_s: float | None = None
+
+    @property
+    def begin_s(self) -> float | None:
+        """When nothing but the wire was waited for any more; none where an end has not said so."""
+        if self.sent_posted_s is None or self.received_posted_s is None:
+            return None
+        return max(self.sent_posted_s, self.received_posted_s, self.sent_begun_s or self.sent_posted_s)
 
     @property
     def transfer_s(self) -> float | None:
         """Seconds that the message itself took, from when both ends were ready; none where an end is missing."""
-        if self.sent_posted_s is None or self.received_posted_s is None or self.received_done_s is None:
-            return None
-        return self.received_done_s - max(self.sent_posted_s, self.received_posted_s)
+        begin_s = self.begin_s
+        return None if begin_s is None or self.received_done_s is None else self.received_done_s - begin_s
 
     @property
     def is_stuck(self) -> bool:
@@ -225,6 +233,7 @@ def _pair(job: Job, ends: dict[EndKey, TransferEnd], shift: _Shift) -> None:
             )
         if end.direction == "sent":
             message.sent_posted_s, message.sent_done_s = shift(end.rank, end.posted_s), shift(end.rank, end.done_s)
+            message.sent_begun_s = shift(end.rank, end.started_s)
         else:
             message.received_posted_s = shift(end.rank, end.posted_s)
             message.received_done_s = shift(end.rank, end.done_s)

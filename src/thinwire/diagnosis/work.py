@@ -105,7 +105,9 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
     if not alarmed:
         everyone = [rank for rank, watch in times.own.items() if watch.change is not None]
         if has_peers and len(everyone) == len(times.own):
-            return [_slow_work(job, times, times.own, everyone, Place(kind="job"))]
+            slow = _slow_work(job, times, times.own, everyone, Place(kind="job"))
+            # ranks that share a machine become slow together whenever it has something else to do
+            return [slow] if slow.evidence["times_longer"] >= PEERS_RATIO else []
         return _slower_than_peers(job, times)
     found = []
     for host, ranks in _hosts_of(job, alarmed).items():

@@ -167,7 +167,7 @@ class Recorder:
         self._forget(key)
         end = self._end(
             key, num_bytes=event.payload_bytes, posted_s=event.started_s, error=event.error[:_MOST_ERROR],
-            done_s=None if event.error else _rounded(event.finished_s),
+            done_s=None if event.error else _rounded(event.finished_s), begun_s=event.begun_s,
         )  # fmt: skip
         if event.error:  # a deadline that ran out: it may still end well
             self._note(key, end)
@@ -197,12 +197,14 @@ class Recorder:
         return self._open.pop(key, None)
 
     def _end(
-        self, key: _Key, *, num_bytes: int, posted_s: float, done_s: float | None = None, error: str = ""
-    ) -> TransferEnd:
+        self, key: _Key, *, num_bytes: int, posted_s: float, done_s: float | None = None, error: str = "",
+        begun_s: float | None = None,
+    ) -> TransferEnd:  # fmt: skip
         direction, peer, operation, part = key
         return TransferEnd(
             communicator=COMMUNICATOR, rank=self._rank, peer=peer, direction=direction, operation=operation, part=part,
             num_bytes=num_bytes, posted_s=_rounded(posted_s), done_s=done_s, error=error,
+            started_s=None if begun_s is None else _rounded(begun_s),
         )  # fmt: skip
 
 

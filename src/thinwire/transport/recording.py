@@ -211,12 +211,12 @@ class _Entry:
             )
         )
 
-    def end(self, *, error: str, received: Received | None = None) -> None:
+    def end(self, *, error: str, received: Received | None = None, begun_s: float | None = None) -> None:
         """Write the end; only the first call counts."""
         with self._lock:
             if not self._has_ended:
                 self._has_ended = True
-                self._write(error, received)
+                self._write(error, received, begun_s)
 
     def miss(self, *, error: str) -> None:
         """Write that a deadline ran out; the transfer may still end well, and is then counted."""
@@ -225,7 +225,7 @@ class _Entry:
                 self._has_missed = True
                 self._write(error)
 
-    def _write(self, error: str, received: Received | None = None) -> None:
+    def _write(self, error: str, received: Received | None = None, begun_s: float | None = None) -> None:
         envelope = self._envelope
         payload_bytes = envelope.payload_bytes if received is None else received.payload.numel()
         self._log.add(
@@ -242,6 +242,7 @@ class _Entry:
                 finished_s=self._clock(),
                 error=error,
                 name=self._name,
+                begun_s=begun_s,
             )
         )
 
@@ -263,7 +264,7 @@ class _Recorded:
         except TransportError as error:
             self._entry.end(error=str(error))
             raise
-        self._entry.end(error="", received=received)
+        self._entry.end(error="", received=received, begun_s=getattr(self._inner, "begun_s", None))
         return received
 
     def settle(self) -> None:
