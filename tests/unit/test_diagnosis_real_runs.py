@@ -166,3 +166,38 @@ def test_steps_that_decode_rounds_are_no_stalls(period: int, said: list[str]) ->
                 ))  # fmt: skip
                 now_s[rank] = arrived_s + 0.02
     assert _told(records) == said
+
+
+def test_a_rank_that_was_just_paused_is_no_broken_wire_for_a_second() -> None:
+    for until_s in (11.5, 12.0, 12.5, 13.0, 14.0):
+        records = [*_rounds(10, every_s=0.3), *(_operation(rank, 10, 10.0, None) for rank in RANKS)]
+        records += [*_beats(0, until_s), *_beats(1, 10.0), *_beats(2, until_s)]
+        assert set(_told(records)) <= {"non-communication hang: rank 1"}
+    assert _told(records) == ["non-communication hang: rank 1"]
+
+
+def test_times_of_small_messages_that_scatter_are_no_slow_link() -> None:
+    draw, hosts = random.Random(5), (0, 1, 2, 3)
+    records: list[Record] = [Communicator(communicator="rounds", ranks=hosts, hosts=tuple("abcd"), clocks=("one",) * 4)]
+    for number in range(13):
+        for source in hosts:
+            for destination in hosts:
+                if source != destination:
+                    middle = 1.5 if (source, destination) == (1, 2) else 0.0
+                    done_s = number + 0.001 * 10 ** draw.gauss(middle / 2.3, 1.0)
+                    for rank, peer, direction in ((source, destination, "sent"), (destination, source, "received")):
+                        records.append(TransferEnd(
+                            communicator="rounds", rank=rank, peer=peer, direction=direction, operation=number,  # type: ignore[arg-type]
+                            num_bytes=25_000, posted_s=float(number), done_s=done_s,
+                        ))  # fmt: skip
+    assert diagnose(from_records(records)) == []
+
+
+def test_who_waits_for_a_rank_that_was_left_behind_does_not_stand_still_by_itself() -> None:
+    records = [*_rounds(10), _operation(1, 10, 10.0, None)]
+    for rank in (0, 2):
+        records += [_operation(rank, 10, 10.0, 10.1), _operation(rank, 11, 11.0, None), *_beats(rank, 20.0)]
+        records.append(TransferEnd(
+            communicator="rounds", rank=rank, peer=1, direction="received", operation=11, num_bytes=9, posted_s=11.0
+        ))  # fmt: skip
+    assert _told([*records, *_beats(1, 10.0)]) == ["non-communication hang: rank 1"]

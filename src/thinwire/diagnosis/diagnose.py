@@ -70,7 +70,7 @@ def _touches(finding: Finding, others: Sequence[Finding], job: Job) -> bool:
 
 
 def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
-    """Return whether a slow end of wires is that of ranks whose work is slow too: who lacks time takes long to answer."""
+    """Return whether the slow end of wires is a rank whose work is slow too: who lacks time takes long to answer."""
     if any("link" in place.kind for place in finding.places):
         return False
     own = _ranks_of(finding, job)

@@ -57,7 +57,7 @@ def find_hangs(job: Job) -> list[Finding]:
         left_behind: set[int] = set()
         while (still := _standstill(job, communicator, left_behind)) is not None:
             if not (failed and still.since_s <= failed[0][0] + still.gone_s):
-                found.append(_judge(job, still))
+                found += _judge(job, still)
             # where the others have gone on without those who stand still, they may stand still elsewhere
             if not set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind:
                 break
@@ -115,15 +115,21 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     )  # fmt: skip
 
 
-def _judge(job: Job, still: _Standstill) -> Finding:
+def _judge(job: Job, still: _Standstill) -> list[Finding]:
     messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
+    if any(m.received_done_s is None and still.left_behind & {m.source, m.destination} for m in messages):
+        return []  # they wait for those who stand still elsewhere
     silent = tuple(rank for rank in _silent(job, still.gone_s) if rank not in still.left_behind)
     inside = tuple(sorted(still.inside))
     # where all who stand here are silent, the others have gone on: whoever else is silent stands elsewhere
     culprits = still.missing or (inside if set(inside) <= set(silent) else silent)
     if culprits:
-        return _outside(job, still, culprits, silent, messages)
-    return _inside(job, still, messages)
+        return [_outside(job, still, culprits, silent, messages)]
+    # before all have shown that they still live, one of them may just have been paused or killed
+    known_s = still.since_s + LEAST_PATIENCE_S
+    if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
+        return []
+    return [_inside(job, still, messages)]
 
 
 def _silent(job: Job, limit_s: float) -> tuple[int, ...]:

@@ -164,19 +164,27 @@ def _slow_link(
 def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
     """Return links that were slow from the start: three times as long as the middle of those like them, or more."""
     groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
+    quartiles: dict[tuple[bool, int], dict[Cell, tuple[float, float]]] = defaultdict(dict)
     for (cell, classed), values in times.times.items():
         if len(values) >= LEAST_HISTORY:
             is_near = job.host_of[cell[0]] == job.host_of[cell[1]]
-            groups[is_near, classed][cell] = median(values)
+            ordered = sorted(values)
+            groups[is_near, classed][cell] = median(ordered)
+            quartiles[is_near, classed][cell] = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
     found = []
-    for (is_near, _), cells in sorted(groups.items()):
+    for (is_near, classed), cells in sorted(groups.items()):
         middle = median(list(cells.values()))
         ratios = {cell: math.log(max(time_s, 1e-6) / max(middle, 1e-6)) for cell, time_s in cells.items()}
         if is_near or len(cells) < 4 or max(ratios.values()) < math.log(PEERS_RATIO):
             continue
         bare = {cell: ratio if ratio >= math.log(PEERS_RATIO) / 2 else 0.0 for cell, ratio in ratios.items()}
         explained = DelayMatrix(bare, job.host_of).explain()
-        if explained is not None and explained.excess >= math.log(PEERS_RATIO):
+        if explained is None or explained.excess < math.log(PEERS_RATIO):
+            continue
+        # small messages on busy machines take ten times as long or none: the middle of a dozen says little
+        own = quartiles[is_near, classed]
+        others = [own[cell][1] for cell in cells if cell not in explained.cells]
+        if others and median([own[cell][0] for cell in explained.cells]) > median(others):
             found.append(_always_slow(job, explained, middle))
     return found
 

@@ -238,7 +238,7 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
 
 
 def _cycles(job: Job) -> dict[int, int]:
-    """Return in how many steps the rounds of each rank come round: the middle of the gaps between rounds of one size."""
+    """Return in how many steps each rank's rounds come round: the middle of the gaps between rounds of one size."""
     steps: dict[int, list[Work]] = defaultdict(list)
     for span in job.spans:
         steps[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=0.0))
