@@ -194,7 +194,7 @@ def play(one: Scenario, folder: Path, *, data: Path) -> dict[str, Any]:
         if one.fault != "none":
             run.strike()
         after = _watch(run, for_s=WATCH_S)
-        return {**asdict(one), **_judged(one, before, after), "rounds_before": rounds, "rounds_after": run.rounds(),
+        return {**asdict(one), **judged(one, before, after), "rounds_before": rounds, "rounds_after": run.rounds(),
                 "struck_at_s": round(struck_s, 3)}  # fmt: skip
     finally:
         run.close()
@@ -218,7 +218,8 @@ def _watch(run: Run, *, for_s: float) -> Told:
     return told
 
 
-def _judged(one: Scenario, before: Told, after: Told) -> dict[str, Any]:
+def judged(one: Scenario, before: Told, after: Told) -> dict[str, Any]:
+    """Return what was right of what was told before and after the fault."""
     false = sorted({(f.kind, _places(f, one)) for _, found in before for f in found})
     line: dict[str, Any] = {"false_alarms": [f"{kind}: {where}" for kind, where in false]}
     fresh = [(at_s, [f for f in found if (f.kind, _places(f, one)) not in false]) for at_s, found in after]
@@ -230,7 +231,7 @@ def _judged(one: Scenario, before: Told, after: Told) -> dict[str, Any]:
     marks = [(at_s, [_mark(f, one) for f in found]) for at_s, found in told]
     right = [at_s for at_s, own in marks if {"right", "ambiguous"} & set(own)]
     last = marks[-1][1] if marks else []
-    order = ("right", "ambiguous", "wrong place", "wrong kind")
+    order = ("right", "ambiguous", "wider place", "wrong place", "wrong kind")
     return {
         **line, "detected_s": round(told[0][0], 2) if told else None, "first": min(marks[0][1], key=order.index) if told
         else None, "right_s": round(right[0], 2) if right else None,
@@ -245,7 +246,8 @@ def _mark(finding: Finding, one: Scenario) -> str:
         return "wrong kind"
     named = {_place(place, one) for place in finding.places}
     if not named & truth(one):
-        return "wrong place"
+        # a host's wires both ways hold the direction that broke
+        return "wider place" if named == {f"host {one.victim}"} else "wrong place"
     return "right" if len(named) == 1 else "ambiguous"
 
 

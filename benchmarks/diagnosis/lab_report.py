@@ -12,16 +12,17 @@ def report(lines: list[dict[str, Any]]) -> str:
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         groups[line["fault"]].append(line)
-    rows = ["| fault | runs | right | ambiguous | wrong | missed | seconds until told |", "| --- " * 7 + "|"]
+    rows = ["| fault | runs | right | ambiguous | wider | wrong | missed | seconds until told |", "| --- " * 8 + "|"]
     for fault, own in groups.items():
         if fault == "none":
             continue
         counts = Counter(line["verdict"] for line in own)
-        seconds = sorted(line["right_s"] for line in own if line.get("right_s") is not None)
+        is_placed = [line for line in own if line["verdict"] in ("right", "ambiguous", "wider place")]
+        seconds = sorted(line["right_s"] or line["detected_s"] for line in is_placed)
         told = f"{statistics.median(seconds):.1f} ({seconds[0]:.1f} to {seconds[-1]:.1f})" if seconds else "-"
         wrong = counts["wrong place"] + counts["wrong kind"]
         rows.append(
-            f"| {fault} | {len(own)} | {counts['right']} | {counts['ambiguous']} | {wrong} | {counts['missed']} | "
+            f"| {fault} | {len(own)} | {counts['right']} | {counts['ambiguous']} | {counts['wider place']} | {wrong} | {counts['missed']} | "
             f"{told} |"
         )
     alarmed = sum(bool(line.get("false_alarms")) for line in lines)
