@@ -130,6 +130,30 @@ def test_an_operation_that_its_rank_has_left_behind_does_not_hang() -> None:
     assert [op.sequence for op in window.records().operations] == [0, 2, 3, 4, 5]
 
 
+def beats(silent_from: float, *, end: float, every_s: float = 1.0) -> list[Record]:
+    world = Communicator(communicator="w", ranks=(0, 1), hosts=("a", "a"))
+    times = [every_s * number for number in range(int(end / every_s))]
+    return [world, *(Beat(rank=rank, at_s=at_s) for at_s in times for rank in (0, 1) if not rank or at_s < silent_from)]
+
+
+def test_a_rank_that_stops_is_found_also_where_nobody_waits_for_it() -> None:
+    judge = LiveJudge(looks_until_new=1)
+    judge.take(beats(10.0, end=13.0))
+    assert judge.look() == []
+    judge.take([Beat(rank=0, at_s=13.0)])
+    (news,) = judge.look()
+    assert (news.finding.kind, news.finding.where) == ("non-communication hang", "rank 1")
+    assert news.finding.since_s == 9.0 and news.age_s == 4.0
+
+
+def test_signs_of_life_that_come_seldom_are_missed_later() -> None:
+    judge = LiveJudge(looks_until_new=1)
+    judge.take(beats(30.0, end=40.0, every_s=3.0))
+    assert judge.look() == []
+    judge.take([Beat(rank=0, at_s=42.0)])
+    assert [news.finding.where for news in judge.look()] == ["rank 1"]
+
+
 # -- files that grow
 
 

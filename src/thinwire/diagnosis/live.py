@@ -12,6 +12,7 @@ from typing import Any, Literal
 from thinwire.diagnosis.diagnose import findings_of
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.records import Record
+from thinwire.diagnosis.silence import find_silent
 from thinwire.diagnosis.timeline import build
 from thinwire.diagnosis.window import Window
 
@@ -61,8 +62,8 @@ class LiveJudge:
     """Judges a job again and again, and tells of each cause once.
 
     A finding must be there at several looks before it is new, and be gone for several before it is over. Two findings
-    are of one cause where they are of one kind and name a common place, or where one's ranks are among the other's: what
-    was ambiguous and becomes exact is no second cause.
+    are of one cause where they are of one kind and name a common place, or where one's ranks are among the other's:
+    what was ambiguous and becomes exact is no second cause.
 
     Args:
         looks_until_new: Looks in a row that a finding must be there.
@@ -107,7 +108,9 @@ class LiveJudge:
         """
         try:
             job = build(self._window.records(without=without))
-            findings = findings_of(job)
+            periods, ended = self._window.periods(without=without), self._window.said_goodbye()
+            # the hang tells more of one who is waited for than its silence does: it comes first, and is the same cause
+            findings = [*findings_of(job), *find_silent(job, periods, said_goodbye=ended)]
         except Exception as error:  # whatever strangers wrote, the run goes on
             self.num_failed += 1
             self.problem = f"{type(error).__name__}: {error}"[:300]

@@ -1,7 +1,8 @@
-"""A file of records that still grows: each look reads what was added, whole lines only, and never all of a long file."""
+"""A file of records that still grows: each look reads what was added, whole lines only, of a long file its end."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ _HEAD_BYTES = 64 << 10
 class RecordTail:
     """Reads what was appended to a file of records since the last look.
 
-    A line without its end waits for the rest. A file that became shorter was begun anew and is read anew. What is no
+    A line without its end waits for the rest. A file that was begun anew is read anew. What is no
     record is counted and passed over: the file is written by others.
 
     Args:
@@ -37,6 +38,7 @@ class RecordTail:
         self.num_skipped_bytes = 0
         self._most_bytes = most_bytes
         self._at = 0
+        self._inode = -1
         self._is_begun = False
         self._is_inside = False  # of a line that is too long, or whose begin was passed over
 
@@ -49,9 +51,9 @@ class RecordTail:
 
     def _read(self) -> Iterator[Record]:
         with self.path.open("rb") as file:
-            size = file.seek(0, 2)
-            if size < self._at:
-                self._at, self._is_begun, self._is_inside = 0, False, False
+            size, inode = file.seek(0, 2), os.fstat(file.fileno()).st_ino
+            if size < self._at or inode != self._inode:
+                self._at, self._is_begun, self._is_inside, self._inode = 0, False, False, inode
             if not self._is_begun and size > self._most_bytes + _HEAD_BYTES:
                 file.seek(0)
                 yield from (record for record in self._take(file.read(_HEAD_BYTES)) if isinstance(record, Communicator))

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.diagnosis.silence import Periods
 
 _MOST_COMMUNICATORS = 256
 _MOST_RANKS = 1 << 16
@@ -66,6 +67,7 @@ class Window:
         self._transfers: _Ends[TransferEnd] = _Ends(most_records)
         self._spans: _Ends[Span] = _Ends(most_records)
         self._beats: dict[int, Beat] = {}
+        self._periods = Periods()
 
     def add(self, record: Record) -> None:
         """Take a record in."""
@@ -83,6 +85,15 @@ class Window:
             self._spans.put((record.rank, record.kind, record.step), record)
         elif record.rank in self._beats or len(self._beats) < _MOST_RANKS:
             self._beats[record.rank] = record
+            self._periods.add(record)
+
+    def periods(self, *, without: Collection[int] = frozenset()) -> dict[int, float]:
+        """Return the usual seconds between two signs of life, for each rank that gives any."""
+        return {rank: self._periods.usual_s(rank) for rank in self._beats if rank not in without}
+
+    def said_goodbye(self) -> set[int]:
+        """Return the ranks that ended and said so."""
+        return {rank for rank, beat in self._beats.items() if getattr(beat, "is_last", False)}
 
     def hosts(self) -> dict[int, str]:
         """Return the host of each rank that a communicator names."""
