@@ -100,6 +100,10 @@ class LiveJudge:
         for record in records:
             self._window.add(record)
 
+    def ranks(self) -> frozenset[int]:
+        """Return the ranks that are known."""
+        return frozenset(self._window.ranks())
+
     def look(self, *, without: Collection[int] = frozenset()) -> list[News]:
         """Judge what there is, and return what is new or over since the last look.
 

@@ -95,6 +95,10 @@ class Window:
         """Return the ranks that ended and said so."""
         return {rank for rank, beat in self._beats.items() if getattr(beat, "is_last", False)}
 
+    def ranks(self) -> set[int]:
+        """Return the ranks that wrote anything: a sign of life, or where they are."""
+        return {*self._beats, *(rank for one in self._communicators for rank in one.ranks)}
+
     def hosts(self) -> dict[int, str]:
         """Return the host of each rank that a communicator names."""
         return {

@@ -30,6 +30,7 @@ from thinwire.training.elastic.loop import ElasticTraining, Left
 from thinwire.training.elastic.own_work import OwnWork
 from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
+from thinwire.training.elastic.steering import write_pid
 from thinwire.training.metrics import Meter, open_loggers
 from thinwire.training.recorder import Recorder, own_fault
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
@@ -166,6 +167,7 @@ class _Life:
             deadline_s=_JOIN_S, warn=self._tell,
         )  # fmt: skip
         self._seated = seated
+        write_pid(Path(self._settings.out), seated.replica)
         return seated, address
 
     def _assemble(self, seated: Seated) -> _Parts:
