@@ -112,9 +112,8 @@ class LiveJudge:
         """
         try:
             job = build(self._window.records(without=without))
-            periods, ended = self._window.periods(without=without), self._window.said_goodbye()
             # the hang tells more of one who is waited for than its silence does: it comes first, and is the same cause
-            findings = [*findings_of(job), *find_silent(job, periods, said_goodbye=ended)]
+            findings = [*findings_of(job), *find_silent(job, said_goodbye=self._window.said_goodbye())]
         except Exception as error:  # whatever strangers wrote, the run goes on
             self.num_failed += 1
             self.problem = f"{type(error).__name__}: {error}"[:300]

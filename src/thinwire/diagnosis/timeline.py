@@ -6,13 +6,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
+from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.clocks import Alignment, Sighting, align
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Communicator, Operation, Span, TransferEnd
+from thinwire.diagnosis.records import Beat, Communicator, Operation, Span, TransferEnd
 
 _MOST_SIGHTINGS = 200_000
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+# Where so many beats are missing, a rank has fallen silent; one or two are late where cores are shared.
+_MISSED_BEATS = 3.5
+_LEAST_BEAT_S, _MOST_BEAT_S = 0.25, 10.0
 _Sure = Callable[[float], float]
 _Shift = Callable[[int, float | None], float | None]
 
@@ -91,6 +96,7 @@ class Job:
         unsteady: Ranks whose clock was set; their times are compared with nobody's.
         num_said_twice: Records that repeat or contradict an earlier one.
         trust: Part of the lines that could be used, in [0, 1].
+        beat_s: Usual seconds between two beats of each rank that gives any.
     """
 
     host_of: dict[int, str] = field(default_factory=dict)
@@ -108,6 +114,12 @@ class Job:
     unsteady: frozenset[int] = frozenset()
     num_said_twice: int = 0
     trust: float = 1.0
+    beat_s: dict[int, float] = field(default_factory=dict)
+
+    def silence_s(self, rank: int) -> float:
+        """Return how long a rank may be silent until it counts as stopped."""
+        # a clock that nobody has compared with another one tells nothing of now
+        return _MISSED_BEATS * self.beat_s.get(rank, _LEAST_BEAT_S) + self.error_s.get(rank, 0.0)
 
     @property
     def ranks(self) -> list[int]:
@@ -152,8 +164,27 @@ def build(records: Records) -> Job:
     # a clock that was set tells nothing of the present
     steady = [at_s for rank, at_s in job.last_seen_s.items() if rank not in job.unsteady]
     job.now_s = max(steady or job.last_seen_s.values(), default=-math.inf)
+    job.beat_s = usual_beats(records.beats)
     job.trust = 1.0 - records.refused_share
     return job
+
+
+def usual_beats(beats: Iterable[Beat]) -> dict[int, float]:
+    """Return the usual seconds between two beats, for each rank that gives any.
+
+    Example:
+        >>> usual_beats(Beat(rank=0, at_s=2.0 * second) for second in range(5))
+        {0: 2.0}
+    """
+    times: dict[int, list[float]] = {}
+    for beat in beats:
+        times.setdefault(beat.rank, []).append(beat.at_s)
+    return {rank: _usual(sorted(own)) for rank, own in times.items()}
+
+
+def _usual(times: list[float]) -> float:
+    gaps = [later - early for early, later in pairwise(times) if later > early]
+    return min(_MOST_BEAT_S, max(_LEAST_BEAT_S, median(gaps))) if gaps else 1.0
 
 
 def _places(job: Job, records: Records) -> dict[int, str]:

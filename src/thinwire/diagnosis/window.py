@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd
-from thinwire.diagnosis.silence import Periods
 
 _MOST_COMMUNICATORS = 256
-_MOST_RANKS = 1 << 16
+_MOST_RANKS, _MOST_BEATS = 1 << 16, 16
 # So many later operations of a rank must be done before one that is not counts as given up.
 _LATER_DONE = 3
 
@@ -66,8 +65,7 @@ class Window:
         self._operations: _Ends[Operation] = _Ends(most_records)
         self._transfers: _Ends[TransferEnd] = _Ends(most_records)
         self._spans: _Ends[Span] = _Ends(most_records)
-        self._beats: dict[int, Beat] = {}
-        self._periods = Periods()
+        self._beats: dict[int, deque[Beat]] = {}
 
     def add(self, record: Record) -> None:
         """Take a record in."""
@@ -84,16 +82,11 @@ class Window:
         elif isinstance(record, Span):
             self._spans.put((record.rank, record.kind, record.step), record)
         elif record.rank in self._beats or len(self._beats) < _MOST_RANKS:
-            self._beats[record.rank] = record
-            self._periods.add(record)
-
-    def periods(self, *, without: Collection[int] = frozenset()) -> dict[int, float]:
-        """Return the usual seconds between two signs of life, for each rank that gives any."""
-        return {rank: self._periods.usual_s(rank) for rank in self._beats if rank not in without}
+            self._beats.setdefault(record.rank, deque(maxlen=_MOST_BEATS)).append(record)
 
     def said_goodbye(self) -> set[int]:
         """Return the ranks that ended and said so."""
-        return {rank for rank, beat in self._beats.items() if getattr(beat, "is_last", False)}
+        return {rank for rank, beats in self._beats.items() if beats[-1].is_last}
 
     def ranks(self) -> set[int]:
         """Return the ranks that wrote anything: a sign of life, or where they are."""
@@ -123,7 +116,7 @@ class Window:
         found.operations = _without_given_up(kept)
         found.transfers = [end for end in self._transfers.values() if not {end.rank, end.peer} & gone]
         found.spans = [span for span in self._spans.values() if span.rank not in gone]
-        found.beats = [beat for beat in self._beats.values() if beat.rank not in gone]
+        found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
         found.num_lines = found.num_records
         return found
 
