@@ -74,6 +74,7 @@ class ElasticHands:
             if pid is None:
                 return f"failed: there is no process of replica {action.target} on this host"
             self._order(Order(what="kill", pid=pid, why=action.why))
+            self._tell("expel", str(action.target))  # the others need not wait until its silence is noticed
             return "its process was killed, and another one takes its place"
         if not action.is_hang:
             return self._tell("leave", str(action.target))
@@ -146,6 +147,7 @@ class LostTime:
     def __init__(self) -> None:
         self._lives: dict[int, _Life] = {}
         self._lost: list[_Lost] = []
+        self._arrivals: list[tuple[str, float]] = []
         self._repeated_windows = 0
         self._first_windows: int | None = None
         self._step_s = 0.0
@@ -159,8 +161,7 @@ class LostTime:
             if number not in members:
                 del self._lives[number]
                 if not _went_well(number, status["findings"]):
-                    share = 1 / max(1, self._num_active)
-                    self._lost.append(_Lost(number, life.host, life.moved_s, at_s, share))
+                    self._lose(number, life, at_s)
             elif number not in active:  # it has come to the end
                 del self._lives[number]
         for number, one in active.items():
@@ -173,10 +174,21 @@ class LostTime:
         self._num_active = max(1, len(active))
         self._learn(status, active)
 
+    def _lose(self, replica: int, life: _Life, at_s: float) -> None:
+        lost = _Lost(replica, life.host, life.moved_s, at_s, share=1 / self._num_active)
+        self._lost.append(lost)
+        # one that came in its place may have been there before it was let go
+        came = [one for one in self._arrivals if one[0] == life.host and one[1] > life.moved_s]
+        if came:
+            lost.back_s = came[0][1]
+            self._arrivals.remove(came[0])
+
     def _come(self, host: str, at_s: float) -> None:
         waiting = [lost for lost in self._lost if lost.back_s is None and lost.host == host]
         if waiting:
             waiting[0].back_s = at_s
+        else:
+            self._arrivals.append((host, at_s))
 
     def _learn(self, status: Mapping[str, Any], active: Mapping[int, Mapping[str, Any]]) -> None:
         repeated = int(status["data"].get("repeated", 0))
@@ -208,8 +220,10 @@ class LostTime:
             target = target_of(one.finding)
             if target is not None and target not in gone:
                 since_s = at_s - one.age_s
-                found.append(Incident(since_s=since_s, found_s=at_s, back_s=over_s.get(one.case, end_s),
-                                      share=1 / self._num_active))  # fmt: skip
+                found.append(Incident(
+                    since_s=since_s, found_s=at_s, acted_s=done_s.get(str(target)),
+                    back_s=over_s.get(one.case, end_s), share=1 / self._num_active,
+                ))  # fmt: skip
         whole = account(found, run_s=run_s, end_s=end_s)
         # what a replica had trained on and no round had counted is trained on again, by whom it is lent to
         again_s = self._repeated_windows / max(1, batch_size) * self._step_s / self._num_active
