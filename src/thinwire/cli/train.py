@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from thinwire.cli.train_judged import judged
 from thinwire.cli.train_options import parse, settle, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.cli.watch import end_with
@@ -74,6 +75,15 @@ def _check_elastic(config: TrainConfig) -> None:
         for name in ("port", "begin_with", "preserve_norm", "checkpoint_to", "keep_checkpoints", "ranks_per_replica"):
             if getattr(config, name) != getattr(fresh, name):
                 raise ValueError(f"{flag(name)} is for elastic runs; give --elastic too, or leave it out")
+        if config.on_finding in ("exclude", "restart"):
+            raise ValueError(
+                f"--on-finding {config.on_finding} is for elastic runs, since others cannot go on without a replica; "
+                f"give --elastic too, or --on-finding warn or abort"
+            )
+        if world_size() is not None and config.on_finding == "abort":
+            raise ValueError(
+                "--on-finding abort is not possible under torchrun, which starts the replicas; leave it out"
+            )
     if config.elastic:
         from thinwire.cli.elastic_train import check_elastic
 
@@ -113,12 +123,17 @@ def _train_here(config: TrainConfig) -> int:
                 return code
             if config.elastic:
                 return _train_elastic(config, is_resumed=is_resumed)
-            with _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None):
+            with (
+                _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None),
+                judged(config, step=step, say=_say) as judgement,
+            ):
                 summary = launch(config, module="thinwire.cli.worker", is_resumed=is_resumed)
         except KeyboardInterrupt:
             # between the words and the first replica; from there on the launcher takes the signal
             return _fail(128 + signal.SIGINT, "stopped before training began")
         except Stopped as stop:
+            if judgement.why:
+                return _fail(FAILED, f"the run was ended because of a finding: {judgement.why}")
             _say(f"{stop}; all replicas have ended. Go on with: thinwire train --resume {config.run_dir}")
             return 128 + stop.signal_number
         except WorkerFailed as error:

@@ -141,7 +141,9 @@ def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
     quiet = [
         rank
         for rank, at_s in job.last_seen_s.items()
-        if (job.now_s - at_s > max(limit_s, job.silence_s(rank)) or rank in left) and rank not in job.unsteady and rank not in job.goodbyes
+        if (job.now_s - at_s > max(limit_s, job.silence_s(rank)) or rank in left)
+        and rank not in job.unsteady
+        and rank not in job.goodbyes
     ]
     return tuple(sorted(quiet)) if len(quiet) < len(job.last_seen_s) else ()
 

@@ -30,7 +30,19 @@ from thinwire.transport.recording import RecordingTransport
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
 _LOCAL_NAMES = ("data", "model")
-_OUTPUTS = ("config.json", "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*", "records-rank-*")
+_OUTPUTS = (
+    "config.json",
+    "summary.json",
+    "report.html",
+    "metrics-replica-*",
+    "transfers-replica-*",
+    "records-rank-*",
+    "findings.jsonl",
+    "actions.jsonl",
+    "downtime.json",
+    "parts.jsonl",
+    "checkpoint-cost.json",
+)
 _OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
 
 
