@@ -20,7 +20,7 @@ FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
     "join_deadline_s", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
     "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
-    "expected_step_s", "ranks_per_replica", "on_finding", "steer_dry_run",
+    "expected_step_s", "ranks_per_replica", "on_finding", "steer_dry_run", "checkpoint_auto",
 )  # fmt: skip
 
 # Sequences of a replica's step where nobody says it.
@@ -151,6 +151,8 @@ class TrainConfig:
     """Replicas, on all hosts, that an elastic run waits for before its first step. Default: --replicas."""
     preserve_norm: bool = False
     """Keep the length of a single replica's part in an elastic run's means, however many make them."""
+    checkpoint_auto: bool = False
+    """Choose the steps between checkpoints by what one costs and how often the run was lost; else as told above."""
     checkpoint_to: str | None = None
     """Folder or URL (s3://...) of an elastic run's checkpoints. Default: checkpoints/ in --out."""
     keep_checkpoints: int = 2

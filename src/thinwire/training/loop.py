@@ -21,6 +21,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.drift import Watch
 from thinwire.training.metrics import Meter, Reading
 from thinwire.training.recorder import Recorder
+from thinwire.training.run_parts import note_cost
 
 Batch = tuple[Tensor, Tensor]
 
@@ -67,6 +68,7 @@ class Training:
     ) -> None:  # fmt: skip
         self.step = 0
         self._recorder = recorder
+        self._step_s = 0.0
         self._config = config
         self._model = model
         self._optimizer = optimizer
@@ -162,7 +164,10 @@ class Training:
             "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s),
             "step": self.step,
         }
+        began_s = time.monotonic()
         self._checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
+        if self._optimizer.transport.replica == 0 and self._step_s:
+            note_cost(self._config.run_dir, cost_s=time.monotonic() - began_s, step_s=self._step_s)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state.
@@ -206,6 +211,7 @@ class Training:
             self._recorder.add_step(self.step, started_s=began_s, done_s=done_s, loss=loss)
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
+            self._step_s = now_s - began_s
         self._last_step_s = now_s
 
     def _plain_step(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ was killed says nothing of its end; the next one finds that in the run's files.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thinwire.diagnosis.downtime import Downtime, Incident, account
+from thinwire.files import write_whole
 from thinwire.training.checkpoint_interval import interval_steps, mtbf_s
 
 PARTS_FILE = "parts.jsonl"
@@ -129,6 +131,20 @@ def measured_mtbf_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> tupl
     if began_s is not None:
         run_s += max(0.0, now_s - began_s)
     return mtbf_s(run_s=run_s, num_failures=failures), failures
+
+
+def note_cost(run_dir: Path, *, cost_s: float, step_s: float, write_s: float = 0.0) -> None:
+    """Write down what a checkpoint cost, for `chosen_interval`; a disk that takes no more is told by what matters more.
+
+    Args:
+        run_dir: The run's folder.
+        cost_s: Seconds that it kept the run from training.
+        step_s: Seconds of a step.
+        write_s: Seconds that it was written behind the back of training.
+    """
+    told = {"cost_s": round(cost_s, 4), "step_s": round(step_s, 4), "write_s": round(write_s, 4)}
+    with contextlib.suppress(OSError):
+        write_whole(run_dir / COST_FILE, json.dumps(told) + "\n")
 
 
 def chosen_interval(run_dir: Path) -> tuple[int, str] | None:
