@@ -179,7 +179,7 @@ class Steering:
         if kind == "exclude":
             left = len(set(present) - self._excluded - {target})
             least = max(1, math.ceil(self.policy.least_share * self._most_present))
-            return f"{left} replicas would be left, and {least} are the least" if left < least else ""
+            return f"only {left} of {self._most_present} replicas would be left, and {least} are the least" if left < least else ""
         if local is not None and target not in local:
             return f"replica {target} is on another host and cannot be restarted from here"
         while self._restarts_s and now_s - self._restarts_s[0] >= _HOUR_S:
