@@ -70,7 +70,8 @@ def judged(config: TrainConfig, *, step: int, say: Callable[[str], None]) -> Ite
     finally:
         done.set()
         watcher.join()
-        parts.end(how)  # type: ignore[arg-type]
+        told = [line["at"] for line in diagnosis.actions if line["action"] == "abort" and judgement.why]
+        parts.end(how, found_s=told[0] if told else None)  # type: ignore[arg-type]
         downtime = downtime_of(read_parts(config.run_dir), now_s=time.time())
         quiet = config.quiet and not diagnosis.news
         tell_end(config.run_dir, diagnosis, downtime, say=_nothing if quiet else say)

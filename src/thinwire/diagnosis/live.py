@@ -113,7 +113,7 @@ class LiveJudge:
         try:
             job = build(self._window.records(without=without))
             # the hang tells more of one who is waited for than its silence does: it comes first, and is the same cause
-            findings = [*findings_of(job), *find_silent(job, said_goodbye=self._window.said_goodbye())]
+            findings = [*findings_of(job), *find_silent(job)]
         except Exception as error:  # whatever strangers wrote, the run goes on
             self.num_failed += 1
             self.problem = f"{type(error).__name__}: {error}"[:300]

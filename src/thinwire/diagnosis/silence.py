@@ -5,23 +5,16 @@ In a run that goes on without those who do not come, nothing stands still where 
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.timeline import Job
 
 
-def find_silent(job: Job, *, said_goodbye: Collection[int] = frozenset()) -> list[Finding]:
-    """Return one finding for each rank whose recorder has stopped while others write on.
-
-    Args:
-        job: What is known.
-        said_goodbye: Ranks that ended, and said so.
-    """
+def find_silent(job: Job) -> list[Finding]:
+    """Return one finding for each rank whose recorder has stopped, without a goodbye, while others write on."""
     found = []
     for rank, period_s in sorted(job.beat_s.items()):
         last_s = job.last_seen_s.get(rank)
-        if last_s is None or rank in job.unsteady or rank in said_goodbye:
+        if last_s is None or rank in job.unsteady or rank in job.goodbyes:
             continue
         silent_s, limit_s = job.now_s - last_s, job.silence_s(rank)
         if silent_s <= limit_s:

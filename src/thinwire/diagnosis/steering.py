@@ -18,7 +18,8 @@ ActionKind = Literal["warn", "exclude", "restart", "abort"]
 ON_FINDING: tuple[str, ...] = ("off", "warn", "exclude", "restart", "abort")
 
 # What helps against what, of that which one may ask for. Another process on the same machine makes no wire faster, and
-# a clock that was set or a stall now and then is no reason to lose a replica.
+# a clock that was set or a stall now and then is no reason to lose a replica. Losses of small batches scatter: that one
+# has parted from the others' is for a person to judge.
 HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
     "communication hang": ("exclude", "restart", "abort"),
     "non-communication hang": ("exclude", "restart", "abort"),
@@ -27,7 +28,7 @@ HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
     "slowing compute": ("exclude", "restart"),
     "desync": ("exclude", "restart", "abort"),
     "non-finite loss": ("exclude", "restart", "abort"),
-    "loss divergence": ("exclude", "restart", "abort"),
+    "loss divergence": (),
     "periodic stall": (),
     "flapping link": (),
     "clock": (),
@@ -179,7 +180,11 @@ class Steering:
         if kind == "exclude":
             left = len(set(present) - self._excluded - {target})
             least = max(1, math.ceil(self.policy.least_share * self._most_present))
-            return f"only {left} of {self._most_present} replicas would be left, and {least} are the least" if left < least else ""
+            return (
+                f"only {left} of {self._most_present} replicas would be left, and {least} are the least"
+                if left < least
+                else ""
+            )
         if local is not None and target not in local:
             return f"replica {target} is on another host and cannot be restarted from here"
         while self._restarts_s and now_s - self._restarts_s[0] >= _HOUR_S:

@@ -84,10 +84,6 @@ class Window:
         elif record.rank in self._beats or len(self._beats) < _MOST_RANKS:
             self._beats.setdefault(record.rank, deque(maxlen=_MOST_BEATS)).append(record)
 
-    def said_goodbye(self) -> set[int]:
-        """Return the ranks that ended and said so."""
-        return {rank for rank, beats in self._beats.items() if beats[-1].is_last}
-
     def ranks(self) -> set[int]:
         """Return the ranks that wrote anything: a sign of life, or where they are."""
         return {*self._beats, *(rank for one in self._communicators for rank in one.ranks)}

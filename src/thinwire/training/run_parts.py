@@ -62,10 +62,11 @@ class RunParts:
                 self._is_working = True
                 self._write("working", {}, at_s=last["last_s"])
 
-    def end(self, how: How) -> None:
-        """Note how the part ended."""
+    def end(self, how: How, *, found_s: float | None = None) -> None:
+        """Note how the part ended, and when the fault that ended it was found, where that was before the end."""
         self.look()
-        self._write("ended", {"how": how, **_last_step(self._run_dir)})
+        found = {} if found_s is None else {"found_s": round(found_s, 3)}
+        self._write("ended", {"how": how, **found, **_last_step(self._run_dir)})
 
     def _write(self, what: str, fields: Mapping[str, Any], *, at_s: float | None = None) -> None:
         line = {"what": what, "at": round(self._clock() if at_s is None else at_s, 3), **fields}
@@ -112,8 +113,8 @@ def downtime_of(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> Downtime
         working = next((other for other in later if other["what"] == "working"), None)
         again = max(0, _whole(one, "step") - _whole(begun, "step")) if begun is not None else 0
         incidents.append(Incident(
-            since_s=float(one.get("last_s") or one["at"]), found_s=float(one["at"]),
-            acted_s=None if begun is None else float(begun["at"]),
+            since_s=float(one.get("last_s") or one["at"]), found_s=float(one.get("found_s") or one["at"]),
+            acted_s=float(one["at"]) if begun is None else float(begun["at"]),
             back_s=None if working is None else float(working["at"]), lost_work_s=again * float(one.get("step_s") or 0),
         ))  # fmt: skip
     return account(incidents, run_s=now_s - float(parts[0]["at"]), end_s=now_s)
