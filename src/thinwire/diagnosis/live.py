@@ -84,7 +84,7 @@ class LiveJudge:
         ([], [('new', 'link 0 -> 1')])
     """
 
-    def __init__(self, *, looks_until_new: int = 2, looks_until_over: int = 5, most_records: int = 6000) -> None:
+    def __init__(self, *, looks_until_new: int = 2, looks_until_over: int = 5, most_records: int = 3000) -> None:
         for name, value in (("looks_until_new", looks_until_new), ("looks_until_over", looks_until_over)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")

@@ -57,7 +57,7 @@ class Window:
         [0, 1, 94, 95, 96, 97, 98, 99]
     """
 
-    def __init__(self, *, most_records: int = 6000) -> None:
+    def __init__(self, *, most_records: int = 3000) -> None:
         if most_records < 4:
             raise ValueError(f"most_records must be at least 4, got {most_records}")
         # a rank may know itself only, so that each writes another record of the same communicator

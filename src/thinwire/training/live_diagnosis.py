@@ -1,6 +1,6 @@
 """A run that judges itself while it trains: reads what its ranks on this host write, tells findings, and acts on them.
 
-One thread of low priority in the process that started the run. It takes at most a twentieth of one core's time, and
+One thread of low priority in the process that started the run. It takes at most a tenth of one core's time, and
 does nothing where there are no records. A fault of its own is told and never ends the run.
 """
 
@@ -24,8 +24,8 @@ FINDINGS_FILE = "findings.jsonl"
 ACTIONS_FILE = "actions.jsonl"
 _RECORDS = "records-rank-*.jsonl"
 _LOOK_S = 1.0
-# Of one core: a look that took 0.1 s of it is followed by 2 s without one.
-_MOST_SHARE = 0.05
+# Of one core: a look that took 0.2 s of it is followed by 2 s without one.
+_MOST_SHARE = 0.1
 _NICER = 10
 _STOP_S = 10.0
 # Files that nobody wrote to since so long before the judge began are of an earlier part of the run.
