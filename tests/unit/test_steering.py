@@ -16,10 +16,12 @@ PRESENT = (0, 1, 2)
 
 
 def news(
-    kind: Kind = "non-communication hang", *places: Place, case: int = 0, confidence: float = 0.95, state: str = "new"
-) -> News:
+    kind: Kind = "non-communication hang", *places: Place, case: int = 0, confidence: float = 0.95, state: str = "new",
+    times: object = 5.0,
+) -> News:  # fmt: skip
     found = places or (Place(kind="rank", ranks=(1,)),)
-    finding = Finding(kind=kind, places=found, since_s=0.0, text="It broke.", confidence=confidence, remedy="")
+    finding = Finding(kind=kind, places=found, since_s=0.0, text="It broke.", confidence=confidence, remedy="",
+                      evidence={"times_longer": times})  # fmt: skip
     return News(case=case, state=state, finding=finding, age_s=1.0)  # type: ignore[arg-type]
 
 
@@ -121,8 +123,22 @@ def test_a_policy_that_makes_no_sense_is_refused() -> None:
         Policy(on_finding="pray")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="least_confidence and least_share"):
         Policy(least_share=0.0)
-    with pytest.raises(ValueError, match="cooldown_s and most_restarts"):
+    with pytest.raises(ValueError, match="cooldown_s, settle_s and most_restarts"):
         Policy(most_restarts=-1)
+
+
+def test_who_is_a_little_slow_or_slow_just_after_an_action_is_told_of_only() -> None:
+    slow: Kind = "non-communication slow"
+    for times in (2.9, "many", None):
+        action = steer("exclude").decide(news(slow, times=times), now_s=0.0, present=PRESENT)
+        assert action is not None and (action.kind, action.why) == ("warn", "slower by less than 3 times")
+    steering = steer("exclude", settle_s=60.0)
+    present = range(9)
+    told = [
+        steering.decide(news(kind, rank(number), case=number), now_s=now_s, present=present)
+        for number, (kind, now_s) in enumerate([("desync", 0.0), (slow, 59.0), ("desync", 60.0), (slow, 120.0)])
+    ]
+    assert [action.kind for action in told if action] == ["exclude", "warn", "exclude", "exclude"]
 
 
 # -- lost time

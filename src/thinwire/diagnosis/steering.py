@@ -24,8 +24,8 @@ HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
     "communication hang": ("exclude", "restart", "abort"),
     "non-communication hang": ("exclude", "restart", "abort"),
     "communication slow": ("exclude",),
-    "non-communication slow": ("exclude", "restart"),
-    "slowing compute": ("exclude", "restart"),
+    "non-communication slow": ("exclude",),
+    "slowing compute": ("exclude",),
     "desync": ("exclude", "restart", "abort"),
     "non-finite loss": ("exclude", "restart", "abort"),
     "loss divergence": (),
@@ -33,6 +33,8 @@ HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
     "flapping link": (),
     "clock": (),
 }
+# Who is slower than this is told of only: others hardly wait for it, and other load soon makes a machine half as fast.
+_LEAST_TIMES = 3.0
 # Of a place that is one rank, or a wire's end at one rank.
 _OF_ONE_RANK = ("rank", "sender", "receiver", "endpoint")
 _HOUR_S = 3600.0
@@ -72,6 +74,7 @@ class Policy:
         on_finding: The strongest action that is allowed; what it does not help against is told only.
         least_confidence: A finding that is less sure is told only.
         cooldown_s: So long after an action to a rank nothing else is done to it.
+        settle_s: So long after any action nobody is judged by slowness: one that starts makes others of its host slow.
         most_restarts: In an hour, of all replicas together.
         least_share: This part of the most replicas that ever took part together is never gone below.
     """
@@ -79,6 +82,7 @@ class Policy:
     on_finding: ActionKind = "warn"
     least_confidence: float = 0.8
     cooldown_s: float = 120.0
+    settle_s: float = 60.0
     most_restarts: int = 6
     least_share: float = 0.5
 
@@ -90,9 +94,10 @@ class Policy:
                 f"least_confidence and least_share must be in [0, 1], got {self.least_confidence} and "
                 f"{self.least_share}"
             )
-        if self.cooldown_s < 0 or self.most_restarts < 0:
+        if min(self.cooldown_s, self.settle_s, self.most_restarts) < 0:
             raise ValueError(
-                f"cooldown_s and most_restarts must be at least 0, got {self.cooldown_s} and {self.most_restarts}"
+                f"cooldown_s, settle_s and most_restarts must be at least 0, got {self.cooldown_s}, {self.settle_s} "
+                f"and {self.most_restarts}"
             )
 
 
@@ -137,7 +142,7 @@ class Steering:
             return None
         self._decided.add(news.case)
         kind, wanted = self.policy.on_finding, news.finding
-        refusal = self._refusal(wanted)
+        refusal = self._refusal(wanted, now_s=now_s)
         target = None if kind == "abort" else target_of(wanted)
         if not refusal and kind in ("exclude", "restart"):
             refusal = self._limit(kind, target, now_s=now_s, present=present, local=local)
@@ -151,7 +156,7 @@ class Steering:
                 self._restarts_s.append(now_s)
         return Action(kind=kind, target=target, case=news.case, why=wanted.text, is_hang="hang" in wanted.kind)
 
-    def _refusal(self, finding: Finding) -> str:
+    def _refusal(self, finding: Finding, *, now_s: float) -> str:
         """Return why a finding is no reason for the action that was asked for, or an empty text."""
         kind = self.policy.on_finding
         if kind == "warn":
@@ -160,7 +165,15 @@ class Steering:
             return f"{kind} does not help against {finding.kind}"
         if finding.confidence < self.policy.least_confidence:
             return f"not sure enough: {finding.confidence:.2f} of {self.policy.least_confidence:.2f}"
-        return ""
+        if "slow" not in finding.kind:
+            return ""
+        times = finding.evidence.get("times_longer", 0.0)
+        if not isinstance(times, int | float) or not times >= _LEAST_TIMES:
+            return f"slower by less than {_LEAST_TIMES:g} times"
+        since_s = now_s - max(self._acted_s.values(), default=-math.inf)
+        return (
+            "" if since_s >= self.policy.settle_s else f"the last action was {since_s:.0f} s ago and may be the reason"
+        )
 
     def _limit(
         self, kind: ActionKind, target: int | None, *, now_s: float, present: Collection[int],
