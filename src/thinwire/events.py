@@ -34,6 +34,8 @@ class Transfer:
         started_s: When the transfer was asked for, seconds on the recorder's clock.
         finished_s: When it was done.
         error: What went wrong, or an empty text.
+        name: What was asked for by name, where it was.
+        begun_s: From when on a sender did not wait for the other direction any more; None where it never did.
     """
 
     direction: Direction
@@ -47,13 +49,64 @@ class Transfer:
     started_s: float
     finished_s: float
     error: str = ""
+    name: bytes = b""
+    begun_s: float | None = None
 
     def to_json(self) -> str:
-        """Write the record as one JSON line without the line's end."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        """Write the record as one JSON line without the line's end; `name` and `begun_s` are left out."""
+        told = asdict(self)
+        del told["name"], told["begun_s"]
+        return json.dumps(told, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Posted:
+    """One end of a message that was asked for; what becomes of it is told by the `Transfer` of its end.
+
+    Attributes:
+        direction: Seen from the replica that recorded it.
+        peer: The other replica.
+        kind: What the message belongs to.
+        round_id: The round, counted from 0.
+        fragment: The fragment, counted from 0.
+        phase: 0 for a round's first message, 1 for the second of a two-phase exchange.
+        num_bytes: The payload's bytes; for a receiver the most that they can be.
+        posted_s: When it was asked for, seconds on the recorder's clock.
+        name: What was asked for by name, where it was.
+    """
+
+    direction: Direction
+    peer: int
+    kind: str
+    round_id: int
+    fragment: int
+    phase: int
+    num_bytes: int
+    posted_s: float
+    name: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundMark:
+    """A round was launched at this replica, or its result is there.
+
+    Attributes:
+        round_id: The round.
+        num_elements: Of the tensor that is exchanged.
+        dtype: Of its elements, such as `float32`.
+        is_done: Whether the result is there.
+        at_s: When, in seconds of `time.monotonic`.
+    """
+
+    round_id: int
+    num_elements: int
+    dtype: str
+    is_done: bool
+    at_s: float
 
 
 Sink = Callable[[Transfer], None]
+PostSink = Callable[[Posted], None]
 
 
 class TransferLog:
@@ -74,6 +127,7 @@ class TransferLog:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         self._ring: deque[Transfer] = deque(maxlen=capacity)
         self._sinks = list(sinks)
+        self._post_sinks: list[PostSink] = []
         self._totals = {"sent": Totals(), "received": Totals()}
         self._lock = threading.Lock()
 
@@ -90,6 +144,15 @@ class TransferLog:
         """Stream all later records to `sink` too."""
         with self._lock:
             self._sinks.append(sink)
+
+    def post(self, posted: Posted) -> None:
+        """Hand on that an end of a message was asked for; it is not kept."""
+        for sink in self._post_sinks:
+            sink(posted)
+
+    def add_post_sink(self, sink: PostSink) -> None:
+        """Tell `sink` of all that is asked for later; it may be called from several threads at once."""
+        self._post_sinks = [*self._post_sinks, sink]
 
     def totals(self, direction: Direction) -> Totals:
         """Return the sums over everything ever recorded in one direction, failed transfers left out."""

@@ -89,7 +89,7 @@ def test_no_files_and_unknown_words_are_wrong_options(tmp_path: Path, capsys: py
     assert main([str(tmp_path / "none")]) == 1
     assert "cannot read" in capsys.readouterr().err
     assert main([str(tmp_path)]) == 1
-    assert "holds no transfers-replica-N.jsonl" in capsys.readouterr().err
+    assert "holds no records-rank-N.jsonl, transfers-replica-N.jsonl" in capsys.readouterr().err
 
 
 def _entry(sequence: int, *, name: str = "gloo:all_reduce", size: int = 5, retired: bool = True) -> dict[str, Any]:

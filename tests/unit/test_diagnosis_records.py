@@ -104,9 +104,9 @@ def test_a_line_that_is_refused_is_counted_and_named_and_ends_nothing(tmp_path: 
 
 
 def test_a_communicator_that_contradicts_another_is_refused(tmp_path: Path) -> None:
-    lines = [to_line(Communicator(communicator="w", ranks=ranks, hosts=("a",))).encode() for ranks in ((0,), (1,))]
+    lines = [to_line(Communicator(communicator="w", ranks=(0,), hosts=(host,))).encode() for host in ("a", "b")]
     records = read_records([_write(tmp_path / "r.jsonl", lines)])
-    assert records.communicators["w"].ranks == (0,) and "other members" in records.refusals[0].reason
+    assert records.communicators["w"].hosts == ("a",) and "other members" in records.refusals[0].reason
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -9,14 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire.cli.steered import diagnosis_of, tell_end
 from thinwire.errors import Stopped, WorkerFailed
 from thinwire.membership.invitation import Invitation
-from thinwire.membership.line import Line
+from thinwire.membership.line import Line, ask_once
 from thinwire.membership.protocol import Message
 from thinwire.training.elastic.launch import Role, launch
+from thinwire.training.elastic.steering import ElasticHands, LostTime
 from thinwire.transport.secret import Secret
 
-_ASK_S, _TELL_S = 1.0, 15.0
+_ASK_S, _TELL_S, _COMMAND_S = 1.0, 15.0, 5.0
 
 
 class Watch:
@@ -32,6 +35,8 @@ class Watch:
         self._say = say
         self._line = Line(invitation, secret=secret, hear=self._hear)
         self._latest: dict[str, Any] | None = None
+        self.status: dict[str, Any] | None = None
+        self.lost = LostTime()
         self._told: list[str] = []
         self._ask_s = self._tell_s = 0.0
 
@@ -44,6 +49,8 @@ class Watch:
         status, self._latest = self._latest, None
         if status is None:
             return
+        self.status = status
+        self.lost.see(status, at_s=time.time())
         for finding in _new(self._told, status["findings"]):
             self._say(finding)
         self._told = status["findings"]
@@ -78,13 +85,22 @@ def _new(told: list[str], findings: list[str]) -> list[str]:
 
 def run_here(
     roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool,
-    part: Callable[[], None] = lambda: None,
+    part: Callable[[], None] = lambda: None, on_finding: str = "warn", steer_dry_run: bool = False, batch_size: int = 1,
 ) -> int:  # fmt: skip
     """Run this host's processes to the end; return the exit code."""
     say = _say_nothing if is_quiet else tell
     watch = Watch(invitation, secret=secret, say=say)
+
+    def command(verb: str, target: str) -> str:
+        answer = ask_once(invitation, secret=secret, deadline_s=_COMMAND_S, verb=verb, target=target)
+        return str(answer["text"]) if answer["ok"] else f"failed: {answer['text']}"
+
+    hands = ElasticHands(run_dir, status=lambda: watch.status, tell=command)
+    diagnosis = diagnosis_of(run_dir, on_finding=on_finding, is_dry_run=steer_dry_run, hands=hands, say=tell)
+    began_s = time.time()
     try:
-        launch(roles, run_dir=run_dir, say=tell, look=watch.look, part=part)
+        with diagnosis or contextlib.nullcontext():
+            launch(roles, run_dir=run_dir, say=tell, look=watch.look, part=part, orders=hands.take_orders)
     except Stopped as stop:
         tell(f"{stop}; this host's replicas have left")
         return 128 + stop.signal_number
@@ -93,6 +109,12 @@ def run_here(
         return 1
     finally:
         watch.close()
+        if diagnosis is not None:
+            end_s = time.time()
+            downtime = watch.lost.downtime(
+                diagnosis.news, diagnosis.actions, run_s=end_s - began_s, end_s=end_s, batch_size=batch_size
+            )
+            tell_end(run_dir, diagnosis, downtime, say=say)
     return 0
 
 

@@ -104,7 +104,8 @@ def run(config: TrainConfig, *, is_resumed: bool) -> tuple[int, dict[str, Any] |
     roles = [coordinator, *replica_roles(config.num_replicas)]
     code = run_here(
         roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.quiet,
-        part=(run_dir / ALONE_FILE).touch,
+        part=(run_dir / ALONE_FILE).touch, on_finding=config.on_finding, steer_dry_run=config.steer_dry_run,
+        batch_size=config.batch_size or 1,
     )  # fmt: skip
     path = run_dir / "summary.json"
     return code, json.loads(path.read_text()) if code == 0 and path.exists() else None

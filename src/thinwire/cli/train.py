@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.cli.launcher_end import end_with
+from thinwire.cli.train_judged import judged
 from thinwire.cli.train_options import parse, settle, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
@@ -74,8 +75,28 @@ def _check_elastic(config: TrainConfig) -> None:
         for name in ("port", "begin_with", "preserve_norm", "checkpoint_to", "keep_checkpoints", "ranks_per_replica"):
             if getattr(config, name) != getattr(fresh, name):
                 raise ValueError(f"{flag(name)} is for elastic runs; give --elastic too, or leave it out")
+        if config.checkpoint_auto and world_size() is not None:
+            raise ValueError(
+                "--checkpoint-auto is not possible under torchrun, where hosts would choose apart; give "
+                "--checkpoint-every"
+            )
+        if config.on_finding in ("exclude", "restart"):
+            raise ValueError(
+                f"--on-finding {config.on_finding} is for elastic runs, since others cannot go on without a replica; "
+                f"give --elastic too, or --on-finding warn or abort"
+            )
+        if world_size() is not None and config.on_finding == "abort":
+            raise ValueError(
+                "--on-finding abort is not possible under torchrun, which starts the replicas; leave it out"
+            )
     if config.elastic:
         from thinwire.cli.elastic_train import check_elastic
+
+        if config.checkpoint_auto:
+            raise ValueError(
+                "--checkpoint-auto is for runs without --elastic: an elastic one goes back to a checkpoint only where "
+                "all replicas are lost at once; give --checkpoint-every"
+            )
 
         if world_size() is not None:
             raise ValueError(
@@ -106,6 +127,7 @@ def _train_here(config: TrainConfig) -> int:
     if is_resumed and (config.run_dir / "summary.json").exists():
         _say(f"the run in {config.run_dir} has finished; this is its result")
         return _show(config, json.loads((config.run_dir / "summary.json").read_text()))
+    config = _with_interval(config)
     with _ended_by_sigterm():
         try:
             code, step = _prepare(config)
@@ -113,12 +135,17 @@ def _train_here(config: TrainConfig) -> int:
                 return code
             if config.elastic:
                 return _train_elastic(config, is_resumed=is_resumed)
-            with _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None):
+            with (
+                _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None),
+                judged(config, step=step, say=_say) as judgement,
+            ):
                 summary = launch(config, module="thinwire.cli.worker", is_resumed=is_resumed)
         except KeyboardInterrupt:
             # between the words and the first replica; from there on the launcher takes the signal
             return _fail(128 + signal.SIGINT, "stopped before training began")
         except Stopped as stop:
+            if judgement.why:
+                return _fail(FAILED, f"the run was ended because of a finding: {judgement.why}")
             _say(f"{stop}; all replicas have ended. Go on with: thinwire train --resume {config.run_dir}")
             return 128 + stop.signal_number
         except WorkerFailed as error:
@@ -156,6 +183,20 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
         _say(f"going on from step {step}")
     make_run_folder(dataclasses.replace(config, resume=None, overwrite=False), is_resumed=is_resumed)
     return 0, step
+
+
+def _with_interval(config: TrainConfig) -> TrainConfig:
+    """Return the options with the steps between checkpoints that earlier parts of the run speak for."""
+    from thinwire.training.run_parts import chosen_interval
+
+    if not config.checkpoint_auto:
+        return config
+    chosen = chosen_interval(config.run_dir) if config.resume is not None else None
+    if chosen is None:
+        _say(f"a checkpoint every {config.checkpoint_every} steps, until it is known what one costs")
+        return config
+    _say(chosen[1])
+    return dataclasses.replace(config, checkpoint_every=chosen[0])
 
 
 def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:

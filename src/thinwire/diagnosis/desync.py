@@ -14,6 +14,7 @@ from thinwire.diagnosis.timeline import Job
 _PARTED_SCORES = 6.0
 _PARTED_STEPS = 4
 _LEAST_PARTED = 0.05
+_LATELY = 64
 
 # What is compared, in the order of what causes what: a rank in another round has other sizes too.
 _COMPARED: tuple[tuple[str, str], ...] = (
@@ -101,8 +102,11 @@ def _non_finite(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Find
 
 
 def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]:
-    """Return a rank whose loss differs from the median of all by much more than ranks do, several steps in a row."""
-    runs: dict[int, list[int]] = defaultdict(list)
+    """Return a rank whose loss differs from the median of all by much more than ranks do, several steps in a row.
+
+    Always to the same side: a small batch makes a loss jump to both.
+    """
+    runs: dict[int, list[tuple[int, float]]] = defaultdict(list)
     usual: list[float] = []
     for step in sorted(by_step):
         losses = {rank: span.loss for rank, span in by_step[step].items() if span.loss is not None}
@@ -110,17 +114,23 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
         if len(finite) < 3:
             continue
         middle = median(list(finite.values()))
-        apart = {rank: abs(loss - middle) for rank, loss in finite.items()}
         scale = max(1.4826 * median(usual), _LEAST_PARTED * abs(middle) / _PARTED_SCORES) if len(usual) >= 8 else None
-        for rank, distance in apart.items():
-            if scale is not None and distance > _PARTED_SCORES * scale:
-                runs[rank].append(step)
-            else:
-                runs[rank].clear()
-                usual.append(distance)
-            if scale is not None and len(runs[rank]) >= _PARTED_STEPS:
-                return {"loss": _parting(job, rank, by_step[runs[rank][0]][rank], step, distance / scale)}
-        del usual[:-256]
+        for rank, loss in finite.items():
+            apart, run = loss - middle, runs[rank]
+            is_far = scale is not None and abs(apart) > _PARTED_SCORES * scale
+            if run and (not is_far or run[-1][1] * apart < 0):
+                # it was noise, and tells how far ranks are apart
+                usual += [abs(distance) for _, distance in run]
+                run.clear()
+            if is_far:
+                run.append((step, apart))
+            elif apart:
+                # with an odd number of ranks one is the middle itself, and says nothing of how far ranks are apart
+                usual.append(abs(apart))
+            if scale is not None and len(run) >= _PARTED_STEPS:
+                return {"loss": _parting(job, rank, by_step[run[0][0]][rank], step, abs(apart) / scale)}
+        # losses part as they fall: what ranks were apart long ago says little
+        del usual[:-_LATELY]
     return {}
 
 

@@ -32,13 +32,14 @@ def findings_of(job: Job) -> list[Finding]:
     desyncs = find_desync(job)
     out_of_step = {finding.evidence["communicator"] for finding in desyncs}
     # who waits because of a desync waits for nothing else
-    hangs = [finding for finding in find_hangs(job) if finding.evidence["communicator"] not in out_of_step]
+    hangs = [finding for finding in find_hangs(job) if finding.evidence.get("communicator") not in out_of_step]
     links = link_times(job)
     work = work_times(job)
     flapping = find_flapping(job, links)
     slow = [finding for finding in find_slow_links(job, links) if not _touches(finding, flapping, job)]
     stalls = find_stalls(job, work)
     slow_work = [finding for finding in find_slow_work(job, work) if not _touches(finding, stalls, job)]
+    slow = [finding for finding in slow if not _follows(finding, slow_work, job)]
     found = [*desyncs, *hangs, *find_losses(job), *slow, *find_slow_operations(job), *slow_work, *flapping, *stalls]
     return [*found, *find_set_clocks(job)]
 
@@ -66,6 +67,15 @@ def _touches(finding: Finding, others: Sequence[Finding], job: Job) -> bool:
     """Return whether another finding names a place that this one names too, as ranks."""
     own = _ranks_of(finding, job)
     return any(own & _ranks_of(other, job) for other in others)
+
+
+def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
+    """Return whether the slow end of wires is a rank whose work is slow too: who lacks time takes long to answer."""
+    if any("link" in place.kind for place in finding.places):
+        return False
+    own = _ranks_of(finding, job)
+    told = [other for other in slow_work if other.since_round > 0 and other.places[0].kind != "job"]
+    return bool(own) and any(own <= _ranks_of(other, job) for other in told)
 
 
 def _ranks_of(finding: Finding, job: Job) -> set[int]:

@@ -8,7 +8,7 @@ message whose both ends are ready and that does not arrive shows the place. Who 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +19,8 @@ from thinwire.diagnosis.records import Operation
 from thinwire.diagnosis.timeline import Job, Message
 
 LEAST_PATIENCE_S = 1.0
+# A recorder that says every second that it lives is silent after so long, however rare rounds are.
+SILENCE_S = 3.0
 _PERIODS = 3.0
 _DURATIONS = 1.5
 _LONGEST_CHAIN = 12
@@ -35,6 +37,7 @@ class _Standstill:
     since_s: float
     patience_s: float
     gone_s: float
+    left_behind: frozenset[int] = frozenset()
 
     @property
     def round(self) -> int:
@@ -46,13 +49,19 @@ def find_hangs(job: Job) -> list[Finding]:
     """Return one finding for each communicator that stands still for longer than its own times allow.
 
     The limit is the longest of 1 s, three times the usual time between operations, and 1.5 times the longest
-    operation seen.
+    operation seen. Where a rank has ended by a fault of its own, the others stand still because of it.
     """
-    found = []
+    failed = sorted((at_s, rank) for rank, (at_s, error) in job.goodbyes.items() if error)
+    found = [_failed(job, rank) for _, rank in failed[:1]]
     for communicator in sorted({name for name, _ in job.operations}):
-        standstill = _standstill(job, communicator)
-        if standstill is not None:
-            found.append(_judge(job, standstill))
+        left_behind: set[int] = set()
+        while (still := _standstill(job, communicator, left_behind)) is not None:
+            if not (failed and still.since_s <= failed[0][0] + still.gone_s):
+                found += _judge(job, still)
+            # where the others have gone on without those who stand still, they may stand still elsewhere
+            if not set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind:
+                break
+            left_behind |= set(still.inside)
     return found
 
 
@@ -74,8 +83,12 @@ def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
     return gone_s, max(gone_s, _DURATIONS * max(durations))
 
 
-def _standstill(job: Job, communicator: str) -> _Standstill | None:
-    own = sorted((key[1], ops) for key, ops in job.operations.items() if key[0] == communicator)
+def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standstill | None:
+    own = sorted(
+        (key[1], {rank: op for rank, op in ops.items() if rank not in left_behind})
+        for key, ops in job.operations.items()
+        if key[0] == communicator
+    )
     still = [(sequence, ops) for sequence, ops in own if any(op.done_s is None for op in ops.values())]
     if not still:
         return None
@@ -83,34 +96,74 @@ def _standstill(job: Job, communicator: str) -> _Standstill | None:
     known = job.communicators.get(communicator)
     members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
     furthest = {rank: number for number, all_ops in own for rank in all_ops}
+    # of a rank without any record nobody knows whether it came, and one that has ended does not come
+    members &= set(job.last_seen_s) - set(job.goodbyes) - left_behind
     missing = tuple(sorted(rank for rank in members if furthest.get(rank, -1) < sequence))
     inside = {rank: op for rank, op in ops.items() if op.done_s is None}
     gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
     since_s = max(op.posted_s for op in inside.values())
     still_s = job.now_s - since_s
-    if still_s < limit_s and (still_s < gone_s or not _silent(job, gone_s)):
+    has_ended = set(inside) <= set(job.goodbyes) and not missing
+    if has_ended:  # its ranks have ended in the middle of it, and no one of them has a fault of its own
+        return None
+    is_sure = still_s >= limit_s or (still_s >= LEAST_PATIENCE_S and _silent(job, gone_s)) or _survivors(job)
+    if not is_sure:
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
-        patience_s=limit_s, gone_s=gone_s,
+        patience_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
     )  # fmt: skip
 
 
-def _judge(job: Job, still: _Standstill) -> Finding:
+def _judge(job: Job, still: _Standstill) -> list[Finding]:
     messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
-    silent = _silent(job, still.gone_s)
-    culprits = still.missing or silent
+    if any(m.received_done_s is None and still.left_behind & {m.source, m.destination} for m in messages):
+        return []  # they wait for those who stand still elsewhere
+    silent = tuple(rank for rank in _silent(job, still.gone_s) if rank not in still.left_behind)
+    inside = tuple(sorted(still.inside))
+    # where all who stand here are silent, the others have gone on: whoever else is silent stands elsewhere
+    culprits = still.missing or (inside if set(inside) <= set(silent) else silent)
     if culprits:
-        return _outside(job, still, culprits, silent, messages)
-    return _inside(job, still, messages)
+        return [_outside(job, still, culprits, silent, messages)]
+    # before all have shown that they still live, one of them may just have been paused or killed
+    known_s = still.since_s + LEAST_PATIENCE_S
+    if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
+        return []
+    return [_inside(job, still, messages)]
 
 
 def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
     """Return ranks whose recorder has stopped: paused, killed, or on a host that is gone."""
     if not job.has_beats:
         return ()
-    quiet = [r for r, at_s in job.last_seen_s.items() if job.now_s - at_s > limit_s and r not in job.unsteady]
+    limit_s = min(limit_s, SILENCE_S)
+    left = _survivors(job)
+    quiet = [
+        rank
+        for rank, at_s in job.last_seen_s.items()
+        if (job.now_s - at_s > max(limit_s, job.silence_s(rank)) or rank in left)
+        and rank not in job.unsteady
+        and rank not in job.goodbyes
+    ]
     return tuple(sorted(quiet)) if len(quiet) < len(job.last_seen_s) else ()
+
+
+def _survivors(job: Job) -> tuple[int, ...]:
+    """Return who has not said goodbye where most have, because they lost others: who was killed says nothing."""
+    left = tuple(sorted(set(job.last_seen_s) - set(job.goodbyes)))
+    return left if 2 * len(left) < len(job.last_seen_s) else ()
+
+
+def _failed(job: Job, rank: int) -> Finding:
+    at_s, error = job.goodbyes[rank]
+    place = Place(kind="rank", ranks=(rank,))
+    return Finding(
+        kind="non-communication hang", places=(place,), since_s=at_s,
+        evidence={"error": error, "others_ended": sorted(set(job.goodbyes) - {rank})[:32]},
+        text=f"Rank {rank} has ended by an error of its own: {error}",
+        confidence=0.95 * job.trust,
+        remedy="mend what the error says; the others end because they lost this rank",
+    )  # fmt: skip
 
 
 def _outside(
@@ -123,6 +176,8 @@ def _outside(
     last_s = min(job.last_seen_s.get(rank, still.since_s) for rank in culprits)
     place = _place_of(job, culprits)
     came = "not come to" if still.missing else "stopped inside of"
+    others = set(still.inside) - set(culprits)
+    sitting = f", which {len(others)} other{'s sit' if len(others) > 1 else ' sits'} in" if others else ""
     return Finding(
         kind="non-communication hang",
         places=(place,),
@@ -134,8 +189,8 @@ def _outside(
             "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
             "last_sign_s": round(last_s, 3), "wait_chain": _chain(still, messages, culprits),
         },
-        text=f"{str(place).capitalize()} has {came} operation {still.sequence} of {still.communicator}, which "
-        f"{len(set(still.inside) - set(culprits))} others sit in; its recorder {who}.",
+        text=f"{str(place).capitalize()} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
+        f"recorder {who}.",
         confidence=(0.95 if gone else 0.9) * job.trust,
         remedy="restart it or go on without it; its own log ends where it hangs" if gone
         else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",

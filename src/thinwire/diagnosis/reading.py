@@ -81,7 +81,7 @@ class Records:
         if isinstance(record, Communicator):
             known = self.communicators.setdefault(record.communicator, record)
             if known != record:
-                raise ValueError("a communicator of this name has other members")
+                self.communicators[record.communicator] = _united(known, record)
             return
         if self.num_records >= MOST_RECORDS:
             raise ValueError(f"more than {MOST_RECORDS} records; diagnose a shorter stretch")
@@ -107,6 +107,28 @@ class Records:
         self.reasons[reason.partition(":")[0]] += 1
         if len(self.refusals) < _MOST_NAMED:
             self.refusals.append(Refusal(source=source, line=line, reason=reason))
+
+
+def _united(known: Communicator, told: Communicator) -> Communicator:
+    """Return a communicator with the members that two records of it name: a rank may know itself only.
+
+    Raises:
+        ValueError: They contradict each other.
+    """
+    places = _places(known)
+    for rank, place in _places(told).items():
+        if places.setdefault(rank, place) != place:
+            raise ValueError(f"a communicator of this name has other members: rank {rank} is somewhere else")
+    ranks = tuple(sorted(places))
+    clocks = tuple(places[rank][1] for rank in ranks)
+    return Communicator(
+        communicator=known.communicator, ranks=ranks, hosts=tuple(places[rank][0] for rank in ranks), clocks=clocks
+    )
+
+
+def _places(communicator: Communicator) -> dict[int, tuple[str, str]]:
+    clocks = communicator.clocks or communicator.hosts
+    return dict(zip(communicator.ranks, zip(communicator.hosts, clocks, strict=True), strict=True))
 
 
 def from_records(found: Iterable[Record]) -> Records:
@@ -294,6 +316,12 @@ def _text(name: str, found: object) -> str:
     return found
 
 
+def _flag(name: str, found: object) -> bool:
+    if not isinstance(found, bool):
+        raise ValueError(f"{name} is neither true nor false: {_short(found)}")
+    return found
+
+
 def _direction(name: str, found: object) -> str:
     if found not in ("sent", "received"):
         raise ValueError(f"{name} is neither sent nor received: {_short(found)}")
@@ -316,7 +344,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "communicator": _text, "ranks": _ranks, "hosts": _texts, "clocks": _texts,
     "rank": _rank, "peer": _rank, "direction": _direction, "sequence": _whole, "operation": _whole, "part": _whole,
     "kind": _text, "dtype": _text, "count": _or_unknown, "round": _or_unknown, "num_bytes": _whole, "retries": _whole,
-    "step": _whole, "error": _text, "loss": _loss,
+    "step": _whole, "error": _text, "loss": _loss, "is_last": _flag,
     "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
 }  # fmt: skip
 

@@ -78,7 +78,7 @@ class TransferEnd:
         part: Which of the messages between these two in this operation.
         num_bytes: Its size.
         posted_s: When this end was ready for it.
-        started_s: When its first byte left or came; none where unknown.
+        started_s: When it could begin at this end; none where that was when it was posted, or is unknown.
         done_s: When it was done at this end; none while it is not, or failed.
         retries: How often it was tried again.
         error: What went wrong, or an empty text.
@@ -126,10 +126,14 @@ class Beat:
     Attributes:
         rank: Who writes.
         at_s: When.
+        is_last: Whether the rank says goodbye: it ends, and its silence means nothing from here on.
+        error: Why it ends, where that is a fault of its own; empty at the end of its work, or where it lost others.
     """
 
     rank: int
     at_s: float
+    is_last: bool = False
+    error: str = ""
 
 
 Record = Communicator | Operation | TransferEnd | Span | Beat

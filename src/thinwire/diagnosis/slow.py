@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.sharing import alone_s
 from thinwire.diagnosis.timeline import Job, Message
 
 PEERS_RATIO = 3.0
@@ -29,11 +30,14 @@ class LinkTimes:
 
     Attributes:
         watches: Of each (source, destination).
+        alone: The same of what its messages would have taken alone: what grows in one only is no fault of the wire.
+            A link that is not here is judged by its own times.
         retries: Sum of each.
         times: The first seconds of each, by size class.
     """
 
     watches: dict[Cell, Watch] = field(default_factory=dict)
+    alone: dict[Cell, Watch] = field(default_factory=dict)
     retries: dict[Cell, int] = field(default_factory=dict)
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
 
@@ -51,20 +55,23 @@ def size_class(num_bytes: int) -> int:
 def link_times(job: Job) -> LinkTimes:
     """Watch every link, one value a round: the middle of its messages of the class with the most bytes."""
     found = LinkTimes()
+    shares = alone_s(job, job.messages)
     for cell, round, classed, message in _samples(job):
         time_s = max(message.transfer_s or 0.0, 0.0)
-        watch = found.watches.setdefault(cell, Watch())
+        watch, alone = found.watches.setdefault(cell, Watch()), found.alone.setdefault(cell, Watch())
         at_s = message.received_done_s or 0.0
         if job.clock_of.get(cell[0]) == job.clock_of.get(cell[1]):
             watch.add(round, at_s, time_s, size_class=2 * classed)
+            alone.add(round, at_s, shares[id(message)], size_class=2 * classed)
         else:
             # a time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's
             # own word holds none: where another end is late than before, it changes without any change of the link
-            is_late = (message.sent_posted_s or 0.0) > (message.received_posted_s or 0.0)
+            is_late = (message.begin_s or 0.0) > (message.received_posted_s or 0.0)
             error_s = job.error_s.get(cell[0], 0.0) + job.error_s.get(cell[1], 0.0)
             if error_s > _MOST_ERROR * time_s:
                 continue  # not even who was late is known
             watch.add(round, at_s, time_s, size_class=2 * classed + is_late, margin_s=error_s)
+            alone.add(round, at_s, shares[id(message)], size_class=2 * classed + is_late, margin_s=error_s)
         times = found.times.setdefault((cell, classed), [])
         if len(times) < 4 * LEAST_HISTORY:
             times.append(time_s)
@@ -95,13 +102,17 @@ def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
     found: list[Finding] = []
     left = dict(times.watches)
     while len(found) < _MOST_FAULTS:
-        alarmed = {cell: watch.change for cell, watch in left.items() if watch.change is not None}
+        alarmed = {
+            cell: max(watch.change, change, key=lambda one: one.seen_round)
+            for cell, watch in left.items()
+            if watch.change is not None and (change := times.alone.get(cell, watch).change) is not None
+        }
         if not alarmed:
             break
         first = min(alarmed, key=lambda cell: (alarmed[cell].seen_round, cell))
         change = alarmed[first]
         last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
-        matrix = _matrix(left, change.since_round, last)
+        matrix = _matrix(left, times.alone, change.since_round, last)
         explained = DelayMatrix(matrix, job.host_of).explain()
         if explained is None or first not in matrix or explained.excess < math.log(LEAST_RATIO):
             left.pop(first)
@@ -112,12 +123,12 @@ def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
     return found or _slower_than_peers(job, times)
 
 
-def _matrix(watches: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:
+def _matrix(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:
     found = {}
     for cell, watch in watches.items():
         values = [excess for number, _, excess in watch.excess if first <= number <= last]
         if len(values) >= _LEAST_SAMPLES:
-            middle = median(values)
+            middle = min(median(values), alone.get(cell, watch).excess_in(first, last))
             found[cell] = middle if middle >= math.log(LEAST_RATIO) / 2 else 0.0
     return found
 
@@ -153,19 +164,27 @@ def _slow_link(
 def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
     """Return links that were slow from the start: three times as long as the middle of those like them, or more."""
     groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
+    quartiles: dict[tuple[bool, int], dict[Cell, tuple[float, float]]] = defaultdict(dict)
     for (cell, classed), values in times.times.items():
         if len(values) >= LEAST_HISTORY:
             is_near = job.host_of[cell[0]] == job.host_of[cell[1]]
-            groups[is_near, classed][cell] = median(values)
+            ordered = sorted(values)
+            groups[is_near, classed][cell] = median(ordered)
+            quartiles[is_near, classed][cell] = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
     found = []
-    for (is_near, _), cells in sorted(groups.items()):
+    for (is_near, classed), cells in sorted(groups.items()):
         middle = median(list(cells.values()))
         ratios = {cell: math.log(max(time_s, 1e-6) / max(middle, 1e-6)) for cell, time_s in cells.items()}
         if is_near or len(cells) < 4 or max(ratios.values()) < math.log(PEERS_RATIO):
             continue
         bare = {cell: ratio if ratio >= math.log(PEERS_RATIO) / 2 else 0.0 for cell, ratio in ratios.items()}
         explained = DelayMatrix(bare, job.host_of).explain()
-        if explained is not None and explained.excess >= math.log(PEERS_RATIO):
+        if explained is None or explained.excess < math.log(PEERS_RATIO):
+            continue
+        # small messages on busy machines take ten times as long or none: the middle of a dozen says little
+        own = quartiles[is_near, classed]
+        others = [own[cell][1] for cell in cells if cell not in explained.cells]
+        if others and median([own[cell][0] for cell in explained.cells]) > median(others):
             found.append(_always_slow(job, explained, middle))
     return found
 

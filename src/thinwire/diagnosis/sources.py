@@ -9,11 +9,14 @@ from thinwire.diagnosis import flight_recorder, reading, run_files
 from thinwire.diagnosis.reading import Records
 from thinwire.errors import DataError
 
+RECORDS = "records-rank-*.jsonl"
 _HEAD = 4096
 
 
 def read_files(paths: Iterable[Path]) -> Records:
     """Read all files of one job, whatever they are.
+
+    A folder that holds records of ranks is read for these alone; several such folders may be of one job, one a host.
 
     Raises:
         DataError: A file cannot be read, or is none of those that can be diagnosed.
@@ -23,7 +26,12 @@ def read_files(paths: Iterable[Path]) -> Records:
     dumps: list[Path] = []
     for path in paths:
         if path.is_dir():
-            runs[path] = _files_of_run(path)
+            # backwards, so that a rank's older file comes before the one that it writes now
+            if recorded := sorted(path.glob(RECORDS), reverse=True):
+                for one in recorded:
+                    reading.read_into(records, one)
+            else:
+                runs[path] = _files_of_run(path)
         elif run_files.replica_of(path) is not None:
             runs.setdefault(path.parent, []).append(path)
         else:
@@ -47,7 +55,9 @@ def read_files(paths: Iterable[Path]) -> Records:
 def _files_of_run(folder: Path) -> list[Path]:
     found = [path for path in sorted(folder.glob("*.jsonl")) if run_files.replica_of(path) is not None]
     if not found:
-        raise DataError(f"{folder} holds no transfers-replica-N.jsonl or metrics-replica-N.jsonl of a run")
+        raise DataError(
+            f"{folder} holds no records-rank-N.jsonl, transfers-replica-N.jsonl or metrics-replica-N.jsonl of a run"
+        )
     return found
 
 

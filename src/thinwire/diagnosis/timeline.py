@@ -6,13 +6,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
+from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.clocks import Alignment, Sighting, align
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Communicator, Operation, Span, TransferEnd
+from thinwire.diagnosis.records import Beat, Communicator, Operation, Span, TransferEnd
 
 _MOST_SIGHTINGS = 200_000
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+# Where so many beats are missing, a rank has fallen silent; one or two are late where cores are shared.
+_MISSED_BEATS = 3.5
+_LEAST_BEAT_S, _MOST_BEAT_S = 0.25, 10.0
 _Sure = Callable[[float], float]
 _Shift = Callable[[int, float | None], float | None]
 
@@ -29,6 +34,7 @@ class Message:
         part: Which message of this pair in this operation.
         num_bytes: Its size.
         sent_posted_s: When the sender was ready; none where it has not said so.
+        sent_begun_s: When the sender began, where it had waited for something else first.
         sent_done_s: When it had left.
         received_posted_s: When the receiver was ready; none where it has not said so.
         received_done_s: When it was there.
@@ -48,13 +54,20 @@ class Message:
     received_done_s: float | None = None
     error: str = ""
     retries: int = 0
+    sent_begun_s: float | None = None
+
+    @property
+    def begin_s(self) -> float | None:
+        """When nothing but the wire was waited for any more; none where an end has not said so."""
+        if self.sent_posted_s is None or self.received_posted_s is None:
+            return None
+        return max(self.sent_posted_s, self.received_posted_s, self.sent_begun_s or self.sent_posted_s)
 
     @property
     def transfer_s(self) -> float | None:
         """Seconds that the message itself took, from when both ends were ready; none where an end is missing."""
-        if self.sent_posted_s is None or self.received_posted_s is None or self.received_done_s is None:
-            return None
-        return self.received_done_s - max(self.sent_posted_s, self.received_posted_s)
+        begin_s = self.begin_s
+        return None if begin_s is None or self.received_done_s is None else self.received_done_s - begin_s
 
     @property
     def is_stuck(self) -> bool:
@@ -75,6 +88,7 @@ class Job:
         spans: All work, in order of its step.
         last_seen_s: When each rank last wrote anything.
         has_beats: Whether ranks said that they live.
+        goodbyes: When each rank said that it ends, and why where that is a fault of its own.
         now_s: The latest time of all.
         alignment: How the clocks were brought together.
         clock_of: The clock of each rank.
@@ -82,6 +96,7 @@ class Job:
         unsteady: Ranks whose clock was set; their times are compared with nobody's.
         num_said_twice: Records that repeat or contradict an earlier one.
         trust: Part of the lines that could be used, in [0, 1].
+        beat_s: Usual seconds between two beats of each rank that gives any.
     """
 
     host_of: dict[int, str] = field(default_factory=dict)
@@ -91,6 +106,7 @@ class Job:
     spans: list[Span] = field(default_factory=list)
     last_seen_s: dict[int, float] = field(default_factory=dict)
     has_beats: bool = False
+    goodbyes: dict[int, tuple[float, str]] = field(default_factory=dict)
     now_s: float = -math.inf
     alignment: Alignment = field(default_factory=lambda: Alignment(reference="", fits={}))
     clock_of: dict[int, str] = field(default_factory=dict)
@@ -98,6 +114,12 @@ class Job:
     unsteady: frozenset[int] = frozenset()
     num_said_twice: int = 0
     trust: float = 1.0
+    beat_s: dict[int, float] = field(default_factory=dict)
+
+    def silence_s(self, rank: int) -> float:
+        """Return how long a rank may be silent until it counts as stopped."""
+        # a clock that nobody has compared with another one tells nothing of now
+        return _MISSED_BEATS * self.beat_s.get(rank, _LEAST_BEAT_S) + self.error_s.get(rank, 0.0)
 
     @property
     def ranks(self) -> list[int]:
@@ -135,13 +157,34 @@ def build(records: Records) -> Job:
         see(span.rank, span.done_s)
     for beat in records.beats:
         see(beat.rank, beat.at_s)
+        if beat.is_last:
+            job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
     job.spans.sort(key=lambda span: span.step)
     job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
     # a clock that was set tells nothing of the present
     steady = [at_s for rank, at_s in job.last_seen_s.items() if rank not in job.unsteady]
     job.now_s = max(steady or job.last_seen_s.values(), default=-math.inf)
+    job.beat_s = usual_beats(records.beats)
     job.trust = 1.0 - records.refused_share
     return job
+
+
+def usual_beats(beats: Iterable[Beat]) -> dict[int, float]:
+    """Return the usual seconds between two beats, for each rank that gives any.
+
+    Example:
+        >>> usual_beats(Beat(rank=0, at_s=2.0 * second) for second in range(5))
+        {0: 2.0}
+    """
+    times: dict[int, list[float]] = {}
+    for beat in beats:
+        times.setdefault(beat.rank, []).append(beat.at_s)
+    return {rank: _usual(sorted(own)) for rank, own in times.items()}
+
+
+def _usual(times: list[float]) -> float:
+    gaps = [later - early for early, later in pairwise(times) if later > early]
+    return min(_MOST_BEAT_S, max(_LEAST_BEAT_S, median(gaps))) if gaps else 1.0
 
 
 def _places(job: Job, records: Records) -> dict[int, str]:
@@ -173,7 +216,8 @@ def _latest_ends(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd
     for end in transfers:
         key = (end.communicator, end.rank, end.peer, end.direction, end.operation, end.part)
         known = ends.get(key)
-        if known is None or (known.done_s is None and not known.error):
+        # one that failed a deadline may still end well; one that is open says no more than one that failed
+        if known is None or (known.done_s is None and (end.done_s is not None or not known.error)):
             ends[key] = end
         else:
             twice += 1
@@ -220,6 +264,7 @@ def _pair(job: Job, ends: dict[EndKey, TransferEnd], shift: _Shift) -> None:
             )
         if end.direction == "sent":
             message.sent_posted_s, message.sent_done_s = shift(end.rank, end.posted_s), shift(end.rank, end.done_s)
+            message.sent_begun_s = shift(end.rank, end.started_s)
         else:
             message.received_posted_s = shift(end.rank, end.posted_s)
             message.received_done_s = shift(end.rank, end.done_s)

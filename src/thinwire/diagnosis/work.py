@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,9 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
     if not alarmed:
         everyone = [rank for rank, watch in times.own.items() if watch.change is not None]
         if has_peers and len(everyone) == len(times.own):
-            return [_slow_work(job, times, times.own, everyone, Place(kind="job"))]
+            slow = _slow_work(job, times, times.own, everyone, Place(kind="job"))
+            # ranks that share a machine become slow together whenever it has something else to do
+            return [slow] if slow.evidence["times_longer"] >= PEERS_RATIO else []
         return _slower_than_peers(job, times)
     found = []
     for host, ranks in _hosts_of(job, alarmed).items():
@@ -142,7 +145,7 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
     usual_s = median([times.own[rank].usual_s for rank in ranks])
     is_growing = place.kind != "job" and all(_is_growing(times.own[rank], since) for rank in ranks)
     kind: Kind = "slowing compute" if is_growing else "non-communication slow"
-    waits = _waits(job, since, last)
+    waits = _waits(job, first.since_s)
     least = min(waits, key=lambda rank: waits[rank], default=None)
     more = "ever more" if is_growing else f"{math.exp(excess):.1f} times as long as it did"
     return Finding(
@@ -160,13 +163,15 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
     )  # fmt: skip
 
 
-def _waits(job: Job, first: int, last: int) -> dict[int, float]:
-    """Return how long each rank waits in operations, on its own clock: who comes last waits least."""
+def _waits(job: Job, since_s: float) -> dict[int, float]:
+    """Return how long each rank waits in operations, on its own clock: who comes last waits least.
+
+    They are chosen by time: a round's number is no step's.
+    """
     waits: dict[int, list[float]] = defaultdict(list)
-    for (_, sequence), own in job.operations.items():
+    for own in job.operations.values():
         for rank, operation in own.items():
-            step = operation.round if operation.round >= 0 else sequence
-            if first <= step <= last and operation.done_s is not None:
+            if operation.posted_s >= since_s and operation.done_s is not None:
                 waits[rank].append(operation.done_s - operation.posted_s)
     return {rank: median(values) for rank, values in waits.items()}
 
@@ -208,6 +213,9 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
 def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
     """Return ranks that stall at regular times, as garbage collection, checkpoints or data loading do."""
     stalls = {rank: stall for rank, watch in times.own.items() if (stall := regular_stalls(watch)) is not None}
+    cycles = _cycles(job)
+    # a step in which rounds come in and are decoded takes longer by nature where cores are few
+    stalls = {rank: stall for rank, stall in stalls.items() if cycles.get(rank, 1) % stall[1]}
     if not stalls:
         return []
     ranks = tuple(sorted(stalls))
@@ -227,6 +235,24 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
         "data loading to "
         "the background",
     )]  # fmt: skip
+
+
+def _cycles(job: Job) -> dict[int, int]:
+    """Return in how many steps each rank's rounds come round: the middle of the gaps between rounds of one size."""
+    steps: dict[int, list[Work]] = defaultdict(list)
+    for span in job.spans:
+        steps[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=0.0))
+    posted: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for own in job.operations.values():
+        for rank, operation in own.items():
+            posted[rank, operation.count].append(operation.posted_s)
+    gaps: dict[int, list[float]] = defaultdict(list)
+    for (rank, _), times in posted.items():
+        works = steps[rank]
+        starts = [work.at_s for work in works]
+        at = [works[max(0, bisect_right(starts, time_s) - 1)].step for time_s in sorted(times) if works]
+        gaps[rank] += [late - early for early, late in pairwise(at)]
+    return {rank: max(1, round(median(found))) for rank, found in gaps.items() if found}
 
 
 def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:

@@ -26,7 +26,10 @@ class Counter(Memory):
         }  # fmt: skip
 
     def _obey(self, token: bytes, *, verb: str, target: str) -> None:
-        verbs = {"status": self._do_status, "pause": self._do_pause, "resume": self._do_resume, "leave": self._do_leave}
+        verbs = {
+            "status": self._do_status, "pause": self._do_pause, "resume": self._do_resume, "leave": self._do_leave,
+            "expel": self._do_expel,
+        }  # fmt: skip
         if verb not in verbs:
             raise PayloadError(f"there is no command {verb[:40]!r}")
         is_done, text = verbs[verb](target)
@@ -58,6 +61,19 @@ class Counter(Memory):
         for member in found:
             self._send(member.token, "leave", {"why": "was told to leave"})
         return True, self._told("was told to leave", found)
+
+    def _do_expel(self, target: str) -> tuple[bool, str]:
+        """Let replicas go that do not answer; one that lives learns of it and joins again."""
+        found = self._named(target) if target else []
+        if not found:
+            return False, self._nobody(target)
+        for member in found:
+            self._expel(member.replica, why="was let go, since it hangs")
+        return True, self._told("was let go", found)
+
+    def _expel(self, replica: int, *, why: str) -> None:
+        """Let a replica go; see `Coordinator`."""
+        raise NotImplementedError
 
     def _named(self, target: str) -> list[Member]:
         """Return the replicas of a number or a host; all where nothing is named."""

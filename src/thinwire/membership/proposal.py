@@ -84,6 +84,12 @@ def round_of(name: bytes) -> int | None:
     return struct.unpack("<QI", name[1:])[0] if len(name) == 13 and name[:1] == b"r" else None
 
 
+def named_part(name: bytes) -> tuple[int, int] | None:
+    """Return the round and the member of a part's name, None for another blob."""
+    found = struct.unpack("<QI", name[1:]) if round_of(name) is not None else None
+    return None if found is None else (int(found[0]), int(found[1]))
+
+
 class Proposal:
     """See the module; what to do next is `Bid`'s business, and this does it.
 

@@ -87,6 +87,7 @@ class Engine(EngineState):
         self._overdue: deque[tuple[int, list[Round]]] = deque()
         self.on_exchanged = lambda step: None
         self.on_applied = lambda round, average: None
+        self.on_round = lambda mark: None
         self.work = Work(num_fragments=self.num_fragments)
         self._settling: list[InFlight] = []
         self._reached_step = 0
@@ -268,6 +269,7 @@ class Engine(EngineState):
         else:
             peers = self.method.topology.peers(round_id=round.id, me=me, alive=self._alive)
             tensor = self.view.read(round) if tensor is None else tensor
+        on_arrival = self._mark(round, tensor)
         num_bytes = exchange.sent_bytes(tensor.numel(), num_replicas=len(peers.members))
         # the last word is the mean of what all hold, however long ago their last round was
         num_tokens, num_steps = (1, 1) if is_last else self.work.since(round.fragment)
@@ -296,7 +298,7 @@ class Engine(EngineState):
         del tensor  # the generator holds it as long as it needs it
         self._in_flight[round.id] = launch(
             steps, round=round, deadline_s=deadline_s, in_background=self.transport.runs_in_background,
-            num_bytes=num_bytes, let_others=self._let_others,
+            num_bytes=num_bytes, let_others=self._let_others, on_arrival=on_arrival,
         )  # fmt: skip
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s

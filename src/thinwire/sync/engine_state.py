@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from thinwire.averaging.delivery import Average
 from thinwire.averaging.exchange import BoundExchange
 from thinwire.errors import CheckpointError
+from thinwire.events import RoundMark
 from thinwire.sync.flight_state import flight_from_state, flight_to_state
 from thinwire.sync.in_flight import InFlight
 from thinwire.sync.method import Method
@@ -34,6 +38,22 @@ class EngineState:
     _failed: Round | None
     _drift_steps: int
     _pace_maker: Pace
+    on_round: Callable[[RoundMark], None]
+    """Told of each round when it is launched and when its result is there; it may be called from another thread."""
+
+    def _mark(self, round: Round, tensor: torch.Tensor) -> Callable[[], None]:
+        """Tell that a round is launched; return what tells that its result is there."""
+        num_elements, dtype = tensor.numel(), str(tensor.dtype).removeprefix("torch.")
+
+        def tell(*, is_done: bool = True) -> None:
+            self.on_round(
+                RoundMark(
+                    round_id=round.id, num_elements=num_elements, dtype=dtype, is_done=is_done, at_s=time.monotonic()
+                )
+            )
+
+        tell(is_done=False)
+        return tell
 
     def _arrival(self, flight: InFlight) -> Average:
         raise NotImplementedError

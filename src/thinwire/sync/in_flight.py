@@ -72,12 +72,17 @@ class Background:
         round: The round.
         deadline_s: Seconds until a peer counts as hung.
         num_bytes: Payload bytes that this replica sends, at most.
+        on_arrival: Called in that thread when the result is there.
     """
 
-    def __init__(self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0) -> None:
+    def __init__(
+        self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0,
+        on_arrival: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.round = round
         self.num_bytes = num_bytes
         self.duration_s = 0.0
+        self._on_arrival = on_arrival
         self._average: Average | None = None
         self._failure: BaseException | None = None
         self._deadline_s = deadline_s
@@ -120,6 +125,7 @@ class Background:
                 wait = steps.send(_complete(wait, until_s=self._until_s))
         except StopIteration as stop:
             self._average = stop.value
+            self._on_arrival()
         except BaseException as failure:  # handed to the training thread by result()
             self._failure = failure
         self.duration_s = time.monotonic() - self._started_s
@@ -164,15 +170,17 @@ class Inline:
         deadline_s: Seconds until a peer counts as hung.
         num_bytes: Payload bytes that this replica sends, at most.
         let_others: Lets the other replicas go on; tells whether one did.
+        on_arrival: Called when the result is there.
     """
 
     def __init__(
         self, steps: Steps, first: Wait, *, round: Round, deadline_s: float, num_bytes: int = 0,
-        let_others: Callable[[], bool],
+        let_others: Callable[[], bool], on_arrival: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.round = round
         self.num_bytes = num_bytes
         self.duration_s = 0.0
+        self._on_arrival = on_arrival
         self._steps = steps
         self._wait = first
         self._average: Average | None = None
@@ -217,6 +225,7 @@ class Inline:
             self._wait = self._steps.send(_complete(self._wait, until_s=time.monotonic() + self._deadline_s))
         except StopIteration as stop:
             self._average = stop.value
+            self._on_arrival()
 
 
 class Arrived:
@@ -244,7 +253,7 @@ class Arrived:
 
 def launch(
     steps: Steps, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0,
-    let_others: Callable[[], bool] = lambda: False,
+    let_others: Callable[[], bool] = lambda: False, on_arrival: Callable[[], None] = lambda: None,
 ) -> Background | Inline | Arrived:  # fmt: skip
     """Start an exchange: encode and begin to send at once, then let it be driven.
 
@@ -255,14 +264,19 @@ def launch(
         in_background: Whether a thread drives it.
         num_bytes: Payload bytes that this replica sends, at most.
         let_others: Where no thread does: lets the other replicas go on, and tells whether one did.
+        on_arrival: Called, maybe in that thread, when the result is there.
     """
     try:
         first = next(steps)
     except StopIteration as stop:
+        on_arrival()
         return Arrived(stop.value, round=round)
     if in_background:
-        return Background(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes)
-    return Inline(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, let_others=let_others)
+        return Background(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, on_arrival=on_arrival)
+    return Inline(
+        steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, let_others=let_others,
+        on_arrival=on_arrival,
+    )  # fmt: skip
 
 
 def _missing(watched: Mapping[int, Pending]) -> list[int]:

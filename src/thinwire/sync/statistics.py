@@ -26,3 +26,8 @@ class SyncStatistics:
     stalled_s: float = 0.0
     launching_s: float = 0.0
     applying_s: float = 0.0
+
+    @property
+    def exchanging_s(self) -> float:
+        """Seconds of the training thread that were no training: waiting, launching and applying."""
+        return self.stalled_s + self.launching_s + self.applying_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thinwire.diagnosis.steering import ON_FINDING
 from thinwire.errors import CheckpointError
 from thinwire.version import __version__
 
@@ -19,7 +20,7 @@ FREE = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret",
     "join_deadline_s", "port", "begin_with", "checkpoint_to", "keep_checkpoints", "log_every",
     "tensorboard", "wandb", "checkpoint_every", "device", "pace", "plan",
-    "expected_step_s", "ranks_per_replica",
+    "expected_step_s", "ranks_per_replica", "on_finding", "steer_dry_run", "checkpoint_auto",
 )  # fmt: skip
 
 # Sequences of a replica's step where nobody says it.
@@ -150,10 +151,16 @@ class TrainConfig:
     """Replicas, on all hosts, that an elastic run waits for before its first step. Default: --replicas."""
     preserve_norm: bool = False
     """Keep the length of a single replica's part in an elastic run's means, however many make them."""
+    checkpoint_auto: bool = False
+    """Choose the steps between checkpoints by what one costs and how often the run was lost; else as told above."""
     checkpoint_to: str | None = None
     """Folder or URL (s3://...) of an elastic run's checkpoints. Default: checkpoints/ in --out."""
     keep_checkpoints: int = 2
     """How many of an elastic run's checkpoints are kept."""
+    on_finding: str = "warn"
+    """What a run does about its own faults: warn, exclude (a replica), restart (its process), abort, or off."""
+    steer_dry_run: bool = False
+    """Only tell what --on-finding would do."""
     join_deadline_s: float = 300.0
     """Seconds that replicas may come one after another."""
     cache_dir: Path | None = None
@@ -209,6 +216,7 @@ _CHOICES = {
     "autocast": ("none", "bf16"),
     "exchange": ("auto", "all-gather", "two-phase"),
     "fragment_order": ("strided", "sequential"),
+    "on_finding": ON_FINDING,
 }
 _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,

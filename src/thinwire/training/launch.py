@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.training.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
+from thinwire.training.record_file import write_obituary
 
 _STOP_S = 10
 
@@ -50,6 +52,7 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
         try:
             launcher(*command)
         except ChildFailedError as failed:
+            _tell_of_killed(failed.failures, run_dir=run_dir)
             raise WorkerFailed(explain(failed.failures, run_dir=run_dir)) from None
         except SignalException as stop:
             raise Stopped(stop.sigval) from None
@@ -96,6 +99,14 @@ def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> str:
         return f"replica {replica} was ended by {name}{hint}; the other replicas were stopped"
     log_path = run_dir / "logs" / f"replica-{replica}.err"
     return f"replica {replica} ended with exit code {failure.exitcode}; see {log_path}"
+
+
+def _tell_of_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> None:
+    """Let the records say of a replica that was killed what it could not: the others end because of it."""
+    for replica, failure in failures.items():
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
+            name = signal.Signals(-failure.exitcode).name
+            write_obituary(run_dir, rank=replica, at_s=time.monotonic(), error=f"ended by {name}")
 
 
 class _Logs(LogsSpecs):

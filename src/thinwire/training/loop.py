@@ -20,6 +20,8 @@ from thinwire.training.checkpoint import Checkpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import Watch
 from thinwire.training.metrics import Meter, Reading
+from thinwire.training.recorder import Recorder
+from thinwire.training.run_parts import note_cost
 
 Batch = tuple[Tensor, Tensor]
 
@@ -53,6 +55,7 @@ class Training:
         checkpoints: Takes the states; None where somebody else sees to them.
         device: Where the model is.
         watch: Tells when steps take longer than planned, where there is a plan.
+        recorder: Takes each step's time and loss.
 
     Attributes:
         step: Inner steps done.
@@ -61,9 +64,11 @@ class Training:
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: Checkpoints | None, device: torch.device,
-        watch: Watch | None = None,
+        watch: Watch | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.step = 0
+        self._recorder = recorder
+        self._step_s = 0.0
         self._config = config
         self._model = model
         self._optimizer = optimizer
@@ -159,7 +164,10 @@ class Training:
             "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s),
             "step": self.step,
         }
+        began_s = time.monotonic()
         self._checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
+        if self._optimizer.transport.replica == 0 and self._step_s:
+            note_cost(self._config.run_dir, cost_s=time.monotonic() - began_s, step_s=self._step_s)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint's state.
@@ -182,6 +190,7 @@ class Training:
             ) from error
 
     def _train_step(self) -> None:
+        began_s, exchanged_s = time.monotonic(), self._optimizer.statistics.exchanging_s
         factor = self.lr_factor()
         for group, base_lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = base_lr * factor
@@ -194,8 +203,15 @@ class Training:
         self._optimizer.zero_grad(set_to_none=True)
         self._meter.train_step(nll, tokens=tokens.numel())
         now_s = time.monotonic()
+        if self._recorder is not None:
+            # steps with an exchange would look like stalls if what it takes counted as their work
+            done_s = now_s - (self._optimizer.statistics.exchanging_s - exchanged_s)
+            # the value of a loss on a GPU would have to be waited for
+            loss = float(nll) if nll.device.type == "cpu" else None
+            self._recorder.add_step(self.step, started_s=began_s, done_s=done_s, loss=loss)
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
+            self._step_s = now_s - began_s
         self._last_step_s = now_s
 
     def _plain_step(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from thinwire.training.cost_check import complain
 from thinwire.training.drift import watch_for
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
+from thinwire.training.recorder import Recorder, own_fault
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.transport.connect import connect
 from thinwire.transport.notes import tell_all
@@ -29,7 +30,19 @@ from thinwire.transport.recording import RecordingTransport
 _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
 _LOCAL_NAMES = ("data", "model")
-_OUTPUTS = ("config.json", "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*")
+_OUTPUTS = (
+    "config.json",
+    "summary.json",
+    "report.html",
+    "metrics-replica-*",
+    "transfers-replica-*",
+    "records-rank-*",
+    "findings.jsonl",
+    "actions.jsonl",
+    "downtime.json",
+    "parts.jsonl",
+    "checkpoint-cost.json",
+)
 _OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
 
 
@@ -152,19 +165,27 @@ class _Replica:
         meter = Meter(
             config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers)
         )
+        recorder = Recorder(config.run_dir, rank=self._transport.replica, warn=warn)
         training: Training | None = None
+        why = ""
         try:
-            training = self._assemble(meter)
+            training = self._assemble(meter, recorder)
             complaint = self._check_code()
             self._go_to(step, training, meter)
+            recorder.follow(self._transport.log, self._optimizer.engine)
             if complaint and self._transport.replica == 0:
                 meter.write_warning(step + 1, message=complaint)
             training.run()
             return self._close(training)
         except ThinwireError as error:
             meter.write_error(training.step if training else step, message=str(error))
+            why = own_fault(error)
+            raise
+        except Exception as error:
+            why = own_fault(error)
             raise
         finally:
+            recorder.close(error=why)
             meter.close()
 
     def _open(self, warn: Callable[[str], None]) -> int:
@@ -198,7 +219,7 @@ class _Replica:
         if holders:
             raise ValueError(f"{occupied(self._config.run_dir)} (seen by replica {holders[0]})")
 
-    def _assemble(self, meter: Meter) -> Training:
+    def _assemble(self, meter: Meter, recorder: Recorder) -> Training:
         config, corpus, transport = self._config, self._corpus, self._transport
         device = torch.device("cuda", self._place.local_rank) if config.device == "cuda" else torch.device("cpu")
         check_data(config, corpus)  # a host of its own may hold other files
@@ -223,6 +244,7 @@ class _Replica:
             checkpoints=self._checkpoints,
             device=device,
             watch=watch_for(config, optimizer, log=transport.log),
+            recorder=recorder,
         )
 
     def _check_code(self) -> str:

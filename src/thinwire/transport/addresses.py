@@ -105,6 +105,22 @@ def host_identity() -> str:
     return f"{_BOOT_ID.read_text().strip()}/{_NETWORK_NAMESPACE.stat().st_ino}"
 
 
+def host_name() -> str:
+    """Return what to call this host: its name and its first address, since hosts and containers may share a name."""
+    shown = [
+        address
+        for addresses in local_addresses().values()
+        for address in addresses
+        if not ipaddress.ip_address(address).is_loopback
+    ]
+    return f"{socket.gethostname()} ({shown[0]})" if shown else socket.gethostname()
+
+
+def clock_name() -> str:
+    """Return a text that is equal for two processes whose `time.monotonic` is of one clock: those of one kernel."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+
+
 def local_addresses() -> dict[str, tuple[str, ...]]:
     """Return the IPv4 addresses of each interface that has one, in the kernel's order."""
     found: dict[str, tuple[str, ...]] = {}

@@ -225,6 +225,7 @@ class _Transfer(Awaited):
         self.asked = threading.Event()
         self._counterpart: threading.Event | None = None
         self._has_posted = False
+        self.begun_s: float | None = None  # when it did not wait for the other direction any more
         self._tags = tag_of(envelope), tag_of(envelope, rest=True)
 
     def start_send(self, message: torch.Tensor | None) -> None:
@@ -303,6 +304,7 @@ class _Transfer(Awaited):
         if not self._has_posted:
             if self._counterpart is not None:
                 self._counterpart.wait()
+                self.begun_s = time.monotonic()
             parts, began_s = _parts(message), time.monotonic()
             for number, part in enumerate(parts[1:], start=1):
                 due_s = began_s + self._envelope.spread_s * number / len(parts)

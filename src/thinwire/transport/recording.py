@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from thinwire.errors import DeadlineExceeded, TransportError
-from thinwire.events import Direction, Transfer, TransferLog
+from thinwire.events import Direction, Posted, Transfer, TransferLog
 from thinwire.transport.base import Answer, Ask, AskingTransport, Envelope, Pending, Received, Transport
 from thinwire.transport.message import HEADER_BYTES
 
@@ -112,15 +112,20 @@ class RecordingAskingTransport(RecordingTransport):
     ) -> None:
         super().__init__(inner, log=log, clock=clock)
         self._asking = inner
+        # what others ask for under a number, until they are answered
+        self._wanted: dict[tuple[int, int], bytes] = {}
+        self._on_want: Callable[[int, int, bytes], None] | None = None
+        self._on_lost: Callable[[int], None] | None = None
 
     @property
     def on_want(self) -> Callable[[int, int, bytes], None] | None:
         """Called with a replica, the number of its ask and the name that it asks for."""
-        return self._asking.on_want
+        return self._on_want
 
     @on_want.setter
     def on_want(self, handler: Callable[[int, int, bytes], None] | None) -> None:
-        self._asking.on_want = handler
+        self._on_want = handler
+        self._asking.on_want = None if handler is None else self._want
 
     @property
     def on_cancel(self) -> Callable[[int, int], None] | None:
@@ -134,26 +139,39 @@ class RecordingAskingTransport(RecordingTransport):
     @property
     def on_lost(self) -> Callable[[int], None] | None:
         """Called with a replica whose connection ended, and its asks with it."""
-        return self._asking.on_lost
+        return self._on_lost
 
     @on_lost.setter
     def on_lost(self, handler: Callable[[int], None] | None) -> None:
-        self._asking.on_lost = handler
+        self._on_lost = handler
+        self._asking.on_lost = None if handler is None else self._lose
 
     def ask(self, source: int, name: bytes, *, most_bytes: int) -> Ask:
         """Ask another replica, see `AskingTransport.ask`."""
         pending = self._asking.ask(source, name, most_bytes=most_bytes)
-        return _RecordedAsk(pending, self._entry("received", source, pending.envelope))
+        return _RecordedAsk(pending, self._entry("received", source, pending.envelope, name))
 
     def answer(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
     ) -> Answer:
         """Answer an ask, see `AskingTransport.answer`."""
         pending = self._asking.answer(peer, number, payload, is_there=is_there, crc=crc)
-        return _RecordedAnswer(pending, self._entry("sent", peer, pending.envelope))
+        name = self._wanted.pop((peer, number), b"")
+        return _RecordedAnswer(pending, self._entry("sent", peer, pending.envelope, name))
 
-    def _entry(self, direction: Direction, peer: int, envelope: Envelope) -> _Entry:
-        return _Entry(self.log, self._clock, direction=direction, peer=peer, envelope=envelope)
+    def _want(self, peer: int, number: int, name: bytes) -> None:
+        self._wanted[peer, number] = name
+        assert self._on_want is not None
+        self._on_want(peer, number, name)
+
+    def _lose(self, peer: int) -> None:
+        for key in [key for key in list(self._wanted) if key[0] == peer]:
+            self._wanted.pop(key, None)
+        assert self._on_lost is not None
+        self._on_lost(peer)
+
+    def _entry(self, direction: Direction, peer: int, envelope: Envelope, name: bytes) -> _Entry:
+        return _Entry(self.log, self._clock, direction=direction, peer=peer, envelope=envelope, name=name)
 
 
 class _Entry:
@@ -167,6 +185,7 @@ class _Entry:
         direction: Direction,
         peer: int,
         envelope: Envelope,
+        name: bytes = b"",
     ) -> None:
         self._log = log
         self._clock = clock
@@ -177,13 +196,27 @@ class _Entry:
         self._lock = threading.Lock()
         self._has_ended = False
         self._has_missed = False
+        self._name = name
+        log.post(
+            Posted(
+                direction=direction,
+                peer=peer,
+                kind=envelope.kind.label,
+                round_id=envelope.round_id,
+                fragment=envelope.fragment,
+                phase=envelope.phase,
+                num_bytes=envelope.payload_bytes,
+                posted_s=self._started_s,
+                name=name,
+            )
+        )
 
-    def end(self, *, error: str, received: Received | None = None) -> None:
+    def end(self, *, error: str, received: Received | None = None, begun_s: float | None = None) -> None:
         """Write the end; only the first call counts."""
         with self._lock:
             if not self._has_ended:
                 self._has_ended = True
-                self._write(error, received)
+                self._write(error, received, begun_s)
 
     def miss(self, *, error: str) -> None:
         """Write that a deadline ran out; the transfer may still end well, and is then counted."""
@@ -192,7 +225,7 @@ class _Entry:
                 self._has_missed = True
                 self._write(error)
 
-    def _write(self, error: str, received: Received | None = None) -> None:
+    def _write(self, error: str, received: Received | None = None, begun_s: float | None = None) -> None:
         envelope = self._envelope
         payload_bytes = envelope.payload_bytes if received is None else received.payload.numel()
         self._log.add(
@@ -208,6 +241,8 @@ class _Entry:
                 started_s=self._started_s,
                 finished_s=self._clock(),
                 error=error,
+                name=self._name,
+                begun_s=begun_s,
             )
         )
 
@@ -229,7 +264,7 @@ class _Recorded:
         except TransportError as error:
             self._entry.end(error=str(error))
             raise
-        self._entry.end(error="", received=received)
+        self._entry.end(error="", received=received, begun_s=getattr(self._inner, "begun_s", None))
         return received
 
     def settle(self) -> None:

@@ -23,7 +23,7 @@ _BATCHES_A_SHARD = 16
 # Options of the host that began the job, which mean nothing to another one.
 _LOCAL = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
-    "ranks_per_replica",
+    "ranks_per_replica", "on_finding", "steer_dry_run",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
 # A state holds each parameter and its momentum, 4 bytes each.

@@ -16,6 +16,7 @@ from types import FrameType
 from thinwire.errors import Stopped, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.training.elastic.spare import Spare
+from thinwire.training.elastic.steering import Order
 
 # A worker that ends with this code has said why, and would end so again.
 REFUSED = 3
@@ -130,6 +131,18 @@ class _Worker:
             self._process.kill()
             self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """The process, 0 for none."""
+        return 0 if self._process is None else self._process.pid
+
+    def obey(self, order: Order) -> None:
+        """Kill the process, and start another one in its place or none."""
+        if self._process is None or self._process.pid != order.pid:
+            return
+        self.has_ended = self.has_ended or order.what == "end"
+        self._process.kill()  # also one that is stopped
+
     def _last_words(self) -> str:
         path = self._run_dir / "logs" / f"{self.role.name.replace(' ', '-')}.err"
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
@@ -139,7 +152,7 @@ class _Worker:
 
 def launch(
     roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], look: Callable[[], None],
-    part: Callable[[], None] = lambda: None,
+    part: Callable[[], None] = lambda: None, orders: Callable[[], list[Order]] = list,
 ) -> None:  # fmt: skip
     """Run processes until all have ended well.
 
@@ -151,9 +164,10 @@ def launch(
         say: Told what people should know.
         look: Called several times a second.
         part: Called once when all that are needed have ended well, so that the others can end when they may.
+        orders: Gives what is to be done to the processes, once.
 
     Raises:
-        WorkerFailed: One cannot go on, and said why; the others have ended too.
+        WorkerFailed: One cannot go on, and said why, or the run was ended by an order; the others have ended too.
         Stopped: A signal came; all have ended.
     """
     workers = [_Worker(role, run_dir=run_dir) for role in roles]
@@ -169,6 +183,7 @@ def launch(
         while not signals:
             for worker in workers:
                 worker.look(say, spare)
+            _obey(workers, orders())
             problems = [worker.problem for worker in workers if worker.problem]
             if problems:
                 raise WorkerFailed(problems[0])
@@ -188,6 +203,14 @@ def launch(
         _stop_all(workers)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _obey(workers: Sequence[_Worker], orders: Sequence[Order]) -> None:
+    for order in orders:
+        if order.what == "abort":
+            raise WorkerFailed(f"the run was ended because of a finding: {order.why}")
+        for worker in workers:
+            worker.obey(order)
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:

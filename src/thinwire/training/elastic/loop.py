@@ -18,6 +18,7 @@ from thinwire.training.elastic.leader import Crew
 from thinwire.training.elastic.own_work import OwnWork
 from thinwire.training.loop import Batch, Batches, Training
 from thinwire.training.metrics import Meter
+from thinwire.training.recorder import Recorder
 
 # AdamW without a past steps by the sign of each gradient; so a replica that comes in the middle of a run begins slowly.
 _MOST_RAMP_STEPS = 20
@@ -43,16 +44,18 @@ class ElasticTraining(Training):
         is_fresh: Whether the inner optimizer remembers nothing yet.
         own_work: Takes this replica's steps.
         crew: The ranks that this replica is made of, where there are several; this one leads.
+        recorder: Takes each step's time and loss.
     """
 
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, device: torch.device, seated: Seated, step: int,
-        own_work: OwnWork, is_fresh: bool = True, crew: Crew | None = None,
+        own_work: OwnWork, is_fresh: bool = True, crew: Crew | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
             checkpoints=None, device=device, watch=watch_for(config, optimizer, log=seated.transport.log),
+            recorder=recorder,
         )  # fmt: skip
         self.step = self._reported_step = step
         self._seated = seated

@@ -30,7 +30,9 @@ from thinwire.training.elastic.loop import ElasticTraining, Left
 from thinwire.training.elastic.own_work import OwnWork
 from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
+from thinwire.training.elastic.steering import write_pid
 from thinwire.training.metrics import Meter, open_loggers
+from thinwire.training.recorder import Recorder, own_fault
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.training.worker import held_out_batches, open_data
 from thinwire.transport.addresses import Address
@@ -77,6 +79,9 @@ def run_replica(
         except Expelled as expelled:
             tell(str(expelled))
             life.doubt()
+        except Exception as error:
+            life.fault = own_fault(error)
+            raise
         finally:
             life.close()
         if time.monotonic() - began_s > _SHORT_LIFE_S:
@@ -115,10 +120,12 @@ class _Life:
         self._keeper: StateKeeper | None = None
         self._meter: Meter | None = None
         self._round_log: RoundLog | None = None
+        self._recorder: Recorder | None = None
         self._kept: KeptState | None = None
         self._held: Held | None = None
         self._is_from_held = False
         self.why = "left"
+        self.fault = ""
 
     def doubt(self) -> None:
         """Begin from no own state again that this life began from and did not get far with."""
@@ -137,6 +144,8 @@ class _Life:
 
     def close(self) -> None:
         """Leave, and give everything back."""
+        if self._recorder is not None:
+            self._recorder.close(error=self.fault)
         if self._keeper is not None:
             self._keeper.close()
         if self._meter is not None:
@@ -158,6 +167,7 @@ class _Life:
             deadline_s=_JOIN_S, warn=self._tell,
         )  # fmt: skip
         self._seated = seated
+        write_pid(Path(self._settings.out), seated.replica)
         return seated, address
 
     def _assemble(self, seated: Seated) -> _Parts:
@@ -245,6 +255,8 @@ class _Life:
         council.wait_for(lambda view: _is_active(view, seated.replica), deadline_s=None, why="")
         council.done_with("active")
         self._tell(f"replica {seated.replica} takes part from step {step}")
+        self._recorder = Recorder(config.run_dir, rank=seated.replica, warn=self._tell)
+        self._recorder.follow(seated.transport.log, parts.optimizer.engine)
         if step:
             parts.optimizer.begin_at(step)
         return step
@@ -261,7 +273,7 @@ class _Life:
             config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
             meter=self._meter, device=parts.device, seated=seated, step=step, is_fresh=not self._is_from_held,
-            own_work=parts.own_work, crew=self._crew,
+            own_work=parts.own_work, crew=self._crew, recorder=self._recorder,
         )  # fmt: skip
 
     def _end(self, seated: Seated, parts: _Parts, training: ElasticTraining) -> bool:

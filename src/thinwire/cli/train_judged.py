@@ -1,0 +1,81 @@
+"""What judges a run of `thinwire train` whose replicas cannot go: it warns or ends the run, and counts lost time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from thinwire.cli.steered import diagnosis_of, tell_end
+from thinwire.diagnosis.steering import Action
+from thinwire.errors import Stopped
+from thinwire.training.config import TrainConfig
+from thinwire.training.live_diagnosis import Members
+from thinwire.training.run_parts import RunParts, downtime_of, read_parts
+
+_LOOK_S = 0.5
+
+
+class Judgement:
+    """Ends a run because of a finding; see `thinwire.training.live_diagnosis.Hands`.
+
+    Attributes:
+        why: The finding that ended the run, or an empty text.
+    """
+
+    def __init__(self) -> None:
+        self.why = ""
+
+    def members(self) -> Members | None:
+        """Return that all take part."""
+        return None
+
+    def act(self, action: Action) -> str:
+        """End the run: the launcher takes the signal, as it would a person's."""
+        assert action.kind == "abort"
+        self.why = action.why
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "the run ends"
+
+
+@contextlib.contextmanager
+def judged(config: TrainConfig, *, step: int, say: Callable[[str], None]) -> Iterator[Judgement]:
+    """Judge what runs inside, and say at its end what broke and what it cost."""
+    judgement, parts, done = Judgement(), RunParts(config.run_dir), threading.Event()
+    diagnosis = diagnosis_of(
+        config.run_dir, on_finding=config.on_finding, is_dry_run=config.steer_dry_run, hands=judgement, say=say
+    )
+    if diagnosis is None:
+        yield judgement
+        return
+
+    def look() -> None:
+        while not done.wait(_LOOK_S):
+            parts.look()
+
+    parts.begin(step=step)
+    watcher = threading.Thread(target=look, name="thinwire-parts", daemon=True)
+    watcher.start()
+    how = "failed"
+    try:
+        with diagnosis:
+            yield judgement
+        how = "finished"
+    except (Stopped, KeyboardInterrupt):
+        how = "failed" if judgement.why else "stopped"
+        raise
+    finally:
+        done.set()
+        watcher.join()
+        told = [line["at"] for line in diagnosis.actions if line["action"] == "abort" and judgement.why]
+        parts.end(how, found_s=told[0] if told else None)  # type: ignore[arg-type]
+        downtime = downtime_of(read_parts(config.run_dir), now_s=time.time())
+        quiet = config.quiet and not diagnosis.news
+        tell_end(config.run_dir, diagnosis, downtime, say=_nothing if quiet else say)
+
+
+def _nothing(text: str) -> None:
+    """Say nothing of a quiet run in which nothing broke."""

@@ -1,0 +1,138 @@
+"""The records of a running job that are kept for judging: how things were at first, and how they are now."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Collection, Hashable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+from thinwire.diagnosis.reading import Records
+from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+
+_MOST_COMMUNICATORS = 256
+_MOST_RANKS, _MOST_BEATS = 1 << 16, 16
+# So many later operations of a rank must be done before one that is not counts as given up.
+_LATER_DONE = 3
+
+_Kept = TypeVar("_Kept")
+
+
+class _Ends(Generic[_Kept]):
+    """The first and the latest of many: what a thing was like at first must not be forgotten by what it became."""
+
+    def __init__(self, most: int) -> None:
+        self._most_first, self._most_latest = most // 4, most - most // 4
+        self._first: dict[Hashable, _Kept] = {}
+        self._latest: OrderedDict[Hashable, _Kept] = OrderedDict()
+
+    def put(self, key: Hashable, value: _Kept) -> None:
+        """Take one in, in the place of that of the same key."""
+        if key in self._first or (len(self._first) < self._most_first and not self._latest):
+            self._first[key] = value
+            return
+        self._latest[key] = value
+        if len(self._latest) > self._most_latest:
+            self._latest.popitem(last=False)
+
+    def values(self) -> list[_Kept]:
+        """Return all, in the order in which their keys came."""
+        return [*self._first.values(), *self._latest.values()]
+
+
+class Window:
+    """Records of a job, a bounded number: the first ones, and the latest.
+
+    An operation or an end of a transfer that is written again takes the place of the earlier one.
+
+    Args:
+        most_records: How many are kept of operations, ends of transfers and spans, each.
+
+    Example:
+        >>> window = Window(most_records=8)
+        >>> for step in range(100):
+        ...     window.add(Span(rank=0, kind="compute", step=step, started_s=step, done_s=step + 0.5))
+        >>> [span.step for span in window.records().spans]
+        [0, 1, 94, 95, 96, 97, 98, 99]
+    """
+
+    def __init__(self, *, most_records: int = 3000) -> None:
+        if most_records < 4:
+            raise ValueError(f"most_records must be at least 4, got {most_records}")
+        # a rank may know itself only, so that each writes another record of the same communicator
+        self._communicators: OrderedDict[Communicator, None] = OrderedDict()
+        self._operations: _Ends[Operation] = _Ends(most_records)
+        self._transfers: _Ends[TransferEnd] = _Ends(most_records)
+        self._spans: _Ends[Span] = _Ends(most_records)
+        self._beats: dict[int, deque[Beat]] = {}
+
+    def add(self, record: Record) -> None:
+        """Take a record in."""
+        if isinstance(record, Communicator):
+            self._communicators.pop(record, None)
+            self._communicators[record] = None
+            if len(self._communicators) > _MOST_COMMUNICATORS:
+                self._communicators.popitem(last=False)
+        elif isinstance(record, Operation):
+            self._operations.put((record.communicator, record.rank, record.sequence), record)
+        elif isinstance(record, TransferEnd):
+            key = (record.communicator, record.rank, record.peer, record.direction, record.operation, record.part)
+            self._transfers.put(key, record)
+        elif isinstance(record, Span):
+            self._spans.put((record.rank, record.kind, record.step), record)
+        elif record.rank in self._beats or len(self._beats) < _MOST_RANKS:
+            self._beats.setdefault(record.rank, deque(maxlen=_MOST_BEATS)).append(record)
+
+    def ranks(self) -> set[int]:
+        """Return the ranks that wrote anything: a sign of life, or where they are."""
+        return {*self._beats, *(rank for one in self._communicators for rank in one.ranks)}
+
+    def hosts(self) -> dict[int, str]:
+        """Return the host of each rank that a communicator names."""
+        return {
+            rank: host
+            for one in self._communicators
+            for rank, host in zip(one.ranks, one.hosts, strict=True)
+        }  # fmt: skip
+
+    def records(self, *, without: Collection[int] = frozenset()) -> Records:
+        """Return what is to be judged.
+
+        Args:
+            without: Ranks that take part no more; what they wrote is left out, and what others wrote of them.
+        """
+        gone, found = frozenset(without), Records()
+        for one in self._communicators:
+            members = [index for index, rank in enumerate(one.ranks) if rank not in gone]
+            if members:
+                with contextlib.suppress(ValueError):  # it contradicts what was said before
+                    found.add(_with_members(one, members))
+        kept = [op for op in self._operations.values() if op.rank not in gone]
+        found.operations = _without_given_up(kept)
+        found.transfers = [end for end in self._transfers.values() if not {end.rank, end.peer} & gone]
+        found.spans = [span for span in self._spans.values() if span.rank not in gone]
+        found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
+        found.num_lines = found.num_records
+        return found
+
+
+def _with_members(one: Communicator, members: list[int]) -> Communicator:
+    if len(members) == len(one.ranks):
+        return one
+    ranks, hosts, clocks = (
+        tuple(values[index] for index in members) if values else () for values in (one.ranks, one.hosts, one.clocks)
+    )
+    return replace(one, ranks=ranks, hosts=hosts, clocks=clocks)  # type: ignore[arg-type]
+
+
+def _without_given_up(operations: list[Operation]) -> list[Operation]:
+    """Leave out operations that will never end: their rank has done several later ones since."""
+    done: dict[tuple[str, int], list[int]] = {}
+    for op in operations:
+        if op.done_s is not None:
+            done.setdefault((op.communicator, op.rank), []).append(op.sequence)
+    limits = {key: sorted(numbers)[-_LATER_DONE] for key, numbers in done.items() if len(numbers) >= _LATER_DONE}
+    return [
+        op for op in operations if op.done_s is not None or op.sequence > limits.get((op.communicator, op.rank), -1)
+    ]

@@ -1,0 +1,228 @@
+"""A run that judges itself while it trains: reads what its ranks on this host write, tells findings, and acts on them.
+
+One thread of low priority in the process that started the run. It takes at most a tenth of one core's time, and
+does nothing where there are no records. A fault of its own is told and never ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.diagnosis.live import LiveJudge, News
+from thinwire.diagnosis.steering import Action, Steering
+from thinwire.diagnosis.tail import RecordTail
+
+FINDINGS_FILE = "findings.jsonl"
+ACTIONS_FILE = "actions.jsonl"
+_RECORDS = "records-rank-*.jsonl"
+_LOOK_S = 1.0
+# Of one core: a look that took 0.2 s of it is followed by 2 s without one.
+_MOST_SHARE = 0.1
+_NICER = 10
+_STOP_S = 10.0
+# Files that nobody wrote to since so long before the judge began are of an earlier part of the run.
+_OLD_S = 5.0
+_MOST_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Who takes part in a run.
+
+    Attributes:
+        present: Ranks (an elastic run's replicas) that take part.
+        resting: Of these, those that were told to pause.
+        local: Of these, those whose process is on this host.
+    """
+
+    present: frozenset[int] = frozenset()
+    resting: frozenset[int] = frozenset()
+    local: frozenset[int] = frozenset()
+
+
+class Hands(Protocol):
+    """What can be done to a run, and who takes part in it."""
+
+    def members(self) -> Members | None:
+        """Return who takes part; None where nobody can say, so that all do."""
+        ...
+
+    def act(self, action: Action) -> str:
+        """Do what was decided, and return in words what came of it."""
+        ...
+
+
+class LiveDiagnosis:
+    """See the module. Use it as a context, or call `start` and `stop`.
+
+    Args:
+        run_dir: The run's folder on this host.
+        say: Told one line for each finding and action.
+        steering: Decides what is done.
+        hands: Do it.
+        is_dry_run: Whether actions are only told.
+
+    Attributes:
+        news: All that was new or over, with the time in seconds since 1970.
+        actions: The lines of `actions.jsonl`.
+        num_looks: Looks so far.
+        busy_s: Seconds of one core that they took.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, say: Callable[[str], None], steering: Steering, hands: Hands, is_dry_run: bool = False,
+        judge: LiveJudge | None = None,
+    ) -> None:  # fmt: skip
+        self._run_dir = run_dir
+        self._say = say
+        self._steering = steering
+        self._hands = hands
+        self._is_dry_run = is_dry_run
+        self._judge = judge or LiveJudge()
+        self._tails: dict[Path, RecordTail] = {}
+        self._began_s = time.time()
+        self._stop = threading.Event()
+        self._told_problem = ""
+        self.news: list[tuple[float, News]] = []
+        self.actions: list[dict[str, Any]] = []
+        self.num_looks = 0
+        self.busy_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="thinwire-diagnosis", daemon=True)
+
+    def __enter__(self) -> LiveDiagnosis:
+        self.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; stopping twice is fine."""
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_S)
+
+    def look(self) -> None:
+        """Read what came, judge it, tell and act; called by the thread."""
+        began_s = time.thread_time()
+        self._read()
+        if self._tails:
+            self.num_looks += 1
+            members = self._hands.members()
+            for news in self._judge.look(without=self._without(members)):
+                self._tell(news)
+                self._steer(news, members)
+        self._complain(self._judge.problem and f"the rules failed: {self._judge.problem}")
+        self.busy_s += time.thread_time() - began_s
+
+    def _run(self) -> None:
+        _lower_priority()
+        pause_s = _LOOK_S
+        while not self._stop.wait(pause_s):
+            busy_s = self.busy_s
+            try:
+                self.look()
+            except Exception as error:  # the run is worth more than what is said of it
+                self._complain(f"{type(error).__name__}: {error}")
+            pause_s = max(_LOOK_S, (self.busy_s - busy_s) / _MOST_SHARE)
+
+    def _read(self) -> None:
+        for path in sorted(self._run_dir.glob(_RECORDS)):
+            if path.name.endswith(".old.jsonl") or (path not in self._tails and not self._is_new(path)):
+                continue
+            tail = self._tails.setdefault(path, RecordTail(path))
+            self._judge.take(tail.new_records())
+
+    def _is_new(self, path: Path) -> bool:
+        try:
+            return len(self._tails) < _MOST_FILES and path.stat().st_mtime > self._began_s - _OLD_S
+        except OSError:
+            return False
+
+    def _without(self, members: Members | None) -> frozenset[int]:
+        """Return ranks that wrote records and take part no more, or rest."""
+        if members is None:
+            return frozenset()
+        return (self._judge.ranks() - members.present) | members.resting
+
+    def _tell(self, news: News) -> None:
+        at_s, finding = time.time(), news.finding
+        self.news.append((at_s, news))
+        self._append(FINDINGS_FILE, news.to_json(at_s=at_s))
+        if news.state == "over":
+            self._say(f"over: {finding.kind}: {finding.where}")
+            return
+        self._say(f"finding: {finding.kind}: {finding.where} (confidence {finding.confidence:.2f}). {finding.text}")
+
+    def _steer(self, news: News, members: Members | None) -> None:
+        present = self._judge.ranks() if members is None else members.present
+        local = None if members is None else members.local
+        action = self._steering.decide(news, now_s=time.monotonic(), present=present, local=local)
+        if action is None:
+            return
+        finding = f"{news.finding.kind}: {news.finding.where}"
+        if action.kind == "warn":
+            result = "told"
+        elif self._is_dry_run:
+            result = "nothing, since this is a dry run"
+        else:
+            result = self._do(action)
+        line = action.to_json(at_s=time.time(), finding=finding, dry_run=self._is_dry_run, result=result)
+        self.actions.append(line)
+        self._append(ACTIONS_FILE, line)
+        if action.kind != "warn":
+            target = "" if action.target is None else f" replica {action.target}"
+            self._say(f"action: {action.kind}{target}, because of {finding}: {result}")
+        elif self._steering.policy.on_finding != "warn":
+            self._say(f"no action: {action.why}")
+
+    def _do(self, action: Action) -> str:
+        try:
+            return self._hands.act(action)
+        except Exception as error:
+            return f"failed: {' '.join(str(error).split())}"
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        try:
+            with (self._run_dir / name).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        except OSError as error:
+            self._complain(f"cannot write {self._run_dir / name}: {error.strerror}")
+
+    def _complain(self, problem: str) -> None:
+        """Tell of a fault of its own once."""
+        if problem and problem != self._told_problem:
+            self._told_problem = problem
+            self._say(f"warning: the run's own diagnosis: {problem}")
+
+
+def end_report(diagnosis: LiveDiagnosis) -> list[str]:
+    """Return what a run says at its end of what broke and what was done: a line each."""
+    new = [(at_s, news) for at_s, news in diagnosis.news if news.state == "new"]
+    over_s = {news.case: at_s for at_s, news in diagnosis.news if news.state == "over"}
+    lines = []
+    for at_s, news in new:
+        done = [line for line in diagnosis.actions if line["case"] == news.case and line["action"] != "warn"]
+        what = f"; {done[0]['action']} {done[0]['target']}: {done[0]['result']}" if done else ""
+        lasted = f"over after {over_s[news.case] - at_s:.0f} s" if news.case in over_s else "not over"
+        clock = time.strftime("%H:%M:%S", time.localtime(at_s))
+        lines.append(f"{clock} {news.finding.kind}: {news.finding.where}; {lasted}{what}")
+    return lines
+
+
+def _lower_priority() -> None:
+    """Let training go first; a thread has a priority of its own on Linux, and elsewhere it stays as it is."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICER)

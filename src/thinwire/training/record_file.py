@@ -1,0 +1,85 @@
+"""A rank's file of records, written while it runs and bounded: `records-rank-N.jsonl` in the run's folder.
+
+When the file is half as long as it may be, it becomes `records-rank-N.old.jsonl` in place of the one before, and a new
+one begins: whoever follows the file sees it become shorter. The two together hold the latest records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+from thinwire.diagnosis.records import Beat, header_line, to_line
+
+MOST_FILE_BYTES = 16 << 20
+
+
+def record_paths(run_dir: Path, *, rank: int) -> tuple[Path, Path]:
+    """Return where a rank's latest records are, and those before.
+
+    Example:
+        >>> [path.name for path in record_paths(Path("runs/demo"), rank=2)]
+        ['records-rank-2.jsonl', 'records-rank-2.old.jsonl']
+    """
+    return run_dir / f"records-rank-{rank}.jsonl", run_dir / f"records-rank-{rank}.old.jsonl"
+
+
+class RecordFile:
+    """Takes lines, and holds the latest of them on disk.
+
+    Args:
+        run_dir: The run's folder.
+        rank: Who writes.
+        most_bytes: How long both files together may be.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+
+    def __init__(self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES) -> None:
+        self._path, self._old = record_paths(run_dir, rank=rank)
+        self._most_bytes = most_bytes
+        self._old.unlink(missing_ok=True)
+        self._file = self._begin()
+
+    def _begin(self) -> TextIO:
+        file = self._path.open("w", encoding="utf-8")
+        file.write(header_line() + "\n")
+        self._num_bytes = 0
+        return file
+
+    def write(self, lines: Iterable[str]) -> bool:
+        """Write lines so that others can read them at once; return whether a new file was begun before them."""
+        text = "".join(line + "\n" for line in lines)
+        is_new = 2 * (self._num_bytes + len(text)) > self._most_bytes and self._num_bytes > 0
+        if is_new:
+            self._file.close()
+            self._path.replace(self._old)
+            self._file = self._begin()
+        self._file.write(text)
+        self._file.flush()
+        self._num_bytes += len(text)
+        return is_new
+
+    def close(self) -> None:
+        """Write no more."""
+        self._file.close()
+
+
+def write_obituary(run_dir: Path, *, rank: int, at_s: float, error: str) -> None:
+    """Write that a rank has ended that could not say so itself; nothing where it recorded nothing.
+
+    Args:
+        run_dir: The run's folder.
+        rank: Who has ended.
+        at_s: When, on the clock of its host.
+        error: How.
+    """
+    path, _ = record_paths(run_dir, rank=rank)
+    with contextlib.suppress(OSError):
+        if path.exists():
+            # what it wrote last may have no end
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n" + to_line(Beat(rank=rank, at_s=at_s, is_last=True, error=error)) + "\n")

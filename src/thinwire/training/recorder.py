@@ -1,0 +1,233 @@
+"""A rank's flight recorder: what it has posted, what is done, what it computes and that it lives, on disk as it runs.
+
+The training thread and those of the transport only put events into a queue of fixed length. A thread of the
+recorder's own turns them into records four times a second, and writes what is posted even where it never ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
+from thinwire.errors import TransportError
+from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
+from thinwire.membership.proposal import named_part
+from thinwire.sync.engine import Engine
+from thinwire.training.record_file import MOST_FILE_BYTES, RecordFile
+from thinwire.transport.addresses import clock_name, host_name
+
+COMMUNICATOR = "rounds"
+TURN_S = 0.25
+BEAT_S = 1.0
+MOST_EVENTS = 1 << 15
+MOST_OPEN = 1 << 12
+_MOST_ERROR = 400
+_PHASES = 4
+
+Event = Posted | Transfer | RoundMark | Span
+_Key = tuple[Direction, int, int, int]
+
+
+class Recorder:
+    """Writes `records-rank-N.jsonl` of one rank, see `thinwire.training.record_file`.
+
+    Memory is bounded: so many events wait at most, and so many transfers and rounds are open at most; the oldest are
+    forgotten. A disk that is full ends the recording, and not the run.
+
+    Args:
+        run_dir: The run's folder.
+        rank: This rank; where a replica is many ranks, the replica's number at the one that leads.
+        most_bytes: How long the files may be.
+        clock: Seconds that only grow; the transport's times must be of the same.
+        warn: Told why nothing is recorded any more.
+
+    Attributes:
+        num_dropped: Events that there was no room for.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES,
+        clock: Callable[[], float] = time.monotonic, warn: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        self._rank = rank
+        self._clock = clock
+        self._warn = warn
+        self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self._open: dict[_Key | int, TransferEnd | Operation] = {}
+        self._untold: set[_Key | int] = set()
+        self._beat_s = -BEAT_S
+        self.num_dropped = 0
+        self._place = Communicator(
+            communicator=COMMUNICATOR, ranks=(rank,), hosts=(host_name(),), clocks=(clock_name(),)
+        )
+        self._stop = threading.Event()
+        self._file: RecordFile | None = None
+        try:
+            self._file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
+            self._file.write([to_line(self._place)])
+        except OSError as error:
+            self._give_up(error)
+        self._thread = threading.Thread(target=self._run, name="thinwire-recorder", daemon=True)
+        self._thread.start()
+
+    def follow(self, log: TransferLog, engine: Engine) -> None:
+        """Record all rounds of an engine and their messages from here on."""
+        log.add_post_sink(self.add)
+        log.add_sink(self.add)
+        engine.on_round = self.add
+
+    def add(self, event: Event) -> None:
+        """Take an event in, from any thread; nothing is written here."""
+        if len(self._events) == MOST_EVENTS:
+            self.num_dropped += 1
+        self._events.append(event)
+
+    def add_step(self, step: int, *, started_s: float, done_s: float, loss: float | None = None) -> None:
+        """Record a stretch of this rank's own work.
+
+        Args:
+            step: The inner step.
+            started_s: When it began, on the recorder's clock.
+            done_s: When it would have been done if nothing had been waited for.
+            loss: Of the step, where it is known.
+        """
+        self.add(Span(
+            rank=self._rank, kind="compute", step=step, started_s=_rounded(started_s),
+            done_s=_rounded(max(started_s, done_s)), loss=loss,
+        ))  # fmt: skip
+
+    def close(self, *, error: str = "") -> None:
+        """Say goodbye and write no more; closing twice is fine.
+
+        Args:
+            error: Why this rank ends, where the fault is its own.
+        """
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._thread.join()
+        bye = Beat(rank=self._rank, at_s=_rounded(self._clock()), is_last=True, error=error[:_MOST_ERROR])
+        self._turn(bye)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _run(self) -> None:
+        while not self._stop.wait(TURN_S):
+            now_s = self._clock()
+            is_due = now_s - self._beat_s >= BEAT_S - TURN_S / 2
+            self._turn(Beat(rank=self._rank, at_s=_rounded(now_s)) if is_due else None)
+            if is_due:
+                self._beat_s = now_s
+
+    def _turn(self, beat: Beat | None) -> None:
+        """Write down what came since the last turn, and what is open and was not told yet."""
+        lines: list[str] = []
+        while self._events:
+            record = self._take(self._events.popleft())
+            if record is not None:
+                lines.append(to_line(record))
+        lines += [to_line(self._open[key]) for key in self._untold]
+        self._untold.clear()
+        if beat is not None:
+            lines.append(to_line(beat))
+        if lines:
+            self._write(lines)
+
+    def _write(self, lines: list[str]) -> None:
+        if self._file is None:
+            return
+        try:
+            if self._file.write(lines):
+                # what the file before told of what is still open may soon be gone
+                self._file.write(map(to_line, [self._place, *self._open.values()]))
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._file = None
+        self._warn(f"rank {self._rank} records nothing any more: {error.strerror or error}")
+
+    def _take(self, event: Event) -> Record | None:
+        """Return the record of what has ended; note what has begun."""
+        if isinstance(event, Span):
+            return event
+        if isinstance(event, RoundMark):
+            return self._take_round(event)
+        key = _key_of(event)
+        if key is None:
+            return None
+        if isinstance(event, Posted):
+            self._note(key, self._end(key, num_bytes=event.num_bytes, posted_s=event.posted_s))
+            return None
+        self._forget(key)
+        end = self._end(
+            key, num_bytes=event.payload_bytes, posted_s=event.started_s, error=event.error[:_MOST_ERROR],
+            done_s=None if event.error else _rounded(event.finished_s), begun_s=event.begun_s,
+        )  # fmt: skip
+        if event.error:  # a deadline that ran out: it may still end well
+            self._note(key, end)
+            return None
+        return end
+
+    def _take_round(self, mark: RoundMark) -> Record | None:
+        found = self._forget(mark.round_id) if mark.is_done else None
+        operation = Operation(
+            communicator=COMMUNICATOR, rank=self._rank, sequence=mark.round_id, kind="round", dtype=mark.dtype,
+            count=mark.num_elements, posted_s=_rounded(mark.at_s) if found is None else found.posted_s,
+            done_s=_rounded(mark.at_s) if mark.is_done else None, round=mark.round_id,
+        )  # fmt: skip
+        if mark.is_done:
+            return operation
+        self._note(mark.round_id, operation)
+        return None
+
+    def _note(self, key: _Key | int, record: TransferEnd | Operation) -> None:
+        self._open[key] = record
+        self._untold.add(key)
+        if len(self._open) > MOST_OPEN:
+            self._forget(next(iter(self._open)))
+
+    def _forget(self, key: _Key | int) -> TransferEnd | Operation | None:
+        self._untold.discard(key)
+        return self._open.pop(key, None)
+
+    def _end(
+        self, key: _Key, *, num_bytes: int, posted_s: float, done_s: float | None = None, error: str = "",
+        begun_s: float | None = None,
+    ) -> TransferEnd:  # fmt: skip
+        direction, peer, operation, part = key
+        return TransferEnd(
+            communicator=COMMUNICATOR, rank=self._rank, peer=peer, direction=direction, operation=operation, part=part,
+            num_bytes=num_bytes, posted_s=_rounded(posted_s), done_s=done_s, error=error,
+            started_s=None if begun_s is None else _rounded(begun_s),
+        )  # fmt: skip
+
+
+def own_fault(error: Exception) -> str:
+    """Return why a rank ends in words, empty where it ends because it lost others or was told to.
+
+    Example:
+        >>> own_fault(ValueError("no number")), own_fault(TransportError("replica 1 was lost"))
+        ('ValueError: no number', '')
+    """
+    return "" if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
+
+
+def _key_of(event: Posted | Transfer) -> _Key | None:
+    """Return what both ends of a round's message know it by, None for other messages.
+
+    A round's own messages are told apart by fragment and phase, parts that replicas ask each other for by their owner.
+    """
+    if event.kind == "round":
+        return event.direction, event.peer, event.round_id, event.fragment * _PHASES + event.phase
+    part = named_part(event.name)
+    return None if part is None else (event.direction, event.peer, *part)
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 6)

@@ -1,0 +1,49 @@
+"""A run that finds its own fault and acts on it, with real processes: one is stopped, and another takes its place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from test_elastic_run import active, runs, start, texts, wait_until
+from training_runs import Started
+
+from thinwire.training.elastic.steering import read_pid
+
+__all__ = ["runs", "texts"]
+SOON_S = 60.0
+
+
+def first_line(path: Path) -> dict[str, Any]:
+    until_s = time.monotonic() + SOON_S
+    while not (path.exists() and path.read_text().endswith("\n")):
+        assert time.monotonic() < until_s, f"no {path.name}"
+        time.sleep(0.1)
+    found: dict[str, Any] = json.loads(path.read_text().splitlines()[0])
+    return found
+
+
+def test_a_replica_that_was_stopped_is_found_and_another_process_takes_its_place(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run = tmp_path / "run"
+    started = start(runs, texts, run, steps=100_000, more=["--on-finding", "restart"])
+    wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 20, started)
+    pid = read_pid(run, 1)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    finding, action = first_line(run / "findings.jsonl"), first_line(run / "actions.jsonl")
+    assert (finding["finding"]["kind"], finding["finding"]["where"]) == ("non-communication hang", "rank 1")
+    assert (action["action"], action["target"], action["dry_run"]) == ("restart", "1", False)
+    is_back: Callable[[dict[str, Any]], bool] = lambda found: active(found) == {0, 2}  # noqa: E731
+    wait_until(run, is_back, started)
+    started.process.send_signal(signal.SIGTERM)
+    started.end()
+    lost = json.loads((run / "downtime.json").read_text())
+    assert lost["num_incidents"] == 1 and 0 < lost["total_s"] < lost["run_s"]
+    assert f"{action['action']} replica 1" in started.stderr

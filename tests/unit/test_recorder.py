@@ -1,0 +1,148 @@
+"""What a rank's recorder has on disk while the rank waits, when it ends, and when there is too much of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinwire.diagnosis.reading import Records, from_records, read_records
+from thinwire.diagnosis.records import Communicator, TransferEnd
+from thinwire.diagnosis.sources import read_files
+from thinwire.diagnosis.timeline import build
+from thinwire.events import Posted, RoundMark, Transfer
+from thinwire.membership.proposal import blob_name
+from thinwire.training.record_file import record_paths
+from thinwire.training.recorder import TURN_S, Recorder
+
+POSTED = Posted(
+    direction="received", peer=1, kind="round", round_id=7, fragment=2, phase=1, num_bytes=100, posted_s=10.0
+)  # fmt: skip
+
+
+def ended(*, error: str = "") -> Transfer:
+    return Transfer(
+        direction="received", peer=1, kind="round", round_id=7, fragment=2, phase=1, payload_bytes=90, wire_bytes=150,
+        started_s=10.0, finished_s=11.5, error=error,
+    )  # fmt: skip
+
+
+def mark(*, is_done: bool) -> RoundMark:
+    return RoundMark(round_id=7, num_elements=5, dtype="float32", is_done=is_done, at_s=10.0 + 2.0 * is_done)
+
+
+def soon(folder: Path, is_there: Callable[[Records], object]) -> Records:
+    """Return what is in a folder as soon as it holds what is waited for."""
+    until_s = time.monotonic() + 40 * TURN_S
+    while True:
+        records = read_files([folder])
+        if is_there(records):
+            return records
+        assert time.monotonic() < until_s, records
+        time.sleep(TURN_S / 5)
+
+
+def test_what_is_posted_and_never_ends_is_on_disk_while_the_rank_waits(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0)
+    recorder.add(mark(is_done=False))
+    recorder.add(POSTED)
+    records = soon(tmp_path, lambda found: found.transfers and found.operations and found.beats)
+    (end,), (operation,) = records.transfers, records.operations
+    assert (end.peer, end.operation, end.num_bytes, end.posted_s, end.done_s) == (1, 7, 100, 10.0, None)
+    assert (operation.sequence, operation.dtype, operation.count, operation.done_s) == (7, "float32", 5, None)
+    assert records.num_refused == 0 and not records.beats[-1].is_last
+    recorder.close()
+
+
+def test_what_ends_later_takes_the_place_of_what_was_posted(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0)
+    for event in (mark(is_done=False), POSTED):
+        recorder.add(event)
+    soon(tmp_path, lambda found: found.transfers)
+    recorder.add(ended(error="too late"))
+    soon(tmp_path, lambda found: any(end.error for end in found.transfers))
+    for event in (ended(), mark(is_done=True)):
+        recorder.add(event)
+    recorder.close()
+    records = read_files([tmp_path])
+    assert len(records.transfers) == 3 and len(records.operations) == 2
+    job = build(records)
+    (message,) = job.messages
+    assert (message.received_posted_s, message.received_done_s, message.num_bytes) == (10.0, 11.5, 90)
+    assert job.operations["rounds", 7][0].done_s == 12.0 and not job.num_said_twice
+
+
+def test_parts_that_replicas_ask_each_other_for_are_known_by_round_and_owner(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=3)
+    for direction, name in (("received", blob_name(5, 2)), ("sent", b"state/0")):
+        recorder.add(Posted(
+            direction=direction, peer=1, kind="library", round_id=99, fragment=0, phase=0, num_bytes=10, posted_s=1.0,
+            name=name,
+        ))  # fmt: skip
+    recorder.close()
+    (end,) = read_files([tmp_path]).transfers
+    assert (end.direction, end.operation, end.part) == ("received", 5, 2)
+
+
+@pytest.mark.parametrize("error", ["", "DataError: no more data"])
+def test_a_rank_that_ends_says_goodbye_once(tmp_path: Path, error: str) -> None:
+    recorder = Recorder(tmp_path, rank=0)
+    recorder.close(error=error)
+    recorder.close(error="again")
+    assert [(beat.is_last, beat.error) for beat in read_files([tmp_path]).beats if beat.is_last] == [(True, error)]
+
+
+def test_the_files_stay_small_and_hold_the_latest_and_all_that_is_open(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0, most_bytes=8000)
+    recorder.add(POSTED)
+    for turn in range(4):
+        for step in range(40):
+            recorder.add_step(40 * turn + step, started_s=1.0, done_s=2.0, loss=0.5)
+        last = 40 * turn + 39
+        soon(tmp_path, lambda found, last=last: found.spans and found.spans[-1].step == last)
+    recorder.close()
+    assert sum(path.stat().st_size for path in record_paths(tmp_path, rank=0)) < 9000
+    records = read_files([tmp_path])
+    assert records.spans[-1].step == 159 and 0 < records.spans[0].step < 150
+    records = read_records([record_paths(tmp_path, rank=0)[0]])
+    assert [end.operation for end in records.transfers] == [7] and records.communicators["rounds"].ranks == (0,)
+
+
+def test_a_folder_that_takes_no_file_is_told_and_ends_nothing(tmp_path: Path) -> None:
+    told: list[str] = []
+    recorder = Recorder(tmp_path / "not-there", rank=4, warn=told.append)
+    recorder.add(POSTED)
+    recorder.close()
+    assert len(told) == 1 and told[0].startswith("rank 4 records nothing any more: ")
+
+
+def test_ranks_that_each_know_themselves_only_make_one_communicator() -> None:
+    def own(rank: int, host: str) -> Communicator:
+        return Communicator(communicator="rounds", ranks=(rank,), hosts=(host,), clocks=("c",))
+
+    records = from_records([own(1, "b"), own(0, "a"), own(1, "b")])
+    assert records.communicators["rounds"] == Communicator(
+        communicator="rounds", ranks=(0, 1), hosts=("a", "b"), clocks=("c", "c")
+    )
+    with pytest.raises(ValueError, match="other members: rank 1 is somewhere else"):
+        records.add(own(1, "a"))
+
+
+def test_records_come_before_the_transfers_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "transfers-replica-0.jsonl").write_text("broken\n")
+    Recorder(tmp_path, rank=0).close()
+    records = read_files([tmp_path])
+    assert records.num_refused == 0 and isinstance(records.transfers, list) and records.beats
+
+
+def test_an_end_that_was_done_is_not_open_again() -> None:
+    def end(done_s: float | None) -> TransferEnd:
+        return TransferEnd(
+            communicator="rounds", rank=0, peer=1, direction="sent", operation=1, num_bytes=1, posted_s=0.0,
+            done_s=done_s,
+        )  # fmt: skip
+
+    (message,) = build(from_records([end(2.0), end(None)])).messages
+    assert message.sent_done_s == 2.0
