@@ -17,6 +17,8 @@ import pytest
 from processes import free_port
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result
 
+from thinwire.diagnosis.diagnose import diagnose
+from thinwire.diagnosis.sources import read_files
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.notes import NOTE_BYTES
 from thinwire.transport.secret import make_secret
@@ -113,6 +115,8 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
     assert f"thinwire train --resume {run}" in started.stderr
     assert "Traceback" not in started.stderr and len(started.stderr.splitlines()) == 1
     assert started.stdout == ""
+    (finding,) = diagnose(read_files([run]))
+    assert finding.where == "rank 1" and "ended by SIGKILL" in finding.text
 
     for step, number, code in (
         (8, signal.SIGTERM, 128 + signal.SIGTERM),

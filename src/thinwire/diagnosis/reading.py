@@ -232,7 +232,7 @@ def parse_line(line: bytes | None) -> Record:
 
     Example:
         >>> parse_line(b'{"record":"beat","rank":1,"at_s":2.5}')
-        Beat(rank=1, at_s=2.5)
+        Beat(rank=1, at_s=2.5, is_last=False, error='')
         >>> parse_line(b'{"record":"beat","rank":-1,"at_s":2.5}')
         Traceback (most recent call last):
             ...

@@ -238,7 +238,7 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
 
 
 def _cycles(job: Job) -> dict[int, int]:
-    """Return in how many steps each rank's rounds come round: the middle of the gaps between rounds of one size."""
+    """Return in how many steps each rank's rounds come round: the middle gap between rounds of one size."""
     steps: dict[int, list[Work]] = defaultdict(list)
     for span in job.spans:
         steps[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=0.0))
@@ -246,13 +246,15 @@ def _cycles(job: Job) -> dict[int, int]:
     for own in job.operations.values():
         for rank, operation in own.items():
             posted[rank, operation.count].append(operation.posted_s)
-    gaps: dict[int, list[float]] = defaultdict(list)
+    found: dict[int, int] = {}
     for (rank, _), times in posted.items():
         works = steps[rank]
         starts = [work.at_s for work in works]
         at = [works[max(0, bisect_right(starts, time_s) - 1)].step for time_s in sorted(times) if works]
-        gaps[rank] += [late - early for early, late in pairwise(at)]
-    return {rank: max(1, round(median(found))) for rank, found in gaps.items() if found}
+        gaps = [float(late - early) for early, late in pairwise(at)]
+        # several fragments may be of one size: the rarest size shows the whole schedule
+        found[rank] = max(found.get(rank, 1), round(median(gaps)) if gaps else 1)
+    return found
 
 
 def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
