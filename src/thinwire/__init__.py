@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from thinwire.sync.joined import JoinedOptimizer
     from thinwire.sync.method import Method
     from thinwire.sync.optimizer import DistributedOptimizer
+    from thinwire.training.watching import watch
     from thinwire.transport.connect import connect
     from thinwire.transport.faulty import FaultyTransport
     from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld, run_replicas
@@ -41,6 +42,7 @@ _HOMES = {
     "ThinwireError": "thinwire.errors",
     "connect": "thinwire.transport.connect",
     "run_replicas": "thinwire.transport.loopback",
+    "watch": "thinwire.training.watching",
 }
 _MODULES = ("codecs", "lab", "methods")
 
@@ -59,6 +61,7 @@ __all__ = [
     "lab",
     "methods",
     "run_replicas",
+    "watch",
 ]
 
 

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from thinwire.cli.words import read_words
+
+if TYPE_CHECKING:
+    from thinwire.diagnosis.reading import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,8 @@ class DiagnoseOptions:
     """What the ranks wrote down."""
     json: bool = False
     """Print one JSON object on stdout instead of text."""
+    flight_recorder: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Also write the records as dumps for `python -m torch.distributed.flight_recorder.fr_trace FOLDER`."""
 
 
 FOUND = 3
@@ -57,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     except DataError as error:
         print(f"thinwire diagnose: {error}", file=sys.stderr)
         return 1
+    if options.flight_recorder is not None and not _write_dumps(records, options.flight_recorder):
+        return 1
     findings = diagnose(records)
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
@@ -73,6 +80,18 @@ def main(arguments: Sequence[str]) -> int:
         for line in refused:
             print(f"  refused: {_plain(line)}", file=sys.stderr)
     return FOUND if findings else 0
+
+
+def _write_dumps(records: Records, folder: Path) -> bool:
+    from thinwire.diagnosis.flight_recorder_files import write_dumps
+
+    try:
+        written = write_dumps(records, folder)
+    except OSError as error:
+        print(f"thinwire diagnose: cannot write to {folder}: {error.strerror}", file=sys.stderr)
+        return False
+    print(f"{len(written)} dumps in {folder}", file=sys.stderr)
+    return True
 
 
 def _plain(text: str) -> str:

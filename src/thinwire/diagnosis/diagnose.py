@@ -13,6 +13,8 @@ from thinwire.diagnosis.slow import find_slow_links, find_slow_operations, link_
 from thinwire.diagnosis.timeline import Job, build
 from thinwire.diagnosis.work import find_slow_work, find_stalls, work_times
 
+_SMALL_SHARE = 0.2
+
 
 def diagnose(records: Records) -> list[Finding]:
     """Return what is wrong with a job, the worst first; nothing where nothing is.
@@ -40,8 +42,21 @@ def findings_of(job: Job) -> list[Finding]:
     stalls = find_stalls(job, work)
     slow_work = [finding for finding in find_slow_work(job, work) if not _touches(finding, stalls, job)]
     slow = [finding for finding in slow if not _follows(finding, slow_work, job)]
-    found = [*desyncs, *hangs, *find_losses(job), *slow, *find_slow_operations(job), *slow_work, *flapping, *stalls]
+    slow_calls = [finding for finding in find_slow_operations(job) if not _is_beside(finding, slow_work)]
+    found = [*desyncs, *hangs, *find_losses(job), *slow, *slow_calls, *slow_work, *flapping, *stalls]
     return [*found, *find_set_clocks(job)]
+
+
+def _is_beside(calls: Finding, slow_work: Sequence[Finding]) -> bool:
+    """Return whether operations became slower by little beside what a rank's work did: who waits long wakes up late."""
+    longer_s = _longer_s(calls)
+    return any(_SMALL_SHARE * _longer_s(work) > longer_s for work in slow_work)
+
+
+def _longer_s(finding: Finding) -> float:
+    """Return by how many seconds a time became longer, or 0 where the finding does not tell."""
+    usual_s, ratio = finding.evidence.get("usual_s"), finding.evidence.get("times_longer")
+    return usual_s * (ratio - 1) if isinstance(usual_s, float) and isinstance(ratio, float) else 0.0
 
 
 def find_set_clocks(job: Job) -> list[Finding]:

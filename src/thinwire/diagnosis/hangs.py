@@ -62,7 +62,14 @@ def find_hangs(job: Job) -> list[Finding]:
             if not set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind:
                 break
             left_behind |= set(still.inside)
-    return found
+    return _roots(found)
+
+
+def _roots(found: list[Finding]) -> list[Finding]:
+    """Leave out ranks that are missed in one communicator because they wait in another, where there is another one."""
+    waiting = {rank for finding in found for rank in finding.evidence.get("waiting", ())}
+    named = [{rank for place in finding.places for rank in place.ranks} for finding in found]
+    return [one for one, ranks in zip(found, named, strict=True) if not ranks or ranks - waiting] or found
 
 
 def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
@@ -92,6 +99,7 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     still = [(sequence, ops) for sequence, ops in own if any(op.done_s is None for op in ops.values())]
     if not still:
         return None
+    gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
     sequence, ops = still[0]
     known = job.communicators.get(communicator)
     members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
@@ -100,7 +108,6 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     members &= set(job.last_seen_s) - set(job.goodbyes) - left_behind
     missing = tuple(sorted(rank for rank in members if furthest.get(rank, -1) < sequence))
     inside = {rank: op for rank, op in ops.items() if op.done_s is None}
-    gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
     since_s = max(op.posted_s for op in inside.values())
     still_s = job.now_s - since_s
     has_ended = set(inside) <= set(job.goodbyes) and not missing

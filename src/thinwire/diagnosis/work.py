@@ -11,28 +11,15 @@ from itertools import pairwise
 
 from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, at_least, median
 from thinwire.diagnosis.findings import Finding, Kind, Place
+from thinwire.diagnosis.own_time import Work, between_operations
 from thinwire.diagnosis.timeline import Job
 
 PEERS_RATIO = 2.0
+LEAST_LONGER_S = 0.01
 _LOOK_STEPS = 24
 _SPIKE = math.log(2.0)
 _LEAST_SPIKES = 5
 _CHANCE = 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """One rank's time between two exchanges.
-
-    Attributes:
-        step: Its number.
-        at_s: When it began.
-        time_s: How long it took.
-    """
-
-    step: int
-    at_s: float
-    time_s: float
 
 
 def work_of(job: Job) -> dict[int, list[Work]]:
@@ -41,25 +28,7 @@ def work_of(job: Job) -> dict[int, list[Work]]:
     for span in job.spans:
         if span.kind == "compute":
             spans[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=span.done_s - span.started_s))
-    return dict(spans) if spans else _between_operations(job)
-
-
-def _between_operations(job: Job) -> dict[int, list[Work]]:
-    """Return the gaps between a rank's operations; of several in a round the longest, where the work is."""
-    ended: dict[tuple[str, int], tuple[int, float]] = {}
-    found: dict[int, dict[int, Work]] = defaultdict(dict)
-    for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
-        for rank, operation in own.items():
-            before = ended.get((communicator, rank))
-            if before is not None and before[0] == sequence - 1 and operation.posted_s >= before[1]:
-                step = operation.round if operation.round >= 0 else sequence
-                work = Work(step=step, at_s=before[1], time_s=operation.posted_s - before[1])
-                known = found[rank].get(step)
-                if known is None or known.time_s < work.time_s:
-                    found[rank][step] = work
-            if operation.done_s is not None:
-                ended[communicator, rank] = (sequence, operation.done_s)
-    return {rank: list(works.values()) for rank, works in found.items()}
+    return dict(spans) if spans else between_operations(job)
 
 
 @dataclass(slots=True)
@@ -105,9 +74,9 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
     if not alarmed:
         everyone = [rank for rank, watch in times.own.items() if watch.change is not None]
         if has_peers and len(everyone) == len(times.own):
-            slow = _slow_work(job, times, times.own, everyone, Place(kind="job"))
+            found = [_slow_work(job, times, times.own, everyone, Place(kind="job"))]
             # ranks that share a machine become slow together whenever it has something else to do
-            return [slow] if slow.evidence["times_longer"] >= PEERS_RATIO else []
+            return [one for one in found if _is_worth_telling(one) and one.evidence["times_longer"] >= PEERS_RATIO]
         return _slower_than_peers(job, times)
     found = []
     for host, ranks in _hosts_of(job, alarmed).items():
@@ -121,7 +90,13 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
         for group in [all_ranks] if is_host else [[rank] for rank in ranks]:
             place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
             found.append(_slow_work(job, times, watches, group, place))
-    return [finding for finding in found if finding.evidence["times_longer"] >= LEAST_RATIO]
+    return [finding for finding in found if _is_worth_telling(finding)]
+
+
+def _is_worth_telling(finding: Finding) -> bool:
+    """Return whether work grew by more than what a busy machine takes at a turn, and by a known number."""
+    ratio, longer_s = finding.evidence["times_longer"], finding.evidence["now_s"] - finding.evidence["usual_s"]
+    return bool(ratio >= LEAST_RATIO and longer_s >= LEAST_LONGER_S)
 
 
 def _grew(own: Watch, beside: Watch) -> bool:
@@ -195,7 +170,7 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
         return []
     found = []
     for rank, time_s in sorted(known.items()):
-        if time_s >= PEERS_RATIO * middle:
+        if time_s >= max(PEERS_RATIO * middle, middle + LEAST_LONGER_S):
             found.append(Finding(
                 kind="non-communication slow",
                 places=(Place(kind="rank", ranks=(rank,)),),
@@ -212,10 +187,12 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
 
 def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
     """Return ranks that stall at regular times, as garbage collection, checkpoints or data loading do."""
-    stalls = {rank: stall for rank, watch in times.own.items() if (stall := regular_stalls(watch)) is not None}
+    regular = {rank: stall for rank, watch in times.own.items() if (stall := regular_stalls(watch)) is not None}
     cycles = _cycles(job)
     # a step in which rounds come in and are decoded takes longer by nature where cores are few
-    stalls = {rank: stall for rank, stall in stalls.items() if cycles.get(rank, 1) % stall[1]}
+    longer_s = {rank: times.own[rank].usual_s * math.expm1(stall[2]) for rank, stall in regular.items()}
+    stalls = {rank: stall for rank, stall in regular.items()
+              if cycles.get(rank, 1) % stall[1] and longer_s[rank] >= LEAST_LONGER_S}  # fmt: skip
     if not stalls:
         return []
     ranks = tuple(sorted(stalls))

@@ -1,0 +1,112 @@
+"""The names of torch that are not promised to stay, in one place; all else uses torch's public ones.
+
+Every call of a process group, whether Python's or DDP's own C++, passes torch's dispatcher as an operator of `c10d`.
+A kernel at a key that all these operators leave empty sees each of them and hands it on. That takes the operators'
+names, a process group and a `Work` out of their boxes, and a `Work` whose wait is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+# What the tests have passed with; other versions are not refused, only untried.
+TRIED_VERSIONS = ("2.13",)
+_NAMESPACE = "c10d"
+_KEY = "BackendSelect"
+_NAMES = (
+    "_dispatch_get_all_op_names", "DispatchKeySet.remove", f"DispatchKey.{_KEY}",
+    "_distributed_c10d.ProcessGroup.unbox", "_distributed_c10d.Work.unbox", "_distributed_c10d.PythonCallbackWork",
+)  # fmt: skip
+
+Around = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]
+
+
+def missing_names() -> list[str]:
+    """Return what this build of torch lacks of what is used here.
+
+    Example:
+        >>> missing_names()
+        []
+    """
+    return [f"torch._C.{names}" for names in _NAMES if not _has(torch._C, names)]
+
+
+def _has(found: Any, names: str) -> bool:
+    for name in names.split("."):
+        found = getattr(found, name, None)
+    return found is not None
+
+
+def group_operators() -> frozenset[str]:
+    """Return the names of the dispatcher's operators that process groups call.
+
+    Example:
+        >>> "allreduce_" in group_operators()
+        True
+    """
+    known = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    return frozenset(name for space, _, name in known if space == _NAMESPACE)
+
+
+def positions(operator: str) -> dict[str, int]:
+    """Return where each argument of an operator of process groups stands, by its name.
+
+    Example:
+        >>> positions("send")
+        {'tensors': 0, 'process_group': 1, 'dst': 2, 'tag': 3}
+    """
+    found = getattr(getattr(torch.ops, _NAMESPACE), operator).default
+    return {argument.name: at for at, argument in enumerate(found._schema.arguments)}
+
+
+def intercept(operators: Sequence[str], around: Around) -> Callable[[], None]:
+    """Let a function stand around every call of some operators of process groups, from whichever thread or language.
+
+    Args:
+        operators: Of `group_operators`.
+        around: Called with the operator's name, its arguments and a function that goes on with the call; returns what
+            the call shall return.
+
+    Returns:
+        A function that takes it away again.
+    """
+    library: Any = torch.library.Library(_NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
+    key = getattr(torch._C.DispatchKey, _KEY)
+    for name in operators:
+        library.impl(name, _kernel(name, key, around), _KEY, with_keyset=True)
+    restore: Callable[[], None] = library._destroy
+    return restore
+
+
+def _kernel(name: str, key: Any, around: Around) -> Callable[..., Any]:
+    go_on = getattr(getattr(torch.ops, _NAMESPACE), name).default.redispatch
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        return around(name, arguments, lambda: go_on(keyset.remove(key), *arguments))
+
+    return kernel
+
+
+def unboxed_group(argument: Any) -> Any:
+    """Return the process group in an argument of an operator."""
+    return torch._C._distributed_c10d.ProcessGroup.unbox(argument)
+
+
+def unboxed_work(result: Any) -> Any:
+    """Return the `Work` that an operator returned, alone or last of several."""
+    return torch._C._distributed_c10d.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+
+
+def with_wait(result: Any, wait: Callable[[timedelta], bool]) -> Any:
+    """Return what an operator returned with a `Work` whose wait calls a function.
+
+    Args:
+        result: A boxed `Work`, alone or last of several.
+        wait: Called with the limit, which is 0 for none; returns True or raises.
+    """
+    work = torch._C._distributed_c10d.PythonCallbackWork(wait).boxed()
+    return (*result[:-1], work) if isinstance(result, tuple) else work

@@ -1,0 +1,327 @@
+"""Watch every call of this process's gloo groups: who is asked for what, when, and when it has ended.
+
+What torch 2.13 does, and what follows from it:
+
+- DDP's reducer calls its process group in C++, FSDP2 in Python, functional collectives through operators of their own.
+  All of them meet in the dispatcher's `c10d` operators, so a kernel there sees them all, in any thread, and each group
+  and each `Work` stays torch's own object. (A subclass of `ProcessGroup` has no backend to be asked for, and functions
+  of Python that are replaced are not seen by DDP.)
+- A collective's future tells its end in gloo's own thread, whether or not anybody waits.
+- A message between two ranks has no future, nor has a reduce-scatter; and of two waits for one message one never ends.
+  So a thread of ours waits for each of these, and the caller gets a `Work` that waits for that thread.
+- On a GPU a call's end is an event of a stream, which nobody here asks for: such calls pass by and are only counted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from thinwire import compat
+from thinwire.errors import TransportError
+
+_AT_ONCE = timedelta(milliseconds=1)
+_CLOSE_S = 2.0
+_WORD_BYTES = 256
+_MESSAGES = {"send": "dst", "recv_": "src"}
+# For each operator: what it does, and the argument that holds what a rank brings; none where ranks may differ.
+_KINDS: dict[str, tuple[str, str | None]] = {
+    "allreduce_": ("all_reduce", "tensors"),
+    "allreduce_coalesced_": ("all_reduce", "tensors"),
+    "allgather_": ("all_gather", "input_tensors"),
+    "_allgather_base_": ("all_gather", "input_tensor"),
+    "allgather_coalesced_": ("all_gather", "input_list"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "inputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"),
+    "gather_": ("gather", "input_tensors"),
+    "scatter_": ("scatter", "output_tensors"),
+    "alltoall_": ("all_to_all", None),
+    "alltoall_base_": ("all_to_all", None),
+    "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None),
+    "send": ("send", "tensors"),
+    "recv_": ("recv", "tensors"),
+}
+_PASSED_BY = ("recv_any_source_",)  # whose message it is stands in the `Work` that would be replaced
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Call:
+    """One call of a process group.
+
+    Attributes:
+        group: Number of the group in this process, see `Watcher.group`.
+        kind: What it does, such as `all_reduce`, `send` or `recv`.
+        sequence: Counts the group's collectives; for a message, those of this pair of ranks and tag.
+        dtype: Of the elements, as torch calls it; empty where there are none.
+        count: Elements that this rank brings; -1 where ranks may differ.
+        num_bytes: Their size.
+        posted_s: When it was called.
+        done_s: When it had ended; none before.
+        error: What went wrong, or an empty text.
+        peer: For a message, the other end's rank in the whole job.
+        tag: Of a message.
+    """
+
+    group: int
+    kind: str
+    sequence: int
+    dtype: str = ""
+    count: int = -1
+    num_bytes: int = 0
+    posted_s: float
+    done_s: float | None = None
+    error: str = ""
+    peer: int | None = None
+    tag: int = 0
+
+
+class Watcher(Protocol):
+    """What is told of calls, from whichever thread; each must be quick, and never raise."""
+
+    def group(self, number: int, name: str, ranks: tuple[int, ...]) -> None:
+        """Take note of a group before its first call: its name, the same on all ranks, and its members."""
+        ...
+
+    def posted(self, call: Call) -> None:
+        """Take note of a call before it is made."""
+        ...
+
+    def ended(self, call: Call) -> None:
+        """Take note that it has ended, well or not."""
+        ...
+
+
+@dataclass(slots=True)
+class _Group:
+    number: int
+    ranks: tuple[int, ...]
+    calls: itertools.count[int] = field(default_factory=itertools.count)
+    messages: dict[tuple[str, int, int], itertools.count[int]] = field(default_factory=dict)
+
+
+class WatchedGroups:
+    """Watches all process groups of this process from here on, those made later too.
+
+    Calls are numbered from here on, so that all ranks must begin at the same call.
+
+    Args:
+        watcher: Who is told.
+        clock: Seconds that only grow.
+
+    Attributes:
+        num_passed_by: Calls that were not recorded: on a GPU, or a receive from whoever comes.
+        is_paused: Whether calls are only numbered, and nobody is told.
+
+    Raises:
+        TransportError: This build of torch lacks what this needs, or the process is watched already.
+    """
+
+    _lock = threading.Lock()
+    _is_in_use = False
+
+    def __init__(self, watcher: Watcher, *, clock: Callable[[], float] = time.monotonic) -> None:
+        if lacking := compat.missing_names():
+            raise TransportError(
+                f"torch {torch.__version__} lacks {', '.join(lacking)}; watching was tried with torch "
+                f"{', '.join(compat.TRIED_VERSIONS)}"
+            )
+        with WatchedGroups._lock:
+            if WatchedGroups._is_in_use:
+                raise TransportError("this process is being watched already; close that first")
+            WatchedGroups._is_in_use = True
+        self.num_passed_by = 0
+        self.is_paused = False
+        self._watcher = watcher
+        self._clock = clock
+        self._groups: dict[str, _Group] = {}
+        self._waiting: dict[_Waiter, None] = {}
+        operators = sorted(compat.group_operators() & {*_KINDS, *_PASSED_BY})
+        self._at = {name: compat.positions(name) for name in operators}
+        # A thread that gloo lets go while the interpreter ends would take the process down with it.
+        atexit.register(self._let_go)
+        self._restore = compat.intercept(operators, self._around)
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Watch no further call; those under way are told still. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._restore()
+            WatchedGroups._is_in_use = False
+
+    def _around(self, operator: str, arguments: tuple[Any, ...], go_on: Callable[[], Any]) -> Any:
+        call = self._call(operator, arguments)
+        if call is None:
+            return go_on()
+        self._watcher.posted(call)
+        try:
+            result = go_on()
+        except BaseException as error:
+            self._end(call, str(error) or type(error).__name__)
+            raise
+        if result is None:  # the call was over when it returned
+            self._end(call)
+            return None
+        work = compat.unboxed_work(result)
+        if operator not in _MESSAGES and (future := _future_of(work)) is not None:
+            future.add_done_callback(partial(self._end_with, call))
+            return result
+        waiter = _Waiter(work, partial(self._waited, call))
+        self._waiting[waiter] = None
+        waiter.start()
+        return compat.with_wait(result, waiter.wait)
+
+    def _call(self, operator: str, arguments: tuple[Any, ...]) -> Call | None:
+        """Return a call to be told of; none for one that passes by or while paused, which is numbered all the same."""
+        at = self._at[operator]
+        kind, brought = _KINDS.get(operator, ("", None))
+        tensors = _tensors(arguments[at[brought] if brought is not None else 0])
+        if not kind or any(tensor.device.type != "cpu" for tensor in tensors):
+            self.num_passed_by += 1
+            return None
+        group = self._group(compat.unboxed_group(arguments[at["process_group"]]))
+        peer, tag = None, 0
+        if operator in _MESSAGES:
+            peer, tag = group.ranks[arguments[at[_MESSAGES[operator]]]], int(arguments[at["tag"]])
+            numbers = group.messages.setdefault((kind, peer, tag), itertools.count())
+        else:
+            numbers = group.calls
+        sequence = next(numbers)
+        if self.is_paused:
+            return None
+        call = Call(group=group.number, kind=kind, sequence=sequence, posted_s=self._clock(), peer=peer, tag=tag)
+        if brought is not None:
+            call.count = sum([tensor.numel() for tensor in tensors])
+            call.num_bytes = sum([tensor.nbytes for tensor in tensors])
+            call.dtype = str(tensors[0].dtype)[6:] if tensors else ""  # without "torch."
+        return call
+
+    def _group(self, group: dist.ProcessGroup) -> _Group:
+        name = group.group_name
+        known = self._groups.get(name)
+        if known is None:
+            with WatchedGroups._lock:
+                ranks = tuple(dist.get_process_group_ranks(group))
+                known = self._groups.setdefault(name, _Group(len(self._groups), ranks))
+                self._watcher.group(known.number, f"{name} {group.group_desc}".strip(), ranks)
+        return known
+
+    def _end_with(self, call: Call, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except Exception as error:
+            self._end(call, str(error))
+        else:
+            self._end(call)
+
+    def _waited(self, call: Call, waiter: _Waiter) -> None:
+        self._waiting.pop(waiter, None)
+        self._end(call, "" if waiter.error is None else str(waiter.error))
+
+    def _end(self, call: Call, error: str = "") -> None:
+        call.done_s = self._clock()
+        call.error = error
+        self._watcher.ended(call)
+
+    def _let_go(self) -> None:
+        for waiter in list(self._waiting):
+            waiter.let_go()
+
+
+class _Waiter(threading.Thread):
+    """Waits for one `Work`, once, and lets any number of callers wait for that."""
+
+    def __init__(self, work: Any, on_end: Callable[[_Waiter], None]) -> None:
+        super().__init__(name="thinwire-watch-wait", daemon=True)
+        self.error: BaseException | None = None
+        self._work = work
+        self._on_end = on_end
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        """Wait as long as the group's own timeout lets it."""
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self.error = error
+        self._on_end(self)
+        self._has_ended.set()
+
+    def wait(self, limit: timedelta) -> bool:
+        """Wait for the end as a caller's `Work.wait(limit)` does; no limit, or 0, means the group's own."""
+        limit_s = limit.total_seconds()
+        if not self._has_ended.wait(limit_s if limit_s > 0 else None):
+            raise RuntimeError(f"Timed out waiting {limit_s * 1000:.0f}ms for the operation")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def let_go(self) -> None:
+        """End the wait of a message that may never come, by a wait with a tiny limit, which closes its connection."""
+        if not self._has_ended.is_set():
+            try:
+                self._work.wait(_AT_ONCE)
+            except RuntimeError:
+                self._has_ended.wait(_CLOSE_S)
+
+
+def _future_of(work: Any) -> Any:
+    try:
+        return work.get_future()
+    except RuntimeError:
+        return None
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    """Return the tensors of an argument: one, a list, or a list of lists."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    return [tensor for part in found for tensor in _tensors(part)]
+
+
+def own_rank() -> int:
+    """Return this process's rank in its job.
+
+    Raises:
+        ValueError: There is no process group yet, or none over gloo.
+    """
+    if not dist.is_initialized():
+        raise ValueError("there is no process group yet; call torch.distributed.init_process_group before")
+    backend = str(dist.get_backend_config())
+    if "gloo" not in backend:
+        raise ValueError(
+            f"calls are recorded on gloo, and this process group is {backend}: when a call on a GPU ends is not asked "
+            f"for yet; let torch's Flight Recorder write JSON, which thinwire diagnose reads too"
+        )
+    return dist.get_rank()
+
+
+def words_of_all(own: str) -> list[str]:
+    """Return what each rank of the default group tells of itself; all ranks call it together.
+
+    Args:
+        own: This rank's word; cut off where it is longer than 256 bytes.
+
+    Raises:
+        RuntimeError: A rank did not come within the group's timeout.
+    """
+    told = own.encode("utf-8", "replace")[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [part.numpy().tobytes().rstrip(b"\0").decode("utf-8", "replace") for part in found]
