@@ -39,11 +39,13 @@ class WorkTimes:
         own: Against its own history.
         beside: Against the middle of all ranks in the same step; only with three ranks or more.
         usual: The middle of all.
+        least_longer_s: By how much work must grow to be told; more where steps had to be found in plain calls.
     """
 
     own: dict[int, Watch]
     beside: dict[int, Watch]
     usual: dict[int, float]
+    least_longer_s: float = 0.0
 
 
 def work_times(job: Job) -> WorkTimes:
@@ -60,6 +62,8 @@ def work_times(job: Job) -> WorkTimes:
             found.own[rank].add(step, work.at_s, work.time_s)
             if len(own_works) >= 3 and middle > 0:
                 found.beside[rank].add(step, work.at_s, work.time_s / middle)
+    if all(operation.round < 0 for own in job.operations.values() for operation in own.values()):
+        found.least_longer_s = LEAST_LONGER_S
     found.usual = {
         rank: median([work.time_s for work in own[: 4 * LEAST_HISTORY]]) for rank, own in works.items() if own
     }
@@ -76,7 +80,9 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
         if has_peers and len(everyone) == len(times.own):
             found = [_slow_work(job, times, times.own, everyone, Place(kind="job"))]
             # ranks that share a machine become slow together whenever it has something else to do
-            return [one for one in found if _is_worth_telling(one) and one.evidence["times_longer"] >= PEERS_RATIO]
+            return [
+                one for one in found if _is_worth_telling(one, times) and one.evidence["times_longer"] >= PEERS_RATIO
+            ]
         return _slower_than_peers(job, times)
     found = []
     for host, ranks in _hosts_of(job, alarmed).items():
@@ -90,13 +96,13 @@ def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
         for group in [all_ranks] if is_host else [[rank] for rank in ranks]:
             place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
             found.append(_slow_work(job, times, watches, group, place))
-    return [finding for finding in found if _is_worth_telling(finding)]
+    return [finding for finding in found if _is_worth_telling(finding, times)]
 
 
-def _is_worth_telling(finding: Finding) -> bool:
+def _is_worth_telling(finding: Finding, times: WorkTimes) -> bool:
     """Return whether work grew by more than what a busy machine takes at a turn, and by a known number."""
     ratio, longer_s = finding.evidence["times_longer"], finding.evidence["now_s"] - finding.evidence["usual_s"]
-    return bool(ratio >= LEAST_RATIO and longer_s >= LEAST_LONGER_S)
+    return bool(ratio >= LEAST_RATIO and longer_s >= times.least_longer_s)
 
 
 def _grew(own: Watch, beside: Watch) -> bool:
@@ -170,7 +176,7 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
         return []
     found = []
     for rank, time_s in sorted(known.items()):
-        if time_s >= max(PEERS_RATIO * middle, middle + LEAST_LONGER_S):
+        if time_s >= max(PEERS_RATIO * middle, middle + times.least_longer_s):
             found.append(Finding(
                 kind="non-communication slow",
                 places=(Place(kind="rank", ranks=(rank,)),),
@@ -192,7 +198,7 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
     # a step in which rounds come in and are decoded takes longer by nature where cores are few
     longer_s = {rank: times.own[rank].usual_s * math.expm1(stall[2]) for rank, stall in regular.items()}
     stalls = {rank: stall for rank, stall in regular.items()
-              if cycles.get(rank, 1) % stall[1] and longer_s[rank] >= LEAST_LONGER_S}  # fmt: skip
+              if cycles.get(rank, 1) % stall[1] and longer_s[rank] >= times.least_longer_s}  # fmt: skip
     if not stalls:
         return []
     ranks = tuple(sorted(stalls))

@@ -107,7 +107,10 @@ class Watching:
         self._groups.close()
         self._is_over.set()
         self._thread.join()
-        self._turn(to_line(Beat(rank=self._rank, at_s=self._clock(), is_last=True, error=self._own_fault())))
+        self._turn("")
+        fault = self._own_fault()
+        # whose call has failed was left by somebody: no goodbye, so that the call stands as one that never ended
+        self._turn(to_line(Beat(rank=self._rank, at_s=self._clock(), is_last=not self._errors, error=fault)))
         self._file.close()
         self._at_exit.cancel()
 
