@@ -22,8 +22,8 @@ def report(lines: list[dict[str, Any]]) -> str:
         told = f"{statistics.median(seconds):.1f} ({seconds[0]:.1f} to {seconds[-1]:.1f})" if seconds else "-"
         wrong = counts["wrong place"] + counts["wrong kind"]
         rows.append(
-            f"| {fault} | {len(own)} | {counts['right']} | {counts['ambiguous']} | {counts['wider place']} | {wrong} "
-            f"| {counts['missed']} | {told} |"
+            f"| {fault} | {len(own)} | {counts['right']} | {counts['ambiguous']} | {counts['wider place']} | {wrong} | "
+            f"{counts['missed']} | {told} |"
         )
     alarmed = sum(bool(line.get("false_alarms")) for line in lines)
     rounds = sum(line.get("rounds_before", 0) for line in lines)

@@ -88,8 +88,13 @@ def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
     """Return whether the slow end of wires is a rank whose work is slow too: who lacks time takes long to answer."""
     if any("link" in place.kind for place in finding.places):
         return False
-    own = _ranks_of(finding, job)
-    told = [other for other in slow_work if other.since_round > 0 and other.places[0].kind != "job"]
+    own, longer = _ranks_of(finding, job), finding.evidence.get("times_longer", 0.0)
+    told = [
+        other
+        for other in slow_work
+        # wires that are slowed more than the work have a fault of their own
+        if other.since_round > 0 and other.places[0].kind != "job" and 1.2 * other.evidence["times_longer"] >= longer
+    ]
     return bool(own) and any(own <= _ranks_of(other, job) for other in told)
 
 
