@@ -166,7 +166,7 @@ class Training:
         }
         began_s = time.monotonic()
         self._checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
-        if self._optimizer.transport.replica == 0 and self._step_s:
+        if self._optimizer.transport.replica == 0 and self._step_s and self._config.out is not None:
             note_cost(self._config.run_dir, cost_s=time.monotonic() - began_s, step_s=self._step_s)
 
     def load(self, state: dict[str, Any]) -> None:
