@@ -215,7 +215,7 @@ def test_a_cancelled_ask_is_forgotten_at_both_ends() -> None:
             loan.cancel()
             with pytest.raises(TransportError, match="is not wanted any more"):
                 loan.wait(deadline_s=0)
-        until(lambda: one.library.num_waiting == 0)
+        until(lambda: one.library.num_waiting == one.recording.num_wanted == 0)
         one.library.publish(b"x", content(3_000_000, sender=1, round_id=0))
         crossed = [zero.library.get(1, b"x", most_bytes=MOST) for _ in range(10)]
         for loan in crossed:

@@ -118,6 +118,11 @@ class RecordingAskingTransport(RecordingTransport):
         self._on_lost: Callable[[int], None] | None = None
 
     @property
+    def num_wanted(self) -> int:
+        """How many asks of others have no answer yet."""
+        return len(self._wanted)
+
+    @property
     def on_want(self) -> Callable[[int, int, bytes], None] | None:
         """Called with a replica, the number of its ask and the name that it asks for."""
         return self._on_want
@@ -130,11 +135,12 @@ class RecordingAskingTransport(RecordingTransport):
     @property
     def on_cancel(self) -> Callable[[int, int], None] | None:
         """Called with a replica and the number of an ask for whose answer nobody waits any more."""
-        return self._asking.on_cancel
+        return self._on_cancel
 
     @on_cancel.setter
     def on_cancel(self, handler: Callable[[int, int], None] | None) -> None:
-        self._asking.on_cancel = handler
+        self._on_cancel = handler
+        self._asking.on_cancel = None if handler is None else self._cancel
 
     @property
     def on_lost(self) -> Callable[[int], None] | None:
@@ -160,15 +166,23 @@ class RecordingAskingTransport(RecordingTransport):
         return _RecordedAnswer(pending, self._entry("sent", peer, pending.envelope, name))
 
     def _want(self, peer: int, number: int, name: bytes) -> None:
-        self._wanted[peer, number] = name
-        assert self._on_want is not None
-        self._on_want(peer, number, name)
+        handler = self._on_want  # it may be taken away from another thread
+        if handler is not None:
+            self._wanted[peer, number] = name
+            handler(peer, number, name)
+
+    def _cancel(self, peer: int, number: int) -> None:
+        self._wanted.pop((peer, number), None)
+        handler = self._on_cancel
+        if handler is not None:
+            handler(peer, number)
 
     def _lose(self, peer: int) -> None:
         for key in [key for key in list(self._wanted) if key[0] == peer]:
             self._wanted.pop(key, None)
-        assert self._on_lost is not None
-        self._on_lost(peer)
+        handler = self._on_lost
+        if handler is not None:
+            handler(peer)
 
     def _entry(self, direction: Direction, peer: int, envelope: Envelope, name: bytes) -> _Entry:
         return _Entry(self.log, self._clock, direction=direction, peer=peer, envelope=envelope, name=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from thinwire.transport.wire_line import HANDSHAKE_S, Tapped, set_up
 from thinwire.transport.wire_liveness import TcpReading
 
 _BURST = 256
+_NUMBERS = itertools.count()
 # libzmq never gives up by itself; it is closed long before.
 _NEVER_MS = 24 * 3600 * 1000
 _FAILED_HANDSHAKE = (
@@ -58,13 +60,22 @@ class Dial:
         self._where = f"{address}:{port}"
         self._tap: Tapped | None = None
         self.plug = context.socket(zmq.DEALER)
+        try:
+            self._begin(address=address, port=port, own=own, other=other, hello=hello)
+        except BaseException:
+            self.plug.close(linger=0)  # a socket that is left open would keep its context from ending
+            raise
+
+    def _begin(self, *, address: str, port: int, own: KeyPair, other: bytes, hello: Frame) -> None:
         set_up(self.plug)
         self.plug.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self.plug.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
         self.plug.setsockopt(zmq.CURVE_SERVERKEY, other)
         self.plug.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
         self.plug.setsockopt(zmq.CURVE_SECRETKEY, own.private)
-        self.monitor = self.plug.get_monitor_socket(_EVENTS)
+        # Named by a number of our own: the descriptor that pyzmq names it by may be that of a socket closed just now,
+        # whose monitor libzmq has not taken down yet.
+        self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
         self.plug.connect(f"tcp://{address}:{port}")
         self.plug.send(write(hello), zmq.DONTWAIT)
 

@@ -369,4 +369,4 @@ class WireLoop:
         self.door.plug.setsockopt(zmq.LINGER, _LINGER_MS)
         self.door.close()
         self._woken.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=_LINGER_MS)  # also what a slip of ours left open: `term` would wait for it
