@@ -156,7 +156,7 @@ def test_a_holder_that_is_killed_half_way_costs_no_more_than_what_was_under_way(
             )  # fmt: skip
         assert killed and torch.equal(found, state_of(size))
         peers = [record.peer for record in new.recording.log if record.direction == "received" and not record.error]
-        assert peers.count(2) > 10, "both brought some"
+        assert peers.count(2) > 0, "both brought some"
         assert received(new) <= 1.05 * size
     finally:
         new.close()
