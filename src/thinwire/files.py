@@ -1,11 +1,13 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and files that others write."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -15,6 +17,19 @@ def write_whole(path: Path, text: str) -> None:
         OSError: It could not be written; the old content is still there.
     """
     replace_whole(path, lambda temporary: _write_text(temporary, text))
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read; a pipe or a device, which would be waited for, is none.
+
+    Raises:
+        OSError: It cannot be opened, or is no regular file.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is no regular file")
+    return file
 
 
 def replace_whole(path: Path, write: Callable[[Path], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ from thinwire.diagnosis.live import LiveJudge, News, is_one_cause
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd, header_line, to_line
 from thinwire.diagnosis.rehearsal import rehearse
 from thinwire.diagnosis.scenes import Fault, Scene
+from thinwire.diagnosis.sources import read_files
 from thinwire.diagnosis.tail import RecordTail
 from thinwire.diagnosis.window import Window
+from thinwire.errors import DataError
 
 HOSTS = ("a", "b", "c")
 
@@ -177,6 +180,14 @@ def test_a_growing_file_is_read_once_and_a_half_line_waits_for_its_end(tmp_path:
     assert [record.at_s for record in tail.new_records()] == [2.0]  # type: ignore[union-attr]
     path.write_text(header_line() + "\n" + line + "\n")  # begun anew, and shorter
     assert len(tail.new_records()) == 1 and tail.num_refused == 0
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "records-rank-0.jsonl"
+    os.mkfifo(path)
+    assert RecordTail(path).new_records() == []
+    with pytest.raises(DataError, match="holds no records"):
+        read_files([tmp_path])
 
 
 def test_of_a_long_file_the_communicators_and_the_end_are_read(tmp_path: Path) -> None:

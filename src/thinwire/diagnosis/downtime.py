@@ -77,7 +77,7 @@ class Downtime:
 
     def __str__(self) -> str:
         if not self.num_incidents:
-            return f"no time was lost to faults in {self.run_s:.0f} s"
+            return f"no end of a replica cost time in {self.run_s:.0f} s; waiting and slow work are not counted"
         share = self.total_s / self.run_s if self.run_s > 0 else 0.0
         rows = ", ".join(f"{word} {getattr(self, row):.1f} s" for word, row in zip(WORDS, ROWS, strict=True))
         faults = "fault" if self.num_incidents == 1 else "faults"

@@ -27,7 +27,7 @@ def read_files(paths: Iterable[Path]) -> Records:
     for path in paths:
         if path.is_dir():
             # backwards, so that a rank's older file comes before the one that it writes now
-            if recorded := sorted(path.glob(RECORDS), reverse=True):
+            if recorded := sorted(filter(Path.is_file, path.glob(RECORDS)), reverse=True):
                 for one in recorded:
                     reading.read_into(records, one)
             else:
@@ -54,6 +54,7 @@ def read_files(paths: Iterable[Path]) -> Records:
 
 def _files_of_run(folder: Path) -> list[Path]:
     found = [path for path in sorted(folder.glob("*.jsonl")) if run_files.replica_of(path) is not None]
+    found = [path for path in found if path.is_file()]  # a pipe would be waited for
     if not found:
         raise DataError(
             f"{folder} holds no records-rank-N.jsonl, transfers-replica-N.jsonl or metrics-replica-N.jsonl of a run"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from thinwire.diagnosis.reading import MOST_LINE_BYTES, parse_line, parse_object
 from thinwire.diagnosis.records import FORMAT, VERSION, Communicator, Record
+from thinwire.files import open_regular
 
 # Read at one look; what is left comes with the next one.
 MOST_BYTES = 2 << 20
@@ -50,7 +51,7 @@ class RecordTail:
             return []
 
     def _read(self) -> Iterator[Record]:
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             size, inode = file.seek(0, 2), os.fstat(file.fileno()).st_ino
             if size < self._at or inode != self._inode:
                 self._at, self._is_begun, self._is_inside, self._inode = 0, False, False, inode

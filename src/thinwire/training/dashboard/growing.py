@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
-from typing import BinaryIO
+
+from thinwire.files import open_regular
 
 MOST_BYTES = 1 << 20
 MOST_LINE_BYTES = 256 * 1024
 Line = bytes | None
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read; a pipe or a device, which would be waited for, is none.
-
-    Raises:
-        OSError: It cannot be opened, or is no regular file.
-    """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is no regular file")
-    return file
 
 
 class GrowingFile:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.diagnosis.reading import parse_object
-from thinwire.training.dashboard.growing import open_regular
+from thinwire.files import open_regular
 from thinwire.training.dashboard.refused import Refused
 
 _MOST_BYTES = 256 * 1024
