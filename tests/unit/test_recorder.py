@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from thinwire.diagnosis.sources import read_files
 from thinwire.diagnosis.timeline import build
 from thinwire.events import Posted, RoundMark, Transfer
 from thinwire.membership.proposal import blob_name
-from thinwire.training.record_file import record_paths
+from thinwire.training.record_file import RecordFile, record_paths
 from thinwire.training.recorder import TURN_S, Recorder
 
 POSTED = Posted(
@@ -146,3 +147,19 @@ def test_an_end_that_was_done_is_not_open_again() -> None:
 
     (message,) = build(from_records([end(2.0), end(None)])).messages
     assert message.sent_done_s == 2.0
+
+
+def test_a_disk_that_does_not_answer_keeps_nobody_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answers, said = threading.Event(), threading.Event(), []
+
+    def write(self: RecordFile, lines: Iterable[str]) -> bool:
+        asked.set()
+        return not answers.wait(60)
+
+    recorder = Recorder(tmp_path, rank=0, warn=said.append)
+    monkeypatch.setattr(RecordFile, "write", write)
+    monkeypatch.setattr("thinwire.training.recorder._CLOSE_S", 0.01)
+    assert asked.wait(60)
+    recorder.close()
+    assert said == ["rank 0 ends without its last records: the disk has not answered for 0.01 s"]
+    answers.set()

@@ -26,6 +26,8 @@ BEAT_S = 1.0
 MOST_EVENTS = 1 << 15
 MOST_OPEN = 1 << 12
 _MOST_ERROR = 400
+# So long a disk that does not answer may keep a rank from ending.
+_CLOSE_S = 10.0
 _PHASES = 4
 
 Event = Posted | Transfer | RoundMark | Span
@@ -109,7 +111,10 @@ class Recorder:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            self._warn(f"rank {self._rank} ends without its last records: the disk has not answered for {_CLOSE_S:g} s")
+            return
         bye = Beat(rank=self._rank, at_s=_rounded(self._clock()), is_last=True, error=error[:_MOST_ERROR])
         self._turn(bye)
         if self._file is not None:

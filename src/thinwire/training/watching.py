@@ -26,6 +26,7 @@ from thinwire.transport.watched_group import Call, WatchedGroups, own_rank, word
 WRITE_S = 0.25
 BEAT_S = 1.0
 _MOST_ERROR = 400
+_CLOSE_S = 10.0
 
 
 class Watching:
@@ -106,7 +107,10 @@ class Watching:
             return
         self._groups.close()
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():  # a disk that does not answer may not keep the job from ending
+            self.lost = self.lost or f"the disk has not answered for {_CLOSE_S:g} s"
+            return
         self._turn("")
         fault = self._own_fault()
         # whose call has failed was left by somebody: no goodbye, so that the call stands as one that never ended
