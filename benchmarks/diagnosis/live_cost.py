@@ -47,8 +47,9 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=12)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        num_bytes = write(Path(name), ranks=options.ranks, rounds=options.rounds)
+        # what lies in the folder already is of an earlier part of the run, and not judged
         judge = LiveDiagnosis(Path(name), say=print, steering=Steering(Policy()), hands=Nobody())
+        num_bytes = write(Path(name), ranks=options.ranks, rounds=options.rounds)
         took = []
         for _ in range(options.looks):
             began_s = time.thread_time()

@@ -130,7 +130,9 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
         assert started.end() == code, started.stderr
         if number != signal.SIGKILL:
             stopped = f"thinwire: stopped by {number.name}; all replicas have ended. "
-            assert started.stderr == f"{stopped}Go on with: thinwire train --resume {run}\n"
+            # a machine that was busy may have made the run say before that a replica kept the other waiting
+            assert started.stderr.splitlines()[-1] == f"{stopped}Go on with: thinwire train --resume {run}"
+            assert "Traceback" not in started.stderr
         assert not (run / "summary.json").exists()
 
     found = result(finish(Started(resume)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("dry", [False, True])
 def test_a_finding_is_written_told_and_acted_on_once(tmp_path: Path, dry: bool) -> None:
-    for rank in range(3):
-        write_beats(tmp_path, rank, until_s=8 if rank == 1 else 20)
     hands, said = FakeHands(members(0, 1, 2)), list[str]()
     diagnosis = judge(tmp_path, hands, said, on_finding="exclude", dry=dry)
+    for rank in range(3):
+        write_beats(tmp_path, rank, until_s=8 if rank == 1 else 20)
     for _ in range(4):
         diagnosis.look()
     (told,) = lines(tmp_path / "findings.jsonl")
@@ -77,26 +76,50 @@ def test_a_finding_is_written_told_and_acted_on_once(tmp_path: Path, dry: bool) 
 
 
 def test_a_warning_is_told_and_nothing_is_done(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        write_beats(tmp_path, rank, until_s=20 - 12 * rank)
     hands, said = FakeHands(None), list[str]()
     diagnosis = judge(tmp_path, hands, said, on_finding="warn")
+    for rank in (0, 1):
+        write_beats(tmp_path, rank, until_s=20 - 12 * rank)
     for _ in range(3):
         diagnosis.look()
     assert [one["action"] for one in lines(tmp_path / "actions.jsonl")] == ["warn"]
     assert hands.done == [] and len(said) == 1
 
 
-def test_who_has_left_or_rests_is_not_judged_and_an_earlier_part_of_the_run_neither(tmp_path: Path) -> None:
-    for rank in range(4):
-        write_beats(tmp_path, rank, until_s=20 if rank == 0 else 8)
-    old = tmp_path / "records-rank-3.jsonl"
-    os.utime(old, (time.time() - 60, time.time() - 60))
-    hands, said = FakeHands(members(0, 2, 3, resting=(2,))), list[str]()
+def test_who_has_left_or_rests_is_not_judged(tmp_path: Path) -> None:
+    hands, said = FakeHands(members(0, 2, resting=(2,))), list[str]()
     diagnosis = judge(tmp_path, hands, said, on_finding="exclude")
+    for rank in range(3):
+        write_beats(tmp_path, rank, until_s=20 if rank == 0 else 8)
     for _ in range(4):
         diagnosis.look()
     assert said == [] and diagnosis.num_looks == 4 and not (tmp_path / "findings.jsonl").exists()
+
+
+@pytest.mark.parametrize("how", ["begun anew", "gone on"])
+def test_a_file_of_an_earlier_part_of_the_run_is_not_judged_before_somebody_writes_to_it(
+    tmp_path: Path, how: str
+) -> None:
+    # the part before ended a moment ago, and its rank 1 fell silent in it
+    for rank in (0, 1):
+        write_beats(tmp_path, rank, until_s=20 if rank == 0 else 8)
+    said: list[str] = []
+    diagnosis = judge(tmp_path, FakeHands(None), said, on_finding="warn")
+    for _ in range(4):
+        diagnosis.look()
+    assert diagnosis.num_looks == 0
+    write_beats(tmp_path, 0, until_s=30)  # the first of the next part
+    for _ in range(4):
+        diagnosis.look()
+    assert said == [] and diagnosis.num_looks == 4
+    if how == "begun anew":
+        write_beats(tmp_path, 1, until_s=9)
+    else:
+        with (tmp_path / "records-rank-1.jsonl").open("a") as file:
+            file.write(to_line(Beat(rank=1, at_s=8.5)) + "\n")
+    for _ in range(4):
+        diagnosis.look()
+    assert len(said) == 1 and "rank 1" in said[0]
 
 
 def test_where_there_are_no_records_nothing_is_done(tmp_path: Path) -> None:
@@ -108,11 +131,11 @@ def test_where_there_are_no_records_nothing_is_done(tmp_path: Path) -> None:
 
 
 def test_an_action_or_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path) -> None:
-    for rank in range(3):
-        write_beats(tmp_path, rank, until_s=8 if rank == 1 else 20)
     (tmp_path / "findings.jsonl").mkdir()
     said: list[str] = []
     diagnosis = judge(tmp_path, FakeHands(members(0, 1, 2), fails=True), said, on_finding="restart")
+    for rank in range(3):
+        write_beats(tmp_path, rank, until_s=8 if rank == 1 else 20)
     for _ in range(4):
         diagnosis.look()
     assert [text for text in said if "restart replica 1" in text and text.endswith("failed: no way")]

@@ -28,8 +28,6 @@ _LOOK_S = 1.0
 _MOST_SHARE = 0.1
 _NICER = 10
 _STOP_S = 10.0
-# Files that nobody wrote to since so long before the judge began are of an earlier part of the run.
-_OLD_S = 5.0
 _MOST_FILES = 4096
 
 
@@ -88,7 +86,7 @@ class LiveDiagnosis:
         self._is_dry_run = is_dry_run
         self._judge = judge or LiveJudge()
         self._tails: dict[Path, RecordTail] = {}
-        self._began_s = time.time()
+        self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
         self._stop = threading.Event()
         self._told_problem = ""
         self.news: list[tuple[float, News]] = []
@@ -146,10 +144,9 @@ class LiveDiagnosis:
             self._judge.take(tail.new_records())
 
     def _is_new(self, path: Path) -> bool:
-        try:
-            return len(self._tails) < _MOST_FILES and path.stat().st_mtime > self._began_s - _OLD_S
-        except OSError:
-            return False
+        """Return whether somebody writes to a file now: what lies there since an earlier part of the run is over."""
+        mark = _mark(path)
+        return len(self._tails) < _MOST_FILES and mark is not None and mark != self._earlier.get(path)
 
     def _without(self, members: Members | None) -> frozenset[int]:
         """Return ranks that wrote records and take part no more, or rest."""
@@ -220,6 +217,14 @@ def end_report(diagnosis: LiveDiagnosis) -> list[str]:
         clock = time.strftime("%H:%M:%S", time.localtime(at_s))
         lines.append(f"{clock} {news.finding.kind}: {news.finding.where}; {lasted}{what}")
     return lines
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _lower_priority() -> None:
