@@ -189,9 +189,11 @@ class LiveView:
     def _look(self) -> list[str]:
         """Read what is new, and return what plain lines say of it."""
         said = []
-        # Replica 0 last: its line speaks of all replicas.
-        for replica in sorted(self._tails, reverse=True):
-            for line in self._tails[replica].new_lines():
+        # Replica 0's line speaks of all replicas: it is read first, so that what they wrote before it is read too,
+        # and taken last.
+        new = {replica: self._tails[replica].new_lines() for replica in sorted(self._tails)}
+        for replica in sorted(new, reverse=True):
+            for line in new[replica]:
                 if self._is_earlier(line, kinds=("warning",)):
                     continue  # looked at anew before training goes on
                 kind = self.state.take(replica, line)

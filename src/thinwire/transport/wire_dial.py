@@ -20,6 +20,7 @@ _BURST = 256
 _NUMBERS = itertools.count()
 # libzmq never gives up by itself; it is closed long before.
 _NEVER_MS = 24 * 3600 * 1000
+_REFUSED = "it takes no connection, or a firewall drops it"
 _FAILED_HANDSHAKE = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
@@ -77,7 +78,9 @@ class Dial:
         # whose monitor libzmq has not taken down yet.
         self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
         self.plug.connect(f"tcp://{address}:{port}")
-        self.plug.send(write(hello), zmq.DONTWAIT)
+        # a connection that was refused this very moment has no room any more
+        if not self.send(write(hello)):
+            self.problem = _REFUSED
 
     def listen(self) -> None:
         """Note what became of the connection."""
@@ -135,6 +138,6 @@ class Dial:
             )
         elif not self.problem:
             if event & _NO_CONNECTION:
-                self.problem = "it takes no connection, or a firewall drops it"
+                self.problem = _REFUSED
             elif event == zmq.EVENT_DISCONNECTED:
                 self.problem = "it closed the connection"
