@@ -111,6 +111,34 @@ def test_the_files_stay_small_and_hold_the_latest_and_all_that_is_open(tmp_path:
     assert [end.operation for end in records.transfers] == [7] and records.communicators["rounds"].ranks == (0,)
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_is_begun_anew_again_and_again_is_there_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    def refuse(*unused: object) -> None:
+        raise OSError("no links here")
+
+    if not has_links:
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    file, (path, old) = RecordFile(tmp_path, rank=0, most_bytes=300), record_paths(tmp_path, rank=0)
+    is_over, missed = threading.Event(), []
+
+    def look() -> None:
+        while not is_over.is_set():
+            missed.append(not path.exists())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for number in range(300):
+        assert file.write([f"{number:050d}"] * 3) == (number > 0)
+    is_over.set()
+    looking.join()
+    file.close()
+    assert missed and (not any(missed) or not has_links)
+    assert f"{299:050d}" in path.read_text() and f"{298:050d}" in old.read_text()
+    assert sorted(found.name for found in tmp_path.iterdir()) == [path.name, old.name]
+
+
 def test_a_folder_that_takes_no_file_is_told_and_ends_nothing(tmp_path: Path) -> None:
     told: list[str] = []
     recorder = Recorder(tmp_path / "not-there", rank=4, warn=told.append)

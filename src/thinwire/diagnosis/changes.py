@@ -82,15 +82,16 @@ class Baseline:
         """Take a logarithm in."""
         self._values.append(value)
         self._fresh += 1
-        if len(self._values) <= 2 * LEAST_HISTORY or self._fresh >= _REFRESH:
+        if self.is_known and (len(self._values) <= 2 * LEAST_HISTORY or self._fresh >= _REFRESH):
             self._fresh = 0
             self.middle = median(self._values)
             # few values may lie close together by chance
             unsure = 1 + 8 / len(self._values)
             self.scale = max(LEAST_SCALE, unsure * spread(self._values, self.middle))
             # a history with many long rounds scores above zero without any fault
-            scores = [_clipped((value - self.middle) / self.scale) for value in self._values]
-            self.shift = max(0.0, sum(scores) / len(scores))
+            low, high = self.middle - CLIP * self.scale, self.middle + CLIP * self.scale
+            clipped = [low if value < low else high if value > high else value for value in self._values]
+            self.shift = max(0.0, (sum(clipped) / len(clipped) - self.middle) / self.scale)
 
     def score(self, value: float) -> float:
         """Return how unusual a logarithm is, clipped."""

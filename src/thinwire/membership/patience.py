@@ -35,10 +35,12 @@ class Patience:
         self.least_s = least_s
         self.most_s = most_s
         self._seen: deque[float] = deque(maxlen=window)
+        self._known_s: float | None = most_s
 
     def observe(self, seconds: float) -> None:
         """Take in a time."""
         self._seen.append(seconds)
+        self._known_s = None
 
     @property
     def median_s(self) -> float:
@@ -48,8 +50,8 @@ class Patience:
     @property
     def limit_s(self) -> float:
         """How long to wait now."""
-        if not self._seen:
-            return self.most_s
-        median = statistics.median(self._seen)
-        deviation = statistics.median(abs(seconds - median) for seconds in self._seen)
-        return min(max(self.least_s, median + _DEVIATIONS * deviation), self.most_s)
+        if self._known_s is None:  # it is asked for far more often than a time is measured
+            median = statistics.median(self._seen)
+            deviation = statistics.median(abs(seconds - median) for seconds in self._seen)
+            self._known_s = min(max(self.least_s, median + _DEVIATIONS * deviation), self.most_s)
+        return self._known_s

@@ -42,22 +42,33 @@ class RecordFile:
         self._path, self._old = record_paths(run_dir, rank=rank)
         self._most_bytes = most_bytes
         self._old.unlink(missing_ok=True)
-        self._file = self._begin()
+        self._file = self._begin(self._path)
 
-    def _begin(self) -> TextIO:
-        file = self._path.open("w", encoding="utf-8")
+    def _begin(self, path: Path) -> TextIO:
+        file = path.open("w", encoding="utf-8")
         file.write(header_line() + "\n")
         self._num_bytes = 0
         return file
+
+    def _begin_anew(self) -> None:
+        """Let the file become the old one; at no time is there none, for whoever reads the folder just then."""
+        self._file.close()
+        fresh = self._path.with_name(self._path.name + ".new")
+        self._file = self._begin(fresh)
+        self._file.flush()
+        try:
+            self._old.unlink(missing_ok=True)
+            self._old.hardlink_to(self._path)
+        except OSError:  # not every file system knows a second name
+            self._path.replace(self._old)
+        fresh.replace(self._path)
 
     def write(self, lines: Iterable[str]) -> bool:
         """Write lines so that others can read them at once; return whether a new file was begun before them."""
         text = "".join(line + "\n" for line in lines)
         is_new = 2 * (self._num_bytes + len(text)) > self._most_bytes and self._num_bytes > 0
         if is_new:
-            self._file.close()
-            self._path.replace(self._old)
-            self._file = self._begin()
+            self._begin_anew()
         self._file.write(text)
         self._file.flush()
         self._num_bytes += len(text)
