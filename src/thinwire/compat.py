@@ -7,11 +7,13 @@ names, a process group and a `Work` out of their boxes, and a `Work` whose wait 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.optim import Optimizer
 
 # What the tests have passed with; other versions are not refused, only untried.
 TRIED_VERSIONS = ("2.13",)
@@ -22,6 +24,7 @@ _NAMES = (
     "_distributed_c10d.ProcessGroup.unbox", "_distributed_c10d.Work.unbox", "_distributed_c10d.PythonCallbackWork",
 )  # fmt: skip
 
+_Kind = TypeVar("_Kind", bound=Optimizer)
 Around = Callable[[str, tuple[Any, ...], Callable[[], Any]], Any]
 
 
@@ -110,3 +113,46 @@ def with_wait(result: Any, wait: Callable[[timedelta], bool]) -> Any:
     """
     work = torch._C._distributed_c10d.PythonCallbackWork(wait).boxed()
     return (*result[:-1], work) if isinstance(result, tuple) else work
+
+
+class EagerOptimizer(Optimizer):
+    """The base of optimizers that are never compiled themselves.
+
+    torch asks its compiler to leave an optimizer's bookkeeping alone, and imports it for that: more than a second and
+    some 70 MB for each process, where nothing is compiled.
+    """
+
+    add_param_group = inspect.unwrap(Optimizer.add_param_group)
+    load_state_dict = inspect.unwrap(Optimizer.load_state_dict)
+    state_dict = inspect.unwrap(Optimizer.state_dict)
+    zero_grad = inspect.unwrap(Optimizer.zero_grad)
+
+
+def eager(kind: type[_Kind]) -> type[_Kind]:
+    """Return an optimizer's class that computes the same and leaves torch's compiler unimported.
+
+    Args:
+        kind: A class of torch.optim.
+
+    Example:
+        >>> made = eager(torch.optim.SGD)([torch.ones(2, requires_grad=True)], lr=0.5)
+        >>> isinstance(made, torch.optim.SGD), type(made).__name__
+        (True, 'SGD')
+    """
+    plain = inspect.unwrap(kind.step)
+
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.set_grad_enabled(bool(self.defaults.get("differentiable"))):
+            return plain(self, closure)
+
+    return cast("type[_Kind]", type(kind.__name__, (EagerOptimizer, kind), {"step": step, "_eager_of": kind}))
+
+
+def kind_of(optimizer: Optimizer) -> type[Optimizer]:
+    """Return an optimizer's class, and torch's own where it was made by `eager`.
+
+    Example:
+        >>> kind_of(eager(torch.optim.SGD)([torch.ones(2)])) is torch.optim.SGD
+        True
+    """
+    return cast("type[Optimizer]", getattr(type(optimizer), "_eager_of", type(optimizer)))

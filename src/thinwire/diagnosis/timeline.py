@@ -145,24 +145,17 @@ def build(records: Records) -> Job:
     def shift(rank: int, time_s: float | None) -> float | None:
         return None if time_s is None else fits[rank].to_reference(time_s)
 
-    def see(rank: int, *times: float | None) -> None:
-        seen_s = job.last_seen_s.get(rank, -math.inf)
-        for time_s in times:
-            if time_s is not None and time_s > seen_s:
-                seen_s = time_s
-        job.last_seen_s[rank] = seen_s
-
     for operation in records.operations:
         _place_operation(job, _shifted(operation, fits[operation.rank].to_reference))
-        see(operation.rank, operation.posted_s, operation.done_s)
+        _see(job, operation.rank, operation.posted_s, operation.done_s)
     _pair(job, ends, shift)
     for end in ends.values():
-        see(end.rank, end.posted_s, end.done_s)
+        _see(job, end.rank, end.posted_s, end.done_s)
     for span in records.spans:
         job.spans.append(_shifted_span(span, fits[span.rank].to_reference))
-        see(span.rank, span.done_s)
+        _see(job, span.rank, span.done_s)
     for beat in records.beats:
-        see(beat.rank, beat.at_s)
+        _see(job, beat.rank, beat.at_s)
         if beat.is_last:
             job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
     job.spans.sort(key=lambda span: span.step)
@@ -173,6 +166,14 @@ def build(records: Records) -> Job:
     job.beat_s = usual_beats(records.beats)
     job.trust = 1.0 - records.refused_share
     return job
+
+
+def _see(job: Job, rank: int, *times: float | None) -> None:
+    seen_s = job.last_seen_s.get(rank, -math.inf)
+    for time_s in times:
+        if time_s is not None and time_s > seen_s:
+            seen_s = time_s
+    job.last_seen_s[rank] = seen_s
 
 
 def usual_beats(beats: Iterable[Beat]) -> dict[int, float]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.averaging.delivery import Average
+from thinwire.compat import kind_of
 from thinwire.errors import CheckpointError
 from thinwire.sync.oracle import BoundOperator, Program
 from thinwire.sync.schedule import Round
@@ -126,7 +127,7 @@ def _learning_rate(inner: torch.optim.Optimizer) -> float:
 
 def _check_inner(inner: torch.optim.Optimizer, view: BoundOperator) -> None:
     remedy = "give torch.optim.SGD(model.parameters(), lr=...), which only says the step size and the weight decay"
-    if type(inner) is not torch.optim.SGD:
+    if kind_of(inner) is not torch.optim.SGD:
         raise ValueError(
             f"this method makes the whole step itself, and the inner {type(inner).__name__} none; {remedy}"
         )

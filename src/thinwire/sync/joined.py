@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from thinwire.compat import EagerOptimizer
 
-class JoinedOptimizer(torch.optim.Optimizer):
+
+class JoinedOptimizer(EagerOptimizer):
     """Optimizers of disjoint parameters that look and step like one.
 
     Schedulers, clipping, `state_dict` and `DistributedOptimizer` see all groups in the order of the parts, and one

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thinwire.averaging.agreed import Seat
+from thinwire.compat import EagerOptimizer
 from thinwire.sync.buffers import average_tensors, saved_buffers
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine import Engine
@@ -25,7 +26,7 @@ from thinwire.transport.loopback import single
 from thinwire.transport.shards import drop_gathered
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(EagerOptimizer):
     """Wraps an optimizer so that replicas of a model train together over thin wires.
 
     It is a `torch.optim.Optimizer` with the inner optimizer's own parameter groups and state: learning-rate

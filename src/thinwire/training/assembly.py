@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from thinwire import codecs, methods
+from thinwire.compat import eager
 from thinwire.errors import MissingExtra
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
@@ -110,10 +111,10 @@ def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.O
         return _make_muon(config, model, lr=config.lr)
     groups = _groups(model.parameters(), weight_decay=config.weight_decay)
     if config.inner_optimizer in ("sgd", "plain-sgd"):
-        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9 if config.inner_optimizer == "sgd" else 0.0)
+        return eager(torch.optim.SGD)(groups, lr=config.lr, momentum=0.9 if config.inner_optimizer == "sgd" else 0.0)
     if config.inner_optimizer == "adam":
-        return torch.optim.Adam(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        return eager(torch.optim.Adam)(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    return eager(torch.optim.AdamW)(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
 
 
 def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
@@ -124,8 +125,8 @@ def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.opt
     hidden = _block_matrices(config, model)
     chosen = {id(parameter) for parameter in hidden}
     groups = _groups((p for p in model.parameters() if id(p) not in chosen), weight_decay=config.weight_decay)
-    muon = torch.optim.Muon(hidden, lr=lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
-    adamw = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)] if groups else []
+    muon = eager(torch.optim.Muon)(hidden, lr=lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    adamw = [eager(torch.optim.AdamW)(groups, lr=lr, betas=(0.9, 0.95), fused=True)] if groups else []
     return JoinedOptimizer([muon, *adamw])
 
 

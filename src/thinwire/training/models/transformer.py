@@ -253,7 +253,10 @@ def build_transformer(config: TransformerConfig, *, seed: int = 0, device: torch
         model = Transformer(config)
     if torch.device(device).type == "meta":
         return model
-    model.to_empty(device=device)
+    # `to_empty` asks the meta device for tensors alike, and torch imports its compiler's symbols to answer: a second
+    model._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    )
     model._fill_rotation()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
