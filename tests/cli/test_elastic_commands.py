@@ -97,3 +97,29 @@ def test_a_coordinator_that_is_not_there_is_said(
     monkeypatch.setattr("thinwire.cli.control._DEADLINE_S", 0.3)
     assert main(["status", WORDS]) == 1
     assert "no coordinator answered at 127.0.0.1, port 1, within 0.3 s" in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import sys
+import thinwire.cli.coordinator
+from thinwire.cli import elastic_run
+from thinwire.cli.join import main
+
+def run_here(roles, *, run_dir, **unused):
+    settings = LocalSettings.load(run_dir)
+    assert settings.threads == 1 and len(roles) == 2
+    print("torch" in sys.modules)
+    return 0
+
+from thinwire.training.elastic.job import LocalSettings
+elastic_run.run_here = run_here
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_host_that_joins_imports_no_torch_before_its_replicas_do(tmp_path: Path) -> None:
+    words = [WORDS, "--replicas", "2", "--threads", "1", "--own-address", "127.0.0.1", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "False\n"), f"it would wait seconds for it\n{done.stderr}"

@@ -74,7 +74,6 @@ def main(arguments: Sequence[str]) -> int:
 def _join(options: JoinOptions) -> int:
     from thinwire.cli.elastic_run import replica_roles, run_here
     from thinwire.membership.invitation import read_invitation
-    from thinwire.training.assembly import check_device
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.transport.addresses import own_address
     from thinwire.transport.secret import need_pyzmq
@@ -88,6 +87,8 @@ def _join(options: JoinOptions) -> int:
     if options.interface is not None and options.own_address is not None:
         raise ValueError("give --interface or --own-address, not both")
     if options.device is not None:
+        from thinwire.training.assembly import check_device
+
         check_device(options.device)
     need_pyzmq()
     invitation = read_invitation(options.address)

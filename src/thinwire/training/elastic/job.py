@@ -8,14 +8,15 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConnectError
 from thinwire.files import write_whole
-from thinwire.sync.method import Method
-from thinwire.training.assembly import make_method
 from thinwire.training.config import TrainConfig, check_values, from_json, to_json
 from thinwire.version import __version__
+
+if TYPE_CHECKING:
+    from thinwire.sync.method import Method
 
 # A replica is lent so many batches of data at a time, or a quarter of an interval's, so that what no round has counted
 # yet is no more than a few shards.
@@ -55,6 +56,8 @@ class Job:
     def of(cls, config: TrainConfig) -> Job:
         """Return the job that resolved options describe."""
         assert config.batch_size is not None
+        from thinwire.training.assembly import make_method  # torch, which who only reads a job's words does without
+
         method = make_method(config)
         overlap = getattr(method.schedule, "overlap_steps", 0)
         return cls(
