@@ -45,8 +45,7 @@ class DistributedOptimizer(EagerOptimizer):
         seat: This replica's seat in an elastic run, where replicas come and go; `method` is `sync.elastic.elastic`'s.
 
     Attributes:
-        next_stop: A step that must not be passed over, because the loop does something there that all replicas do
-            after the same step, the end for one; None for none known. Only replicas that catch up pass over steps.
+        next_stop: A step that must not be passed over by a replica that catches up, since all do something after it.
 
     Raises:
         ValueError: The method does not fit the model, the inner optimizer or the number of replicas.
