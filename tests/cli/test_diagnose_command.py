@@ -200,3 +200,15 @@ def test_the_folder_of_a_run_tells_of_a_loss_that_is_no_number(
 def test_the_folder_of_a_healthy_run_is_no_finding(tmp_path: Path) -> None:
     _run_files(tmp_path, slow=1.0)
     assert main([str(tmp_path)]) == 0
+
+
+def test_the_timeline_is_written_as_a_trace_and_a_folder_that_is_not_there_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, path = _files(tmp_path), tmp_path / "trace.json"
+    assert main([*files, "--trace", str(path)]) == 0
+    assert "events in" in capsys.readouterr().err
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2} and {"X", "s", "f", "M"} == {event["ph"] for event in events}
+    assert main([*files, "--trace", str(tmp_path / "none" / "trace.json")]) == 1
+    assert "cannot write" in capsys.readouterr().err

@@ -14,7 +14,9 @@ import tyro
 from thinwire.cli.words import read_words
 
 if TYPE_CHECKING:
+    from thinwire.diagnosis.findings import Finding
     from thinwire.diagnosis.reading import Records
+    from thinwire.diagnosis.timeline import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,9 @@ class DiagnoseOptions:
     flight_recorder: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Also write the records as dumps for `python -m torch.distributed.flight_recorder.fr_trace FOLDER`."""
 
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the timeline of all ranks on one clock, for ui.perfetto.dev or chrome://tracing."""
+
 
 FOUND = 3
 
@@ -43,9 +48,10 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 where nothing is found, 3 where something is, 1 for files that cannot be read, 2 for wrong options.
     """
-    from thinwire.diagnosis.diagnose import diagnose
+    from thinwire.diagnosis.diagnose import findings_of
     from thinwire.diagnosis.findings import report
     from thinwire.diagnosis.sources import read_files
+    from thinwire.diagnosis.timeline import build
     from thinwire.errors import DataError
 
     try:
@@ -64,7 +70,10 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     if options.flight_recorder is not None and not _write_dumps(records, options.flight_recorder):
         return 1
-    findings = diagnose(records)
+    job = build(records)
+    findings = findings_of(job)
+    if options.trace is not None and not _write_trace(job, findings, options.trace):
+        return 1
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
         told = {
@@ -91,6 +100,21 @@ def _write_dumps(records: Records, folder: Path) -> bool:
         print(f"thinwire diagnose: cannot write to {folder}: {error.strerror}", file=sys.stderr)
         return False
     print(f"{len(written)} dumps in {folder}", file=sys.stderr)
+    return True
+
+
+def _write_trace(job: Job, findings: Sequence[Finding], path: Path) -> bool:
+    from thinwire.diagnosis.trace import to_trace
+    from thinwire.errors import ThinwireError
+    from thinwire.files import write_whole
+
+    trace = to_trace(job, findings)
+    try:
+        write_whole(path, json_format.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n")
+    except (OSError, ThinwireError) as error:
+        print(f"thinwire diagnose: cannot write {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+        return False
+    print(f"{len(trace['traceEvents'])} events in {path}; open it in ui.perfetto.dev", file=sys.stderr)
     return True
 
 
