@@ -106,6 +106,15 @@ def test_an_event_comes_when_a_file_grows_and_holds_what_changed_only(tmp_path: 
         connection.close()
 
 
+def test_metrics_are_served_and_need_the_token_where_the_page_does(tmp_path: Path) -> None:
+    append(tmp_path / "metrics-replica-0.jsonl", step_line(10))
+    with served(tmp_path, token=TOKEN) as server:
+        assert ask(server, "/metrics")[0] == 401
+        status, headers, told = ask(server, "/metrics", Authorization=f"Bearer {TOKEN}")
+    assert status == 200 and headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'thinwire_replica_step{replica="0"} 10' in told.splitlines()
+
+
 def test_garbage_in_the_folder_is_told_and_the_page_still_comes(tmp_path: Path) -> None:
     (tmp_path / "findings.jsonl").write_bytes(b"\xff\xfe{\n" + b'{"state": "new", "at": 1, "finding": 3}\n')
     (tmp_path / "config.json").write_text("[]")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import json
 import socket
 import threading
 import urllib.parse
@@ -19,6 +20,7 @@ from typing import Any
 from thinwire.errors import ThinwireError
 from thinwire.training.dashboard.document import document
 from thinwire.training.dashboard.feed import Feed
+from thinwire.training.dashboard.metrics_text import CONTENT_TYPE, metrics_text
 
 MOST_CLIENTS = 32
 LEAST_TOKEN = 16
@@ -178,12 +180,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/snapshot.json":
             _, text = self.server.feed.after(0, wait_s=_PATIENCE_S)
             self._answer(text.encode() or b"{}", "application/json", {})
+        elif path == "/metrics":
+            _, text = self.server.feed.after(0, wait_s=_PATIENCE_S)
+            self._answer(metrics_text(json.loads(text or "{}").get("sections", {})).encode(), CONTENT_TYPE, {})
         elif path == "/events":
             self._stream()
         elif path == "/favicon.ico":
             self._answer(b"", "image/x-icon", {}, status=HTTPStatus.NO_CONTENT)
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, "There are /, /snapshot.json and /events.")
+            self._refuse(HTTPStatus.NOT_FOUND, "There are /, /snapshot.json, /metrics and /events.")
 
     def _is_proven(self, path: str, query: str) -> bool:
         """Return whether the token was shown; else answer with what to do."""

@@ -1,0 +1,64 @@
+"""A run's state as metrics: what Prometheus asks of its text format, and the run's numbers in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from thinwire.training.dashboard.metrics_text import metrics_text
+
+_NAME, _TEXT = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r'"(?:[^"\\\n]|\\["\\n])*"'
+_SAMPLE = re.compile(rf"({_NAME})(?:\{{((?:{_NAME}={_TEXT},?)*)\}})? (-?[0-9.e+-]+)")
+Sample = tuple[str, frozenset[tuple[str, str]]]
+
+
+def read(text: str) -> tuple[dict[Sample, float], dict[str, str]]:
+    """Read the text format as its rules say: each metric once, its type before its samples, no sample twice."""
+    samples: dict[Sample, float] = {}
+    types: dict[str, str] = {}
+    assert text.endswith("\n")
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name not in types and kind in ("gauge", "counter") and (kind == "counter") == name.endswith("_total")
+            types[name] = kind
+        elif not line.startswith("# HELP "):
+            found = _SAMPLE.fullmatch(line)
+            assert found is not None, line
+            pairs = re.findall(rf"({_NAME})=({_TEXT})", found[2] or "")
+            labels = frozenset((name, json.loads(told)) for name, told in pairs)
+            assert len(labels) == len(pairs) and found[1] == list(types)[-1]
+            assert (found[1], labels) not in samples
+            samples[found[1], labels] = float(found[3])
+    return samples, types
+
+
+def test_replicas_links_findings_and_lost_time_are_told() -> None:
+    finding: dict[str, Any] = {"kind": "communication slow", "where": 'a "thin"\\wire\n', "confidence": 0.75}
+    told = {
+        "run": {"name": "demo", "state": "training", "step": 40, "steps": 100, "val_loss": None},
+        "replicas": [
+            {"replica": 1, "state": "training", "step": 40, "loss": 2.5, "tokens": 640, "sent_bytes": 7},
+            {"replica": 2, "state": "silent", "step": 38, "loss": None, "tokens": 600, "sent_bytes": 0},
+        ],
+        "links": {"links": [{"from": 1, "to": 2, "bytes": 10, "messages": 3, "failed": 0, "now_bits_per_s": 1e-7}]},
+        "findings": {"findings": [finding, {**finding, "confidence": 0.5}, {**finding, "where": "x", "is_over": True}]},
+        "downtime": {"detection_s": 1.5, "total_s": 2.0, "run_s": 9.0, "num_incidents": 1.0},
+    }
+    samples, types = read(metrics_text(told))
+    one, two, link = (frozenset({("replica", "1")}), frozenset({("replica", "2")}),
+                      frozenset({("source", "1"), ("destination", "2")}))  # fmt: skip
+    assert samples["thinwire_replica_loss", one] == 2.5 and ("thinwire_replica_loss", two) not in samples
+    assert (
+        samples["thinwire_replica_tokens_total", two] == 600 and samples["thinwire_replica_sent_bytes_total", two] == 0
+    )
+    assert samples["thinwire_replica_state", two | {("state", "silent")}] == 1
+    assert samples["thinwire_link_bytes_total", link] == 10 and samples["thinwire_link_bits_per_second", link] == 1e-7
+    place = frozenset({("kind", "communication slow"), ("where", 'a "thin"\\wire\n')})
+    assert (
+        samples["thinwire_finding_confidence_ratio", place] == 0.75 and samples["thinwire_findings", frozenset()] == 1
+    )
+    lost = {labels: value for (name, labels), value in samples.items() if name == "thinwire_downtime_seconds_total"}
+    assert lost == {frozenset({("row", "detection")}): 1.5}
+    assert "thinwire_run_validation_loss" not in types and types["thinwire_run_step"] == "gauge"
