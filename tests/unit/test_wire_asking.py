@@ -12,7 +12,7 @@ from thinwire.errors import PeerLost, TransportError
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.message import HEADER_BYTES, header_of, pack
 from thinwire.transport.wire_asking import MOST_WANTS, AnswerTransfer, AskTransfer
-from thinwire.transport.wire_frames import Cancel, FrameError, Hello, Want, write
+from thinwire.transport.wire_frames import Cancel, FrameError, Hello, Part, Want, write
 from thinwire.transport.wire_link import Link
 
 
@@ -52,17 +52,21 @@ class Ends:
         for n in range(2):
             self.links[n].open(self.lines[n], self.hellos[1 - n])
 
-    def carry(self) -> None:
-        while True:
+    def carry(self, *, turns: int = 1 << 20) -> int:
+        """Carry what is sent, and what follows from it; return the bytes that came to replica 0."""
+        num_bytes = 0
+        for _ in range(turns):
             for link in self.links:
                 while link.flush():
                     continue
             if not any(line.sent for line in self.lines):
-                return
+                break
+            num_bytes += sum(map(len, self.lines[1].sent))
             for n in range(2):
                 raws, self.lines[n].sent = self.lines[n].sent, []
                 for raw in raws:
                     self.links[1 - n].take(memoryview(raw))
+        return num_bytes
 
     def ask(self, name: bytes = b"x", *, most_bytes: int = 1 << 20) -> AskTransfer:
         ask = AskTransfer(
@@ -210,6 +214,50 @@ def test_a_cancelled_ask_frees_its_place_by_its_answer_which_is_thrown_away() ->
     ends.carry()
     with pytest.raises(TransportError, match="is not wanted any more"):
         asks[0].wait(deadline_s=0)
+
+
+def test_a_cancel_in_the_middle_of_an_answer_ends_it_and_no_other() -> None:
+    size = 20_000_000
+    ends = Ends()
+    asks = [ends.ask(most_bytes=size) for _ in range(MOST_WANTS)]
+    ends.carry()
+    long, short = ends.answer(0, content(size)), ends.answer(1, content(300_000))
+    came = ends.carry(turns=2)
+    asks[0].cancel()
+    came += ends.carry()
+    assert came < size / 2, "what is not wanted does not fill the wire"
+    with pytest.raises(TransportError, match=r"took .* no further: it does not want it any more"):
+        long.wait(deadline_s=0)
+    received = asks[1].wait(deadline_s=0)
+    assert short.done() and received is not None and torch.equal(received.payload, content(300_000))
+    assert not any(isinstance(frame, Cancel) for frame in ends.heard[1]), "the answer's end says it already"
+    for _ in range(2):  # both have given their places back
+        ends.ask()
+    ends.carry()
+    assert len(ends.heard[1]) == MOST_WANTS + 2
+
+
+def test_an_answer_that_begins_after_its_cancel_is_not_asked_for_further() -> None:
+    ends = Ends()
+    ask = ends.ask(most_bytes=20_000_000)
+    ends.carry()
+    answer = ends.answer(0, content(5_000_000))
+    ask.cancel()
+    assert ends.carry() < 1_000_000
+    with pytest.raises(TransportError, match="no further"):
+        answer.wait(deadline_s=0)
+
+
+def test_no_more_comes_of_a_cancelled_answer_than_was_asked_for() -> None:
+    ends = Ends()
+    ask = ends.ask(most_bytes=20_000_000)
+    ends.carry()
+    ends.answer(0, content(20_000_000))
+    ends.carry(turns=2)
+    ask.cancel()
+    ends.links[0].flush()
+    with pytest.raises(FrameError, match="bytes 19000000 to 19000003 of a message"):
+        ends.links[0].take(memoryview(write(Part(number=0, start=19_000_000, body=memoryview(b"abc")))))
 
 
 @pytest.mark.parametrize("wrong", [[Want(number=0, name=b"y")], [Cancel(number=0), Cancel(number=0)]])

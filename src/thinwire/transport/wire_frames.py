@@ -10,7 +10,7 @@ Little endian. Every frame starts with the magic `tw`, the version and its kind,
 | 4 part | number u64, start u64; body | bytes of a message behind its opening |
 | 5 got | number u64, matched u8 | the whole message is here; and whether a receive was posted for it |
 | 6 matched | number u64 | a receive was posted for a message that had arrived whole |
-| 7 refused | number u64 | the message is not what was expected |
+| 7 refused | number u64 | the message is not what was expected, or no more of it is wanted |
 | 8 bye | | nothing follows |
 | 9 want | number u64; name, 1 to 64 bytes | what is under this name? Answered by a message of kind 5, round `number` |
 | 10 cancel | number u64 | nobody wants the answer to this ask any more; say that it is gone |

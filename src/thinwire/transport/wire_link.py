@@ -166,8 +166,9 @@ class Link:
             self._asking.ask(transfer)
 
     def post_cancel(self, transfer: AskTransfer) -> None:
-        """Let the peer know that nobody waits for an answer any more."""
-        self._asking.cancel(transfer)
+        """Let the peer know that nobody waits for an answer any more, also where some of it has come."""
+        if not self._receiving.give_up(transfer):
+            self._asking.cancel(transfer)
 
     def post_answer(self, transfer: AnswerTransfer, message: torch.Tensor, *, header: bytes = b"") -> None:
         """Answer an ask that came over this connection; one of an earlier connection has nobody who waits."""

@@ -29,6 +29,9 @@ from thinwire.transport.wire_sending import key_of
 from thinwire.transport.wire_transfer import WireTransfer
 from thinwire.transport.wire_window import Window
 
+# Messages that are not wanted any more, of which some may still be on its way; the oldest are long since over.
+_MOST_REFUSED = 4096
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Early:
@@ -42,6 +45,14 @@ class _Room:
     transfer: WireTransfer
     message: torch.Tensor
     view: memoryview
+    arrived: int
+    asked: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rest:
+    """What may still come of a message that is not wanted any more: it was asked for, and is on its way."""
+
     arrived: int
     asked: int
 
@@ -64,6 +75,7 @@ class Receiving:
         self._early_messages = 0
         self._early_bytes = 0
         self._rooms: dict[int, _Room] = {}
+        self._refused: dict[int, _Rest] = {}
         self._window = Window()
         self._next_number = 0
 
@@ -77,6 +89,21 @@ class Receiving:
             transfer.succeed(found.body)
         else:
             self._begin(transfer, number=found.number, message_bytes=found.message_bytes, opening=found.body)
+
+    def give_up(self, transfer: WireTransfer) -> bool:
+        """Ask for no more of a message that is not wanted any more; tell whether some of it had come."""
+        number = next((number for number, room in self._rooms.items() if room.transfer is transfer), None)
+        if number is None:
+            return False
+        room = self._rooms.pop(number)
+        if not self._rooms:
+            self._window.pause()
+        self._refused[number] = _Rest(arrived=room.arrived, asked=room.asked)
+        while len(self._refused) > _MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self.replies.append(Refused(number=number))
+        transfer.fail(TransportError(f"{transfer.describe()} is not wanted any more"))
+        return True
 
     def hand_over(self, transfer: WireTransfer) -> bool:
         """Give a receive what came before the connection ended; tell whether there was a whole message."""
@@ -146,6 +173,10 @@ class Receiving:
 
     def _begin(self, transfer: WireTransfer, *, number: int, message_bytes: int, opening: torch.Tensor) -> None:
         """Check the opening of a message that is longer, and ask for its rest."""
+        if transfer.done():  # nobody wants it any more
+            self.replies.append(Refused(number=number))
+            transfer.fail(TransportError(f"{transfer.describe()} is not wanted any more"))
+            return
         try:
             header = check_header(opening.numpy().data, source=transfer.peer, envelope=transfer.envelope)
             if HEADER_BYTES + header.payload_bytes != message_bytes:
@@ -167,11 +198,16 @@ class Receiving:
 
     def _add(self, frame: Part, *, now_s: float) -> None:
         room = self._rooms.get(frame.number)
+        if room is None and (rest := self._refused.get(frame.number)) is not None:
+            _check_order(frame, arrived=rest.arrived, asked=rest.asked)
+            rest.arrived += len(frame.body)
+            if rest.arrived == rest.asked:
+                del self._refused[frame.number]
+            return
         if room is None:
             raise FrameError(f"a part of message {frame.number}, which nobody asked for")
+        _check_order(frame, arrived=room.arrived, asked=room.asked)
         end = frame.start + len(frame.body)
-        if frame.start != room.arrived or end > room.asked:
-            raise FrameError(f"bytes {frame.start} to {end} of a message, expected {room.arrived} to {room.asked}")
         room.view[frame.start : end] = frame.body
         room.arrived = end
         self._window.observe(len(frame.body), now_s=now_s)
@@ -189,6 +225,12 @@ class Receiving:
         if room.asked < len(room.view) and room.asked - room.arrived <= share // 2:
             room.asked = min(len(room.view), room.arrived + share)
             self.replies.append(Ask(number=number, end=room.asked))
+
+
+def _check_order(frame: Part, *, arrived: int, asked: int) -> None:
+    end = frame.start + len(frame.body)
+    if frame.start != arrived or end > asked:
+        raise FrameError(f"bytes {frame.start} to {end} of a message, expected {arrived} to {asked}")
 
 
 def _copy(body: memoryview) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import PayloadError, TransportError
-from thinwire.transport.base import Envelope
+from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.wire_bounds import EARLY_BYTES, EARLY_MESSAGES
 from thinwire.transport.wire_frames import (
     OPENING_BYTES,
@@ -133,14 +133,7 @@ class Sending:
                 self._match(frame.number)
         else:
             self._match(frame.number)
-            what = outgoing.transfer.describe()
-            self._end(
-                outgoing,
-                error=PayloadError(
-                    f"replica {outgoing.transfer.peer} refused {what}, because it expected another message there; the "
-                    f"replicas run different set-ups: see its log"
-                ),
-            )
+            self._end(outgoing, error=_refusal(outgoing.transfer))
 
     def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
         """End all that has not ended; nothing may be added after."""
@@ -176,3 +169,13 @@ class Sending:
             outgoing.transfer.succeed()
         else:
             outgoing.transfer.fail(error)
+
+
+def _refusal(transfer: WireTransfer) -> TransportError:
+    who, what = f"replica {transfer.peer}", transfer.describe()
+    if transfer.envelope.kind is Kind.LIBRARY:
+        return TransportError(f"{who} took {what} no further: it does not want it any more, or asked for less")
+    return PayloadError(
+        f"{who} refused {what}, because it expected another message there; the replicas run different set-ups: see its "
+        f"log"
+    )
