@@ -83,13 +83,38 @@ def live_s(lives: list[Life], *, end_s: float) -> float:
 
 def trained(folder: Path) -> dict[str, float]:
     """Return what all replicas trained, counted or not, for how long their loops ran, and waited in that time."""
-    tokens, loop_s, waited_s = 0, 0.0, 0.0
-    for path in sorted(folder.glob("host-*/metrics-replica-*.jsonl")):
-        lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        steps = [line for line in lines if line["kind"] == "step"]
-        for before, after in pairwise([{"time_s": 0.0}, *steps]):
-            elapsed_s = after["time_s"] - before["time_s"]
-            waited_s += elapsed_s * (1 - after["compute_fraction"])
-        if steps:
-            tokens, loop_s = tokens + steps[-1]["tokens"], loop_s + steps[-1]["time_s"]
+    found = [_loop(path) for path in sorted(folder.glob("host-*/metrics-replica-*.jsonl"))]
+    return {
+        "tokens_trained": sum(one["tokens_trained"] for one in found),
+        "loop_s": round(sum(one["loop_s"] for one in found), 1),
+        "waited_s": round(sum(one["waited_s"] for one in found), 1),
+    }
+
+
+def accounts(
+    folder: Path, lives: list[Life], rounds: dict[int, list[dict[str, Any]]], *, end_s: float
+) -> list[dict[str, Any]]:
+    """Return, of each life that took part, where its time went: in the loop, waiting there, before and after it."""
+    found = []
+    for life in lives:
+        paths = [*folder.glob(f"host-*/metrics-replica-{life.replica}.jsonl")]
+        if life.live_s is None or not paths:
+            continue
+        loop = _loop(paths[0])
+        counted = {line["round"] for lines in rounds.values() for line in lines if life.replica in line["members"]}
+        lived_s = live_s([life], end_s=end_s)
+        found.append({
+            "host": life.host, "replica": life.replica, "live_s": round(lived_s, 1), **loop,
+            "beside_loop_s": round(lived_s - (loop["loop_s"] - life.stopped_s), 1), "rounds": len(counted),
+        })  # fmt: skip
+    return found
+
+
+def _loop(path: Path) -> dict[str, float]:
+    lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    steps = [line for line in lines if line["kind"] == "step"]
+    waited_s = 0.0
+    for before, after in pairwise([{"time_s": 0.0}, *steps]):
+        waited_s += (after["time_s"] - before["time_s"]) * (1 - after["compute_fraction"])
+    tokens, loop_s = (steps[-1]["tokens"], steps[-1]["time_s"]) if steps else (0, 0.0)
     return {"tokens_trained": tokens, "loop_s": round(loop_s, 1), "waited_s": round(waited_s, 1)}

@@ -17,6 +17,8 @@ from thinwire.lab import Lab
 from thinwire.lab.process import HostProcess
 
 PORT = 4000
+# All that take part have come to the end of the run so soon after the first has.
+_LATE_S = 20.0
 _HERE = Path(__file__).parent
 _REPLICAS = ("thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare")
 _COORDINATOR = "thinwire.cli.coordinator"
@@ -78,6 +80,13 @@ class ChaosJob:
 
     def join(self, host: int) -> None:
         self._start(host, ["join", *self._whither(), "--out", str(self.hosts[host].folder)])
+
+    def end_late(self, *, since_s: float, now_s: float) -> None:
+        """End hosts that joined when the run was nearly over: nobody is there any more who would let them in."""
+        late = [host for host in self.hosts if host.is_running and host.lives and host.lives[-1].live_s is None]
+        for host in late if now_s - since_s > _LATE_S else []:
+            assert host.launcher is not None
+            host.launcher.terminate()
 
     def leave(self, replica: int) -> None:
         self._run(0, ["leave", *self._whither(), "--replica", str(replica)])

@@ -10,7 +10,8 @@ stay. Links have 5 to 50 Mbit/s. A step sleeps, so that the processes do not fig
 The result says: *hangs*, times of more than `hang_limit_s` without a round; *desyncs*, rounds after which two replicas
 held other bits; the final loss beside that of an undisturbed run of as many counted tokens (--calm); *goodput*, counted
 tokens over those that replicas taking part could have trained at the speed of the undisturbed run; *rejoins*, from the
-start of a process, or from being let go, to the first round that counts it, beside what the state's bytes take.
+start of a process, or from being let go, to the first round that counts it, beside what the state's bytes take;
+*accounts*, of each replica, where the time went in which it took part.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from chaos_checks import applied, desyncs, gaps, live_s, rejoins, trained
+from chaos_checks import accounts, applied, desyncs, gaps, live_s, rejoins, trained
 from chaos_events import KINDS, Chaos
 from chaos_job import ChaosJob
 
@@ -75,7 +76,7 @@ def run(
 
 def _until_the_end(job: ChaosJob, chaos: Chaos, *, every_s: float, limit_s: float, hosts: int) -> bool:
     began_s = time.monotonic()
-    next_s = None
+    next_s = over_s = None
     summary = "summary.json"
     while time.monotonic() - began_s < limit_s + _END_S:
         job.look()
@@ -86,6 +87,9 @@ def _until_the_end(job: ChaosJob, chaos: Chaos, *, every_s: float, limit_s: floa
             next_s = now_s + every_s
         # a host that joins what is over would wait for it forever
         is_over = any((host.folder / summary).exists() for host in job.hosts)
+        if is_over:
+            over_s = now_s if over_s is None else over_s
+            job.end_late(since_s=over_s, now_s=now_s)
         is_time = next_s is not None and now_s >= next_s and now_s - began_s < limit_s
         if is_time and not is_over and chaos.has_kinds:
             next_s = now_s + every_s
@@ -120,6 +124,7 @@ def _report(job: ChaosJob, folder: Path, *, rates: list[str], end_s: float) -> d
         "tokens_repeated": summaries[-1]["elastic"]["tokens_repeated"] if summaries else None,
         "live_s": live_s(lives, end_s=last_s),
         **trained(folder),
+        "accounts": accounts(folder, lives, rounds, end_s=last_s),
         "rejoins": back,
         "rejoins_in_time": sum(row["is_in_time"] for row in back),
         "rejoin_excess_s": [round(r["took_s"] - r["transfer_s"], 2) for r in back if r["took_s"] is not None],
@@ -157,7 +162,7 @@ def main() -> None:
         found["goodput"] = round(found["tokens_counted"] / (speed * found["live_s"]), 4)
         found["loss_over_calm"] = round(found["val_loss"] / calm["val_loss"] - 1, 5)
     (options.out / "result.json").write_text(json.dumps(found, indent=1) + "\n")
-    short = {key: value for key, value in found.items() if key not in ("lives", "events", "rejoins")}
+    short = {key: value for key, value in found.items() if key not in ("lives", "events", "rejoins", "accounts")}
     took = [row["took_s"] for row in found["rejoins"] if row["took_s"] is not None]
     print(json.dumps(short | {"num_events": len(found["events"]), "rejoin_median_s": statistics.median(took or [0])}))
 
