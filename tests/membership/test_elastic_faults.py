@@ -304,41 +304,6 @@ def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later
             assert sum(offered[number][0] for number in own) == 6 * offered[own[-1]][1]
 
 
-@pytest.mark.parametrize("bears", [False, True])
-def test_training_goes_on_while_a_round_is_overdue_until_its_fragment_is_launched_again(
-    street: Callable[..., Street], bears: bool
-) -> None:
-    run = street(2, interval=20, steps=60, bears=bears)
-    exchanged: list[tuple[int, int]] = []
-    is_held, first = threading.Event(), run.workers[0]
-
-    def look(step: int) -> None:
-        exchanged.append((step, first.optimizer.steps_done))
-
-    def hear(message: dict[str, Any]) -> None:  # the decision of the second round comes late
-        if message["kind"] == "decision" and message["round"] == 1:
-            is_held.wait(SOON_S)
-        inner(message)
-
-    inner, first.optimizer.engine.on_exchanged = first.council.hear, look
-    first.resident.town._homes[first.resident.token] = lambda message: threading.Thread(
-        target=hear, args=(message,), daemon=True
-    ).start()
-    run.begin()
-    end_s = time.monotonic() + 2.0
-    while time.monotonic() < end_s and first.optimizer.steps_done < 49:
-        time.sleep(0.01)
-    time.sleep(0.3)
-    # launched after step 30 and due after 31, the next one of its fragment is launched after 50
-    assert first.optimizer.steps_done == (50 if bears else 31)
-    assert first.steps[-1] == (49 if bears else 30)
-    assert [step for step, _ in exchanged] == list(range(1, 31))
-    is_held.set()
-    values = [worker.end() for worker in run.workers]
-    assert are_alike(*values)
-    assert [step for step, _ in exchanged] == list(range(1, 61))
-
-
 def pause(seconds: float, step: int) -> None:
     time.sleep(seconds)
 

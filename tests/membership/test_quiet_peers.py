@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 from thinwire.membership.bid import Bid, CastVote, Seen
-from thinwire.membership.quiet import QUIET_S, QuietPeers
+from thinwire.membership.quiet import QUIET_S, Inflow, QuietPeers
 
 
 @dataclass
 class Reading:
     silence_s: float
+    received_bytes: int = 0
 
 
 class Connections:
@@ -31,6 +32,28 @@ def test_those_are_quiet_whose_connection_has_been_for_long() -> None:
     connections.readings[2].silence_s = 0.0
     assert quiet() == {2} and connections.looks == 1, "it is not looked for each time"
     assert quiet() == frozenset()
+
+
+def test_a_link_is_busy_that_brings_much_for_what_it_can() -> None:
+    connections, now_s = Connections(r1=0.0, r2=0.0), [0.0]
+    inflow = Inflow(connections, now=lambda: now_s[0])
+
+    def after(seconds: float, *, first: int, second: int) -> bool:
+        for _ in range(round(2 * seconds)):
+            now_s[0] += 0.5
+            connections.readings[1].received_bytes += first // 2
+            connections.readings[2].received_bytes += second // 2
+            found = inflow.is_busy()
+        return found
+
+    assert not inflow.is_busy(), "nothing is known yet"
+    assert not after(3, first=500, second=500), "words are no work"
+    assert after(3, first=1_000_000, second=1_000_000)
+    assert after(10, first=100_000, second=100_000), "the link has become ten times slower"
+    assert not after(3, first=50_000, second=0), "only a sender trickles that is slow itself"
+    assert after(70, first=50_000, second=0), "that this was once a faster link is long over"
+    connections.readings[1].received_bytes = 0  # the connection was made anew
+    assert after(0.5, first=50_000, second=0) and after(3, first=50_000, second=0)
 
 
 def test_a_vote_waits_for_neither_the_quiet_nor_the_dead_but_for_all_others() -> None:

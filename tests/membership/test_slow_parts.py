@@ -3,11 +3,16 @@
 import time
 from typing import Any
 
+import pytest
 import torch
 
+from thinwire.events import FIRST_LAST_ROUND
+from thinwire.membership.bid import Ask, Bid, CastVote, Seen
 from thinwire.membership.council import Council
+from thinwire.membership.decide import Vote
 from thinwire.membership.patience import Patience
 from thinwire.membership.proposal import HEAD_BYTES, Proposal
+from thinwire.membership.rounds import Decision, RoundBook
 
 LONG_S, USUAL_S = 0.6, 0.05
 
@@ -79,3 +84,59 @@ def test_a_part_that_takes_longer_than_usual_still_comes() -> None:
     assert time.monotonic() - began_s < 3 * LONG_S
     assert sorted(source for source, _ in shelf.asked) == [0, 1], "each holder is asked once"
     assert sum(fetch.is_cancelled for _, fetch in shelf.asked) == 1, "and the later one no longer when it has come"
+
+
+def test_a_part_that_is_late_on_a_busy_link_is_not_asked_for_twice() -> None:
+    shelf = SlowShelf()
+    proposal = proposal_of(shelf, holders=[0, 1], there=range(3))
+    proposal._council.is_busy, proposal._council.transfers = lambda: True, Patience(least_s=2 * USUAL_S, most_s=1.0)
+    proposal._council.transfers.observe(0.0)
+    began_s = time.monotonic()
+    proposal.wait(deadline_s=1)
+    assert [source for source, _ in shelf.asked] == [0] and time.monotonic() - began_s < 2 * LONG_S
+    assert not proposal._council.lacking, "nothing is lacking when it is there"
+
+
+def decided(*members: int) -> Decision:
+    return Decision(round_id=9, launch_step=12, members=members, holders=members, step=12)
+
+
+def test_parts_of_a_later_round_are_asked_for_when_few_of_the_earlier_ones_are_lacking() -> None:
+    bid = Bid(replica=9, has_part=False)
+    words = {"called": None, "active": (0, 1, 2, 9), "neighbours": (0, 1, 2, 9), "limit_s": 2.0}
+
+    def asked(ahead: int, *, now_s: float) -> list[int]:
+        actions = bid.turn(Seen(decision=decided(0, 1, 2), ahead=ahead, **words), now_s=now_s)
+        assert all(isinstance(one, Ask) for one in actions), "it never gives up what it has not asked for"
+        return [one.member for one in actions if isinstance(one, Ask)]
+
+    assert [asked(5, now_s=0.0), asked(2, now_s=500.0)] == [[], []]
+    assert asked(1, now_s=501.0) == [0], "so that the link is not idle between two rounds"
+    assert asked(1, now_s=502.0) == []
+    assert asked(0, now_s=502.5) == [1, 2]
+
+
+def test_a_part_on_a_thin_link_is_waited_for_as_long_as_nobody_needs_the_result() -> None:
+    words = {"called": (0, 1), "decision": None, "active": (0, 1), "neighbours": (0, 1), "limit_s": 2.0}
+    for borne_s, voted in ((0.0, [False, True, True]), (6.0, [False, False, True])):
+        bid = Bid(replica=0, has_part=True)
+        found = [bid.turn(Seen(borne_s=borne_s, **words), now_s=now_s) for now_s in (0.0, 3.0, 6.5)]
+        votes = [any(isinstance(one, CastVote) for one in actions) for actions in found]
+        assert [any(votes[: n + 1]) for n in range(3)] == voted
+
+
+@pytest.mark.parametrize(
+    ("bears", "round_id", "open_s"), [(False, 0, 3.0), (True, 0, 7.0), (True, FIRST_LAST_ROUND, 3.0)]
+)
+def test_a_vote_is_waited_for_as_long_as_nobody_needs_the_result(bears: bool, round_id: int, open_s: float) -> None:
+    book = RoundBook(sync_interval=60, overlap_steps=5, bears=bears)
+    for replica in (0, 1):
+        book.launch(replica, round_id=round_id, launch_step=20, now_s=0.0)
+    assert book.calls((0, 1), step_s=0.5, now_s=0.5) == {round_id: (0, 1)}
+    book.vote(0, Vote(has=frozenset({0, 1})), round_id=round_id, step=21, now_s=0.9)
+
+    def is_decided(now_s: float) -> bool:
+        return bool(book.decided((0, 1), steps={0: 21}, now_s=now_s, step_s=0.5))
+
+    book._spreads = Patience(least_s=2.0, most_s=2.0)
+    assert not is_decided(open_s - 1) and is_decided(open_s)

@@ -15,6 +15,11 @@ from thinwire.membership.rounds import Decision
 _AGAIN_S = 0.2
 # For so long, at least, parts of a decided round are sought while none comes.
 _LEAST_FETCH_S = 60.0
+# While this replica's own link is busy, a part takes longer whoever sends it: a second copy would only share the link.
+_BUSY_TIMES = 8.0
+# Parts of later rounds are asked for once the earlier ones lack fewer than this: a thin link then brings first what is
+# applied first, and is never idle between two rounds.
+_PARTS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,9 @@ class Seen:
         relays: Whom to ask first for a far part: another replica of this one's site.
         relay_limit_s: For how long that is waited for, from the call on, until its origin is asked itself.
         near: The replicas of this one's site, who are asked first for what many hold.
+        borne_s: For how long a part is waited for where nobody needs the result before.
+        is_busy: Whether much comes to this replica just now, so that a part that is late is not so for its source.
+        ahead: How many parts earlier rounds still lack that were decided: they come first.
     """
 
     called: tuple[int, ...] | None
@@ -68,6 +76,9 @@ class Seen:
     relays: Mapping[int, int] = field(default_factory=dict)
     relay_limit_s: float = 0.0
     near: Collection[int] = ()
+    borne_s: float = 0.0
+    is_busy: bool = False
+    ahead: int = 0
 
 
 class Bid:
@@ -131,7 +142,11 @@ class Bid:
 
     def is_complete(self, decision: Decision) -> bool:
         """Tell whether all parts of the mean are here."""
-        return self._has.issuperset(decision.members)
+        return not self.num_lacking(decision)
+
+    def num_lacking(self, decision: Decision) -> int:
+        """Return how many parts of the mean are not here."""
+        return len(set(decision.members) - self._has)
 
     def turn(self, seen: Seen, *, now_s: float) -> list[Action]:
         """Return what to do now; it counts as done."""
@@ -149,7 +164,8 @@ class Bid:
             # who has died or sleeps is not waited for
             awaited = (set(seen.called) & {*seen.active, self._replica}) - set(seen.quiet)
             # an origin that was asked in a relay's place has as much time
-            if self._has.issuperset(awaited) or now_s > max(self._called_s, self._direct_s) + seen.limit_s:
+            limit_s = max(seen.limit_s, seen.borne_s)
+            if self._has.issuperset(awaited) or now_s > max(self._called_s, self._direct_s) + limit_s:
                 self._has_voted = True
                 todo.append(CastVote(has=self.has))
         return todo
@@ -173,7 +189,7 @@ class Bid:
         return relay if peer not in self._direct and relay in set(seen.active) - set(seen.quiet) else peer
 
     def _complete(self, decision: Decision, seen: Seen, now_s: float) -> list[Action]:
-        if len(self._has) > self._num_parts:  # something comes, however slowly
+        if len(self._has) > self._num_parts or seen.ahead:  # something comes, however slowly, or is yet to be asked for
             self._num_parts, self._until_s = len(self._has), now_s + max(_LEAST_FETCH_S, 3 * seen.limit_s)
         todo: list[Action] = []
         for member in sorted(set(decision.members) - self._has):
@@ -185,7 +201,8 @@ class Bid:
             free = [source for source in sources if source not in self._asked.get(member, {})]
             if member not in self._turns:
                 free = [source for source in free if source in seen.near] or free
-            if free and self._is_due(member, seen, now_s):
+            has_turn = member in self._asked or not seen.ahead or seen.ahead + len(self._asked) < _PARTS_AHEAD
+            if free and has_turn and self._is_due(member, seen, now_s):
                 turn = self._turns.get(member, member)  # each part from another source first
                 self._turns[member] = turn + 1
                 todo.append(self._ask(free[turn % len(free)], member, now_s))
@@ -198,7 +215,7 @@ class Bid:
         """
         asked = self._asked.get(member)
         if asked:
-            return self._is_late(asked, seen.limit_s, now_s)
+            return self._is_late(asked, seen.limit_s * (_BUSY_TIMES if seen.is_busy else 1.0), now_s)
         return member not in self._failed or now_s > self._failed[member] + _AGAIN_S
 
     @staticmethod

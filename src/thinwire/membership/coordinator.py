@@ -244,8 +244,9 @@ class Coordinator(Counter):
         for round_id, called in self.book.calls(present, step_s=self.roster.step_s(), now_s=now_s).items():
             self._tell_all("call", {"round": round_id, "members": list(called)})
         # who is in the middle of a longer step would not come while the others wait
-        near = self.roster.fresh_steps(now_s=now_s, within_s=self.book.grace_s(step_s=self.roster.step_s()))
-        for decision in self.book.decided(present, steps=near, now_s=now_s):
+        step_s = self.roster.step_s()
+        near = self.roster.fresh_steps(now_s=now_s, within_s=self.book.grace_s(step_s=step_s))
+        for decision in self.book.decided(present, steps=near, now_s=now_s, step_s=step_s):
             self._announce(decision)
         self._help_joiners(active)
         self._finish_when_all_are_done(present)

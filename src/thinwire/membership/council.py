@@ -52,6 +52,9 @@ class Council:
         view: What is known.
         transfers: How long parts take to come once a round was called.
         quiet: Tells from whom nothing comes just now.
+        is_busy: Tells whether this replica's link is busy with what comes.
+        bearable_steps: For so many steps a round's parts may be on their way without anybody waiting for its result.
+        lacking: By decided round, how many of its parts are not here yet.
         others: When the others launch.
         rates: How fast this replica's answers reach the others.
         relayed: How long parts take to come by way of another replica of the site.
@@ -76,6 +79,9 @@ class Council:
         self.relayed = Patience(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
         self.used: dict[int, int] = {}
         self.quiet: Callable[[], Collection[int]] = frozenset
+        self.is_busy: Callable[[], bool] = bool
+        self.bearable_steps = 0.0
+        self.lacking: dict[int, int] = {}
         self._now = now
         self._say = say
         self._meet = meet

@@ -36,6 +36,7 @@ class Desk:
         generation: Names this process of the coordinator.
         founding_s: For how long those that are late are waited for at the beginning.
         from_disk: Whether the run goes on from a checkpoint.
+        bears: Whether training goes on where a round's result is overdue.
         clock: Gives the time of day, for those that compare theirs with it.
 
     Attributes:
@@ -53,10 +54,10 @@ class Desk:
     def __init__(
         self, *, job: Mapping[str, Any], planned: int, sync_interval: int, overlap_steps: int, shard_windows: int,
         send: Send, record: Record, generation: str, founding_s: float = 60.0, from_disk: bool = False,
-        part_share: float = 0.0, clock: Callable[[], float] = time.time,
+        part_share: float = 0.0, bears: bool = False, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.roster = Roster()
-        self.book = RoundBook(sync_interval=sync_interval, overlap_steps=overlap_steps)
+        self.book = RoundBook(sync_interval=sync_interval, overlap_steps=overlap_steps, bears=bears)
         self.ledger = Ledger(shard_windows=shard_windows)
         self.cuts = Cuts()
         self.has_started = False

@@ -15,7 +15,7 @@ from thinwire.membership.council import Council
 from thinwire.membership.invitation import Invitation
 from thinwire.membership.line import Line
 from thinwire.membership.protocol import RUN_OVER, VERSION, Message
-from thinwire.membership.quiet import QuietPeers
+from thinwire.membership.quiet import Inflow, QuietPeers
 from thinwire.membership.seat import ElasticSeat
 from thinwire.membership.view import Neighbour
 from thinwire.transport.addresses import Address, address_towards
@@ -147,7 +147,7 @@ def join(
         replica=replica, interval_steps=interval_steps, say=line.say,
         meet=lambda neighbours: _meet(wire, neighbours, replica=replica), warn=warn,
     )  # fmt: skip
-    council.quiet = QuietPeers(wire)
+    council.quiet, council.is_busy = QuietPeers(wire), Inflow(wire).is_busy
     transport = RecordingAskingTransport(wire)
     library = Library(transport)
     seat = ElasticSeat(council, library)

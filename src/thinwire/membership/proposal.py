@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from thinwire.errors import Expelled, PayloadError, TransportError
+from thinwire.events import FIRST_LAST_ROUND
 from thinwire.membership.bid import Action, Ask, Bid, CastVote, GiveUp, Seen
 from thinwire.membership.council import Council
 from thinwire.membership.rounds import Decision
@@ -159,6 +160,11 @@ class Proposal:
             self._council.settle(self._round_id)
         for action in self._bid.turn(seen, now_s=time.monotonic()):
             self._do(action)
+        with self._council.changed:
+            lacking = 0 if seen.decision is None else self._bid.num_lacking(seen.decision)
+            self._council.lacking.pop(self._round_id, None)
+            if lacking:
+                self._council.lacking[self._round_id] = lacking
         return seen.decision
 
     def _seen(self) -> Seen:
@@ -172,8 +178,14 @@ class Proposal:
                 relays=relays(view.sites, replica=me, round_id=self._round_id, active=active),
                 # a relay that is given up too early costs the thin wire the part a second time
                 relay_limit_s=self._council.relayed.limit_s + self._council.relayed.median_s,
-                near=site_of(me, view.sites),
+                near=site_of(me, view.sites), is_busy=self._council.is_busy(), borne_s=self._borne_s(),
+                ahead=sum(count for number, count in self._council.lacking.items() if number < self._round_id),
             )  # fmt: skip
+
+    def _borne_s(self) -> float:
+        """Return for how long after the call parts may come without anybody waiting for the result."""
+        is_last = self._round_id >= FIRST_LAST_ROUND
+        return 0.0 if is_last else self._council.bearable_steps * self._council.others.step_s
 
     def _do(self, action: Action) -> None:
         match action:

@@ -1,19 +1,29 @@
-"""Replicas that nothing comes from just now, as their connections tell: stopped ones, or behind a link that is cut."""
+"""What comes to a replica just now, as its connections tell: whom nothing comes from, and whether its link is busy."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import Protocol
 
 # A connection beats once a second; one of these, or any byte of a part, is a sign of life.
 QUIET_S = 3.0
 _LOOK_S = 0.5
+# A link is busy that brings at least this share of the most that it brought in a second of the last minute. A link that
+# has become ten times slower is busy then too, and one over which only a sender trickles that is slow itself is not.
+_BUSY_SHARE = 1 / 16
+# Words and signs of life alone are no more than this a second.
+_WORDS_BYTES = 4096
+_RECENT_S, _LONG_S = 2.0, 60.0
 
 
 class _Reading(Protocol):
     @property
     def silence_s(self) -> float: ...
+
+    @property
+    def received_bytes(self) -> int: ...
 
 
 class Connections(Protocol):
@@ -50,3 +60,43 @@ class QuietPeers:
             readings = {peer: self._connections.reading(peer) for peer in self._connections.peers()}
             self._found = frozenset(peer for peer, one in readings.items() if one and one.silence_s > QUIET_S)
         return self._found
+
+
+class Inflow:
+    """Tells whether this replica's own link is busy with what comes; asked as often as one likes.
+
+    Args:
+        connections: This replica's.
+        now: Gives seconds that only grow.
+    """
+
+    def __init__(self, connections: Connections, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._connections = connections
+        self._now = now
+        self._known: dict[int, int] = {}
+        self._rates: deque[tuple[float, float, float]] = deque()  # from when, until when, bytes a second
+        self._looked_s: float | None = None
+
+    def is_busy(self) -> bool:
+        """Tell whether much came in the last seconds, for this link."""
+        self._look(self._now())
+        if not self._rates:
+            return False
+        now_s = self._rates[-1][1]
+        recent = [(end_s - begin_s, rate) for begin_s, end_s, rate in self._rates if end_s > now_s - _RECENT_S]
+        rate = sum(seconds * rate for seconds, rate in recent) / sum(seconds for seconds, _ in recent)
+        return rate >= max(_WORDS_BYTES, _BUSY_SHARE * max(found for _, _, found in self._rates))
+
+    def _look(self, now_s: float) -> None:
+        if self._looked_s is not None and now_s - self._looked_s < _LOOK_S:
+            return
+        readings = {peer: self._connections.reading(peer) for peer in self._connections.peers()}
+        found = {peer: one.received_bytes for peer, one in readings.items() if one is not None}
+        if self._looked_s is not None:
+            # a connection that was made anew counts from 0 again
+            came = [total - before if total >= (before := self._known.get(peer, 0)) else total
+                    for peer, total in found.items()]  # fmt: skip
+            self._rates.append((self._looked_s, now_s, sum(came) / (now_s - self._looked_s)))
+            while self._rates[0][1] < now_s - _LONG_S:
+                self._rates.popleft()
+        self._known, self._looked_s = found, now_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from thinwire.events import FIRST_LAST_ROUND
 from thinwire.membership.decide import Vote, decide
 from thinwire.membership.patience import Patience
 
@@ -28,6 +29,18 @@ _LEAST_VOTE_S, _MOST_VOTE_S = 2.0, 60.0
 _ALONE_S = 10.0
 # Decisions kept for replicas that catch up.
 _KEPT = 8192
+
+
+def bearable_steps(*, sync_interval: int, overlap_steps: int) -> float:
+    """Return for how many steps after a launch parts may be on their way where training goes on without the result.
+
+    Up to its step of application nobody misses it; from there on a tenth of the interval.
+
+    Example:
+        >>> bearable_steps(sync_interval=30, overlap_steps=4)
+        7.0
+    """
+    return overlap_steps + _SHARE_OF_INTERVAL * sync_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +101,7 @@ class RoundBook:
     Args:
         sync_interval: H, inner steps.
         overlap_steps: tau, inner steps.
+        bears: Whether training goes on where a result is overdue, so that thin links may take longer to bring a part.
 
     Attributes:
         decisions: The latest, by round.
@@ -96,7 +110,7 @@ class RoundBook:
             in every fourth round. A slow one must be in time four times in a row, but in every sixteenth round.
     """
 
-    def __init__(self, *, sync_interval: int, overlap_steps: int) -> None:
+    def __init__(self, *, sync_interval: int, overlap_steps: int, bears: bool = False) -> None:
         self.decisions: dict[int, Decision] = {}
         self.step = 0
         self.late: set[int] = set()
@@ -105,6 +119,8 @@ class RoundBook:
         self._in_time: dict[int, int] = {}  # by slow replica: in how many rounds in a row
         self._sync_interval = sync_interval
         self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
+        bearable = bearable_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
+        self._bearable_steps = bearable if bears else 0.0
         self._spreads = Patience(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
 
     @property
@@ -217,13 +233,16 @@ class RoundBook:
     def _is_unsteady(self, member: int) -> bool:
         return self._in_time.get(member, _AGAIN_ROUNDS) < _AGAIN_ROUNDS
 
-    def decided(self, active: Collection[int], *, steps: Mapping[int, int], now_s: float) -> list[Decision]:
+    def decided(
+        self, active: Collection[int], *, steps: Mapping[int, int], now_s: float, step_s: float = 0.0
+    ) -> list[Decision]:
         """Decide what can be, in the order of the rounds.
 
         Args:
             active: Who takes part.
             steps: The steps of those of them that were heard of just now.
             now_s: The time.
+            step_s: Seconds that an inner step takes; 0 where nobody has said so yet.
         """
         found = []
         for round_id in sorted(self._open):
@@ -231,7 +250,7 @@ class RoundBook:
             if one.called is None or not one.votes:
                 continue
             is_complete = not set(one.called) & set(active) - set(one.votes)
-            if not is_complete and now_s < one.first_vote_s + self.vote_s:
+            if not is_complete and now_s < max(one.first_vote_s + self.vote_s, self._borne_until_s(round_id, step_s)):
                 continue
             choice = decide(one.votes)
             is_overdue = now_s >= one.first_vote_s + _ALONE_S
@@ -244,6 +263,12 @@ class RoundBook:
             self.adopt(decision)
             found.append(decision)
         return found
+
+    def _borne_until_s(self, round_id: int, step_s: float) -> float:
+        """Return until when a round may be open without anybody waiting for it; the last ones are waited for."""
+        if not self._bearable_steps or round_id >= FIRST_LAST_ROUND:
+            return 0.0
+        return self._open[round_id].first_s + (self._bearable_steps + 1) * step_s + _WORDS_S
 
     def begin_anew(self, step: int) -> None:
         """Forget all rounds: the run goes on from an earlier state."""

@@ -15,7 +15,7 @@ from torch import nn
 from thinwire.averaging.delivery import Average, Delivery
 from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
 from thinwire.averaging.topology import Peers
-from thinwire.errors import DeadlineExceeded, DesyncError, ThinwireError
+from thinwire.errors import DeadlineExceeded, ThinwireError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.shared_random import derive_seed
 from thinwire.sync.agreement import check_agreement
@@ -25,7 +25,7 @@ from thinwire.sync.in_flight import InFlight, launch
 from thinwire.sync.method import Method
 from thinwire.sync.oracle import BoundProgram
 from thinwire.sync.pace_maker import FollowedPace, Pace, PaceMaker
-from thinwire.sync.schedule import Round
+from thinwire.sync.schedule import Round, needed_for
 from thinwire.sync.statistics import SyncStatistics
 from thinwire.sync.work import Work
 from thinwire.transport.base import Transport, step_aside
@@ -109,14 +109,16 @@ class Engine(EngineState):
         """Launch and apply what is due at inner step `step`, counted from 1.
 
         Where others have closed rounds without this replica, it catches up: it passes over the steps up to where they
-        are, without training in between, and takes in what was agreed on meanwhile.
+        are, without training in between, and takes in what was agreed on meanwhile. Where training may go on while
+        results are overdue, it stays at a step as long as those are that the next launch needs, though others are past
+        it: what it trains meanwhile counts later.
 
         Args:
             step: The step.
             stop: A step that must not be passed over.
 
         Returns:
-            The step that the replica is at now: `step`, or one that it has caught up to.
+            The step that the replica is at now: `step`, one that it has caught up to, or the one before `step`.
 
         Raises:
             TransportError: A peer was lost, was late or sent something wrong.
@@ -124,10 +126,13 @@ class Engine(EngineState):
             NonFiniteError: A replica sent NaN or infinity.
         """
         self._refuse_parted_twins()
+        if self._lacks_results_at(step):
+            self._tend()
+            return step - 1
         self._exchange_at(step)
         for _ in range(_MOST_LEAPS):
             for passed in range(step + 1, self._pace_maker.target(stop=stop) + 1):
-                if self._must_wait_at(passed):
+                if self._must_wait_at(passed) or self._lacks_results_at(passed):
                     break
                 self._exchange_at(passed)
                 self.statistics.steps_passed += 1
@@ -149,6 +154,14 @@ class Engine(EngineState):
         # what is launched at the very step is not in flight yet, and waited for there
         flights = [self._in_flight[round.id] for round in due if round.id in self._in_flight]
         return not all(flight.poll(step) for flight in flights)
+
+    def _lacks_results_at(self, step: int) -> bool:
+        """Tell whether others are past a launch that this replica cannot do yet, nor needs to wait for."""
+        if not self._bears or step > self._pace_maker.known_step:
+            return False
+        fragments = {round.fragment for round in self.method.schedule.launches(step, **self._where)}
+        needed = needed_for(fragments, self._overdue)
+        return not all(self._in_flight[round.id].poll(self._reached_step) for round in needed)
 
     def _exchange_at(self, step: int) -> None:
         for round in self.method.schedule.launches(step, **self._where):
@@ -302,17 +315,6 @@ class Engine(EngineState):
         )  # fmt: skip
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
-
-    def _refuse_parted_twins(self) -> None:
-        if self._failed is None:
-            return
-        fragment, channel = self._failed.fragment, self._failed.channel
-        if self._exchanges[channel].shared_hash(fragment):
-            raise DesyncError(
-                f"round {self._failed.id} failed on replica {self.transport.replica}, and others may have taken it in, "
-                f"so that what {self.method.name} remembers at both ends differs from here on; resume all replicas "
-                f"from a checkpoint before that"
-            )
 
     def _reference_hash(self, round: Round, exchange: BoundExchange) -> int:
         """Return the view's hash, and in it what the exchange remembers and all members must hold alike."""

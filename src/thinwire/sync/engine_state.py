@@ -10,7 +10,7 @@ import torch
 
 from thinwire.averaging.delivery import Average
 from thinwire.averaging.exchange import BoundExchange
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, DesyncError
 from thinwire.events import RoundMark
 from thinwire.sync.flight_state import flight_from_state, flight_to_state
 from thinwire.sync.in_flight import InFlight
@@ -54,6 +54,17 @@ class EngineState:
 
         tell(is_done=False)
         return tell
+
+    def _refuse_parted_twins(self) -> None:
+        if self._failed is None:
+            return
+        fragment, channel = self._failed.fragment, self._failed.channel
+        if self._exchanges[channel].shared_hash(fragment):
+            raise DesyncError(
+                f"round {self._failed.id} failed on replica {self.transport.replica}, and others may have taken it in, "
+                f"so that what {self.method.name} remembers at both ends differs from here on; resume all replicas "
+                f"from a checkpoint before that"
+            )
 
     def _arrival(self, flight: InFlight) -> Average:
         raise NotImplementedError

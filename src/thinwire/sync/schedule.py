@@ -6,7 +6,7 @@ that step. A round is launched by every replica after the same step; it may be a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,29 @@ class Round:
     launch_step: int
     apply_step: int
     channel: int = 0
+
+
+def needed_for(fragments: Collection[int], overdue: Iterable[tuple[int, Sequence[Round]]]) -> list[Round]:
+    """Return the rounds that must be applied before some fragments are launched again.
+
+    Args:
+        fragments: What is to be launched.
+        overdue: Steps and the rounds to apply there, in the order in which that is done.
+
+    Example:
+        >>> rounds = [Round(id=number, fragment=number, launch_step=number, apply_step=number + 1) for number in (0, 1)]
+        >>> overdue = [(1, [rounds[0]]), (2, [rounds[1]])]
+        >>> [len(needed_for({fragment}, overdue)) for fragment in (0, 1, 2)]
+        [1, 2, 0]
+    """
+    found: list[Round] = []
+    before: list[Round] = []
+    for _, due in overdue:
+        before += due
+        if any(round.fragment in fragments for round in due):
+            found += before
+            before = []
+    return found
 
 
 class Schedule(Protocol):

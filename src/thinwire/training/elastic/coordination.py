@@ -54,7 +54,7 @@ def coordinate(
     coordinator = Coordinator(
         job=job, planned=job["config"]["begin_with"] or job["config"]["replicas"], sync_interval=job["sync_interval"],
         overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=hub.send, record=journal.write,
-        part_share=job.get("part_share", 0.0),
+        part_share=job.get("part_share", 0.0), bears=job.get("bears", False),
         generation=hub.generation, founding_s=job["config"]["join_deadline_s"], from_disk=is_resumed,
     )  # fmt: skip
     coordinator.resume_from(journal.lines(), now_s=time.monotonic())

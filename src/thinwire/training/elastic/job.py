@@ -42,6 +42,8 @@ class Job:
         overlap_steps: tau.
         shard_windows: Windows of the data that a replica is lent at a time.
         part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
+        bears: Whether training goes on where a round's result is overdue: where it would be given up for the result (at
+            blend 0), it does not.
         run: Names the job: no other has this name.
     """
 
@@ -50,6 +52,7 @@ class Job:
     overlap_steps: int
     shard_windows: int
     part_share: float
+    bears: bool
     run: str
 
     @classmethod
@@ -64,7 +67,7 @@ class Job:
             config=config, sync_interval=method.schedule.sync_interval,
             overlap_steps=max(overlap) if isinstance(overlap, tuple) else overlap,
             shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) * config.batch_size,
-            part_share=_part_share(method), run=secrets.token_hex(8),
+            part_share=_part_share(method), bears=getattr(method.update(2), "blend", 0.0) > 0, run=secrets.token_hex(8),
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +76,7 @@ class Job:
         return {
             "thinwire": __version__, "config": config, "sync_interval": self.sync_interval,
             "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows, "part_share": self.part_share,
-            "run": self.run,
+            "bears": self.bears, "run": self.run,
         }  # fmt: skip
 
     @classmethod
@@ -87,14 +90,16 @@ class Job:
             numbers = {name: values[name] for name in ("sync_interval", "overlap_steps", "shard_windows")}
             if not all(type(value) is int and 0 <= value < 1 << 32 for value in numbers.values()):
                 raise ValueError(f"got {numbers}")
-            share, run = values["part_share"], values["run"]
+            share, bears, run = (values[name] for name in ("part_share", "bears", "run"))
             if not isinstance(share, float) or not 0 <= share <= _MOST_SHARE or not isinstance(run, str) or not run:
                 raise ValueError(f"got part_share {share!r} and run {run!r}")
+            if not isinstance(bears, bool):
+                raise ValueError(f"got bears {bears!r}")
             config = from_json(values["config"])
             check_values(config)
             if config.replicas is None or config.batch_size is None or config.seq_len is None:
                 raise ValueError("replicas, batch_size and seq_len must be given")
-            return cls(config=config, part_share=share, run=run, **numbers)
+            return cls(config=config, part_share=share, bears=bears, run=run, **numbers)
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectError(
                 f"the coordinator tells of no job of this thinwire ({error}); install the same version on all hosts"

@@ -15,7 +15,7 @@ from thinwire.errors import Expelled, Refused, RunOver
 from thinwire.membership.invitation import read_invitation
 from thinwire.membership.joining import Seated, join
 from thinwire.membership.own_pace import OwnPace
-from thinwire.membership.rounds import grace_steps
+from thinwire.membership.rounds import bearable_steps, grace_steps
 from thinwire.membership.view import View
 from thinwire.sync.elastic import elastic, global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
@@ -184,14 +184,16 @@ class _Life:
             model, inner, method=method, transport=seated.transport, seed=config.seed, pace=False, seat=seated.seat,
         )  # fmt: skip
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-        # at blend 0 what is trained while a round is overdue would be given up for its result
-        bears = getattr(method.update(2), "blend", 0.0) > 0
+        if job.bears:
+            seated.council.bearable_steps = bearable_steps(
+                sync_interval=job.sync_interval, overlap_steps=job.overlap_steps
+            )
         own_work = OwnWork(seated.council, interval_steps=job.sync_interval)
         pace = OwnPace(
             others=seated.council.others, own_s=lambda: own_work.steps_s, launched=optimizer.engine.launched_at,
             has_work=optimizer.engine.has_work, interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
         )  # fmt: skip
-        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps, bears=bears, aim=pace.aim)
+        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps, bears=job.bears, aim=pace.aim)
         assert config.batch_size is not None and config.seq_len is not None
         batches = ShardBatches(
             corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
