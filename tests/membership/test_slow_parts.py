@@ -126,10 +126,13 @@ def test_a_part_on_a_thin_link_is_waited_for_as_long_as_nobody_needs_the_result(
 
 
 @pytest.mark.parametrize(
-    ("bears", "round_id", "open_s"), [(False, 0, 3.0), (True, 0, 7.0), (True, FIRST_LAST_ROUND, 3.0)]
+    ("bears", "round_id", "last_step", "open_s"),
+    [(False, 0, 31, 3.0), (True, 0, 31, 7.0), (True, 0, 30, 3.0), (True, FIRST_LAST_ROUND, 31, 3.0)],
 )
-def test_a_vote_is_waited_for_as_long_as_nobody_needs_the_result(bears: bool, round_id: int, open_s: float) -> None:
-    book = RoundBook(sync_interval=60, overlap_steps=5, bears=bears)
+def test_a_vote_is_waited_for_as_long_as_nobody_needs_the_result(
+    bears: bool, round_id: int, last_step: int, open_s: float
+) -> None:
+    book = RoundBook(sync_interval=60, overlap_steps=5, bears=bears, last_step=last_step)
     for replica in (0, 1):
         book.launch(replica, round_id=round_id, launch_step=20, now_s=0.0)
     assert book.calls((0, 1), step_s=0.5, now_s=0.5) == {round_id: (0, 1)}

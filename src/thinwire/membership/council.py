@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -54,6 +55,7 @@ class Council:
         quiet: Tells from whom nothing comes just now.
         is_busy: Tells whether this replica's link is busy with what comes.
         bearable_steps: For so many steps a round's parts may be on their way without anybody waiting for its result.
+        last_step: The run's last inner step.
         lacking: By decided round, how many of its parts are not here yet.
         others: When the others launch.
         rates: How fast this replica's answers reach the others.
@@ -80,7 +82,7 @@ class Council:
         self.used: dict[int, int] = {}
         self.quiet: Callable[[], Collection[int]] = frozenset
         self.is_busy: Callable[[], bool] = bool
-        self.bearable_steps = 0.0
+        self.bearable_steps, self.last_step = 0.0, math.inf
         self.lacking: dict[int, int] = {}
         self._now = now
         self._say = say

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -57,7 +58,10 @@ class Desk:
         part_share: float = 0.0, bears: bool = False, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.roster = Roster()
-        self.book = RoundBook(sync_interval=sync_interval, overlap_steps=overlap_steps, bears=bears)
+        self.book = RoundBook(
+            sync_interval=sync_interval, overlap_steps=overlap_steps, bears=bears,
+            last_step=job.get("config", {}).get("steps") or math.inf,
+        )  # fmt: skip
         self.ledger = Ledger(shard_windows=shard_windows)
         self.cuts = Cuts()
         self.has_started = False

@@ -112,7 +112,7 @@ class Proposal:
     ) -> None:  # fmt: skip
         self._council = council
         self._shelf = shelf
-        self._round_id = round_id
+        self._round_id, self._launch_step = round_id, launch_step
         self._hash = reference_hash
         self._most_bytes = most_bytes + HEAD_BYTES
         self._parts: dict[int, torch.Tensor] = {}
@@ -184,8 +184,9 @@ class Proposal:
 
     def _borne_s(self) -> float:
         """Return for how long after the call parts may come without anybody waiting for the result."""
-        is_last = self._round_id >= FIRST_LAST_ROUND
-        return 0.0 if is_last else self._council.bearable_steps * self._council.others.step_s
+        steps = self._council.bearable_steps
+        is_at_end = self._round_id >= FIRST_LAST_ROUND or self._launch_step + steps > self._council.last_step
+        return 0.0 if is_at_end else steps * self._council.others.step_s
 
     def _do(self, action: Action) -> None:
         match action:

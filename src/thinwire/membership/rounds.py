@@ -8,6 +8,7 @@ are chosen (`decide`). A decision is never changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -102,6 +103,7 @@ class RoundBook:
         sync_interval: H, inner steps.
         overlap_steps: tau, inner steps.
         bears: Whether training goes on where a result is overdue, so that thin links may take longer to bring a part.
+        last_step: The run's last inner step: what is in flight then is waited for by all.
 
     Attributes:
         decisions: The latest, by round.
@@ -110,7 +112,9 @@ class RoundBook:
             in every fourth round. A slow one must be in time four times in a row, but in every sixteenth round.
     """
 
-    def __init__(self, *, sync_interval: int, overlap_steps: int, bears: bool = False) -> None:
+    def __init__(
+        self, *, sync_interval: int, overlap_steps: int, bears: bool = False, last_step: float = math.inf
+    ) -> None:
         self.decisions: dict[int, Decision] = {}
         self.step = 0
         self.late: set[int] = set()
@@ -121,6 +125,7 @@ class RoundBook:
         self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         bearable = bearable_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._bearable_steps = bearable if bears else 0.0
+        self._last_step = last_step
         self._spreads = Patience(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
 
     @property
@@ -266,9 +271,11 @@ class RoundBook:
 
     def _borne_until_s(self, round_id: int, step_s: float) -> float:
         """Return until when a round may be open without anybody waiting for it; the last ones are waited for."""
-        if not self._bearable_steps or round_id >= FIRST_LAST_ROUND:
+        one = self._open[round_id]
+        is_at_end = round_id >= FIRST_LAST_ROUND or one.launch_step + self._bearable_steps > self._last_step
+        if not self._bearable_steps or is_at_end:
             return 0.0
-        return self._open[round_id].first_s + (self._bearable_steps + 1) * step_s + _WORDS_S
+        return one.first_s + (self._bearable_steps + 1) * step_s + _WORDS_S
 
     def begin_anew(self, step: int) -> None:
         """Forget all rounds: the run goes on from an earlier state."""

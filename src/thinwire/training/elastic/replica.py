@@ -184,6 +184,7 @@ class _Life:
             model, inner, method=method, transport=seated.transport, seed=config.seed, pace=False, seat=seated.seat,
         )  # fmt: skip
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
+        seated.council.last_step = config.steps
         if job.bears:
             seated.council.bearable_steps = bearable_steps(
                 sync_interval=job.sync_interval, overlap_steps=job.overlap_steps
