@@ -1,5 +1,10 @@
-"""Makes each step of a replica take longer by the seconds that a file holds just now, so that many fit on a core."""
+"""Makes the steps of a replica take longer by what a file holds just now, so that many fit on a core.
 
+The file holds up to four numbers: seconds more a step, how many times as long all of it takes (1), and that every so
+many steps (0: never) one stalls for so many seconds.
+"""
+
+import itertools
 import os
 import sys
 import time
@@ -10,10 +15,16 @@ _FILE = os.environ.get("LAB_STEP_FILE", "")
 if _FILE and "thinwire.cli.main" in sys.orig_argv:
     from thinwire.training.loop import Training
 
-    _plain_step = Training._plain_step
+    _backward = Training._backward
+    _steps = itertools.count()
 
-    def _slow_step(self: Training, *arguments: object) -> object:
-        time.sleep(float(Path(_FILE).read_text() or 0))
-        return _plain_step(self, *arguments)
+    def _slow_backward(self: Training, *arguments: object) -> object:
+        begun_s = time.monotonic()
+        done = _backward(self, *arguments)
+        told = [float(word) for word in Path(_FILE).read_text().split()]
+        step_s, times, every, stall_s = [*told, *(0.0, 1.0, 0.0, 0.0)[len(told) :]]
+        stalls = every and next(_steps) % every == 0
+        time.sleep(times * step_s + (times - 1) * (time.monotonic() - begun_s) + (stall_s if stalls else 0.0))
+        return done
 
-    Training._plain_step = _slow_step
+    Training._backward = _slow_backward

@@ -106,11 +106,20 @@ class Change:
         since_round: The first round of the change.
         since_s: When that was.
         seen_round: The round that made it sure.
+        until_round: The first round in which times were as before again; -1 while they are not.
+        until_s: When that was; None while they are not.
     """
 
     since_round: int
     since_s: float
     seen_round: int
+    until_round: int = -1
+    until_s: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether times are as before again."""
+        return self.until_s is not None
 
 
 class Watch:
@@ -120,7 +129,7 @@ class Watch:
         alarm: The sum that is an alarm.
 
     Attributes:
-        change: The first alarm, if any.
+        change: The latest alarm, if any: one that lasts, or is over.
         excess: Of each value with a history: round, seconds of the clock, logarithm of the ratio to the usual time.
 
     Example:
@@ -131,14 +140,15 @@ class Watch:
         (30, 34)
     """
 
-    __slots__ = ("_alarm", "_bases", "_begin", "_count", "_held", "_sum", "change", "excess")
+    __slots__ = ("_alarm", "_bases", "_begin", "_held", "_level", "_return", "_sum", "change", "excess")
 
     def __init__(self, *, alarm: float = ALARM) -> None:
         self._alarm = alarm
         self._bases: dict[int, Baseline] = {}
         self._sum = 0.0
         self._begin: tuple[int, float] = (-1, 0.0)
-        self._count = 0
+        self._level = 0.0
+        self._return = 0.0
         self._held: list[tuple[Baseline, float]] = []
         self.change: Change | None = None
         self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * MOST_HISTORY)
@@ -163,8 +173,10 @@ class Watch:
                 return
             value, base = math.log(sure), twin
         self.excess.append((round, at_s, value - base.middle))
-        if self.change is None:
+        if self.change is None or self.change.is_over:
             self._step(round, at_s, value, base)
+        else:
+            self._step_back(self.change, round, at_s, value, base)
 
     def _step(self, round: int, at_s: float, value: float, base: Baseline) -> None:
         if self._sum == 0.0:
@@ -181,6 +193,18 @@ class Watch:
             is_lasting = len(ratios) >= _LEAST_SAMPLES and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO)
             if is_lasting:
                 self.change = Change(since_round=self._begin[0], since_s=self._begin[1], seen_round=round)
+                self._level, self._return = median(ratios), 0.0
+
+    def _step_back(self, change: Change, round: int, at_s: float, value: float, base: Baseline) -> None:
+        """Sum up what speaks for times as they were before: scores below the middle between then and now."""
+        if self._return == 0.0:
+            self._begin = (round, at_s)
+        score = _clipped((base.middle + self._level / 2 - value) / base.scale)
+        self._return = max(0.0, self._return + score)
+        if self._return >= self._alarm:
+            change.until_round, change.until_s = self._begin
+            self._sum = 0.0
+            self._held.clear()
 
     def excess_in(self, first: int, last: int) -> float:
         """Return the median logarithm of the ratio in rounds first to last; NaN without values."""

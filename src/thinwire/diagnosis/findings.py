@@ -68,6 +68,7 @@ class Finding:
         since_s: Since when, in seconds of the reference clock.
         since_round: Since which round or operation; -1 where unknown.
         seen_round: The round in which it was sure enough to be told; -1 where unknown.
+        until_s: When all was as before again; None where it lasts, or nobody knows.
         evidence: Numbers by name, units in the names.
         text: What happened, in one sentence.
         confidence: How sure, in [0, 1].
@@ -85,6 +86,7 @@ class Finding:
     confidence: float
     remedy: str
     probe: str = ""
+    until_s: float | None = None
 
     @property
     def is_ambiguous(self) -> bool:
@@ -115,6 +117,7 @@ class Finding:
             "since_s": round(self.since_s, 6),
             "since_round": self.since_round,
             "seen_round": self.seen_round,
+            "until_s": None if self.until_s is None else round(self.until_s, 6),
             "evidence": dict(self.evidence),
             "text": self.text,
             "confidence": round(self.confidence, 3),
@@ -132,6 +135,8 @@ def _paragraph(finding: Finding) -> str:
     since = f"since {finding.since_s:.3f} s"
     if finding.since_round >= 0:
         since += f", round {finding.since_round}"
+    if finding.until_s is not None:
+        since += f"; as before again from {finding.until_s:.3f} s"
     lines = [
         f"{finding.kind}: {finding.where} ({since}; confidence {finding.confidence:.2f})",
         f"  {finding.text}",

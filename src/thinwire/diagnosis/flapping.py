@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from thinwire.diagnosis.changes import Watch, at_least, median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
@@ -20,6 +21,7 @@ _LEAST_BAD = 5
 _DENSE = 10  # of so many messages in a row most are bad: slow, not flapping
 _MOST_BAD = 7
 _USUAL_BAD = 0.01
+_OVER = 3
 _CHANCE = 1e-6
 
 
@@ -60,7 +62,10 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
     """
     values = list(watch.excess)
     bad = [index for index, (_, _, excess) in enumerate(values) if excess >= least]
-    if len(bad) < _LEAST_BAD or any(late - early < _DENSE for early, late in zip(bad, bad[_MOST_BAD:], strict=False)):
+    # where it was slow for good for a while, only what came after that may be flapping
+    dense = [late for early, late in zip(bad, bad[_MOST_BAD:], strict=False) if late - early < _DENSE]
+    bad = [index for index in bad if not dense or index > dense[-1]]
+    if len(bad) < _LEAST_BAD:
         return None
     good = [excess for _, _, excess in values[bad[0] : bad[-1] + 1] if excess < least]
     if not good or median(good) > _GOOD:
@@ -76,10 +81,16 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
         is_sure = count >= _LEAST_BAD and len(episodes) >= _LEAST_EPISODES
         if seen_round < 0 and is_sure and at_least(count, index + 1, usual) <= _CHANCE:
             seen_round = number
-    if seen_round < 0:
+    if seen_round < 0 or _is_over(bad, len(values)):
         return None
     rounds = frozenset(values[index][0] for index in bad)
     return Flapping(episodes=tuple(episodes), since_s=values[bad[0]][1], bad=rounds, seen_round=seen_round)
+
+
+def _is_over(bad: list[int], count: int) -> bool:
+    """Return whether the time since the last bad message is three times as long as any between two of them."""
+    longest = max(late - early for early, late in pairwise(bad))
+    return count - 1 - bad[-1] > _OVER * longest
 
 
 def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:

@@ -121,6 +121,8 @@ class LiveJudge:
         hosts = self._window.hosts()
         seen: list[_Case] = []
         for finding in findings:
+            if finding.until_s is not None:
+                continue
             case = self._case_of(finding, hosts)
             if case is None:
                 continue
@@ -129,6 +131,11 @@ class LiveJudge:
                 case.finding = _sharper(case.finding, finding)
                 case.age_s = max(0.0, job.now_s - finding.since_s)
         return self._count(seen)
+
+    def still_told(self) -> list[News]:
+        """Return what is told of and not over, as it was seen last, the oldest first."""
+        told = sorted((case for case in self._cases if case.is_told), key=lambda case: case.number)
+        return [News(case=case.number, state="new", finding=case.finding, age_s=case.age_s) for case in told]
 
     def _case_of(self, finding: Finding, hosts: Mapping[int, str]) -> _Case | None:
         for case in self._cases:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
@@ -98,29 +98,47 @@ def _samples(job: Job) -> list[tuple[Cell, int, int, Message]]:
 
 
 def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
-    """Return what explains the links that became slower than they were, and those slower than all their peers."""
+    """Return what explains the links that became slower than they were, and those slower than all their peers.
+
+    What is over comes after what lasts.
+    """
+    lasting, cells = _slow_places(job, times, is_over=False)
+    over, _ = _slow_places(job, times, is_over=True, without=cells)
+    return lasting + over or _slower_than_peers(job, times)
+
+
+def _slow_places(
+    job: Job, times: LinkTimes, *, is_over: bool, without: Collection[Cell] = frozenset()
+) -> tuple[list[Finding], set[Cell]]:
+    """Return findings, and the cells that they explain."""
     found: list[Finding] = []
-    left = dict(times.watches)
+    left = {cell: watch for cell, watch in times.watches.items() if cell not in without}
+    told: set[Cell] = set()
     while len(found) < _MOST_FAULTS:
         alarmed = {
-            cell: max(watch.change, change, key=lambda one: one.seen_round)
+            cell: max(watch.change, change, key=lambda one: (one.is_over == is_over, one.seen_round))
             for cell, watch in left.items()
-            if watch.change is not None and (change := times.alone.get(cell, watch).change) is not None
+            if watch.change is not None
+            and (change := times.alone.get(cell, watch).change) is not None
+            and (watch.change.is_over or change.is_over) == is_over
         }
         if not alarmed:
             break
         first = min(alarmed, key=lambda cell: (alarmed[cell].seen_round, cell))
         change = alarmed[first]
         last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
+        last = min(last, change.until_round - 1) if change.is_over else last
         matrix = _matrix(left, times.alone, change.since_round, last)
         explained = DelayMatrix(matrix, job.host_of).explain()
         if explained is None or first not in matrix or explained.excess < math.log(LEAST_RATIO):
             left.pop(first)
             continue
         cells = explained.cells | {first}
-        found.append(_slow_link(job, times, explained, change.since_round, change.since_s, change.seen_round))
+        one = _slow_link(job, times, explained, change.since_round, change.since_s, change.seen_round)
+        found.append(replace(one, until_s=change.until_s) if is_over else one)
+        told |= cells
         left = {cell: watch for cell, watch in left.items() if cell not in cells}
-    return found or _slower_than_peers(job, times)
+    return found, told
 
 
 def _matrix(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:
@@ -221,12 +239,16 @@ def find_slow_operations(job: Job) -> list[Finding]:
         classed = classes.setdefault((communicator, first.kind, size_class(first.count)), len(classes))
         watches[communicator].add(sequence, first.posted_s, max(0.0, min(waits)), size_class=classed)
     slow = [(name, watch) for name, watch in sorted(watches.items()) if watch.change is not None]
-    return [_slow_operation(job, name, watch) for name, watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)]
+    return [
+        replace(_slow_operation(job, name, watch), until_s=watch.change and watch.change.until_s)
+        for name, watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)
+    ]
 
 
 def _lasting(watch: Watch) -> float:
     assert watch.change is not None
-    return watch.excess_in(watch.change.since_round, watch.change.seen_round + _LOOK_ROUNDS)
+    last = watch.change.seen_round + _LOOK_ROUNDS
+    return watch.excess_in(watch.change.since_round, watch.change.until_round - 1 if watch.change.is_over else last)
 
 
 def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:

@@ -71,19 +71,33 @@ def work_times(job: Job) -> WorkTimes:
 
 
 def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
-    """Return the ranks or hosts whose work takes longer than it did, and those that were slow from the start."""
-    has_peers = len(times.own) >= 3
-    watches = times.beside if has_peers else times.own
-    alarmed = [rank for rank, watch in watches.items() if watch.change is not None and _grew(times.own[rank], watch)]
-    if not alarmed:
-        everyone = [rank for rank, watch in times.own.items() if watch.change is not None]
-        if has_peers and len(everyone) == len(times.own):
-            found = [_slow_work(job, times, times.own, everyone, Place(kind="job"))]
-            # ranks that share a machine become slow together whenever it has something else to do
-            return [
-                one for one in found if _is_worth_telling(one, times) and one.evidence["times_longer"] >= PEERS_RATIO
-            ]
-        return _slower_than_peers(job, times)
+    """Return the ranks or hosts whose work takes longer than it did, and those that were slow from the start.
+
+    What is over comes after what lasts.
+    """
+    lasting = _slower_ranks(job, times, is_over=False) or _slower_job(job, times)
+    over = _slower_ranks(job, times, is_over=True)
+    return lasting + over or _slower_than_peers(job, times)
+
+
+def _slower_job(job: Job, times: WorkTimes) -> list[Finding]:
+    """Return that all ranks are slower, if so."""
+    everyone = [rank for rank, watch in times.own.items() if watch.change is not None and not watch.change.is_over]
+    if len(everyone) < 3 or len(everyone) < len(times.own):
+        return []
+    found = _slow_work(job, times, times.own, everyone, Place(kind="job"))
+    # ranks that share a machine become slow together whenever it has something else to do
+    is_told = _is_worth_telling(found, times) and found.evidence["times_longer"] >= PEERS_RATIO
+    return [found] if is_told else []
+
+
+def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]:
+    watches = times.beside if len(times.own) >= 3 else times.own
+    alarmed = [
+        rank
+        for rank, watch in watches.items()
+        if watch.change is not None and watch.change.is_over == is_over and _grew(times.own[rank], watch)
+    ]
     found = []
     for host, ranks in _hosts_of(job, alarmed).items():
         all_ranks = [rank for rank, name in job.host_of.items() if name == host]
@@ -121,7 +135,8 @@ def _hosts_of(job: Job, ranks: Iterable[int]) -> dict[str, list[int]]:
 def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: Sequence[int], place: Place) -> Finding:
     changes = [change for rank in ranks if (change := watches[rank].change) is not None]
     first = min(changes, key=lambda change: change.seen_round)
-    since, last = first.since_round, first.seen_round + _LOOK_STEPS
+    since = first.since_round
+    last = first.until_round - 1 if first.is_over else first.seen_round + _LOOK_STEPS
     excess = median([times.own[rank].excess_in(since, last) for rank in ranks])
     usual_s = median([times.own[rank].usual_s for rank in ranks])
     is_growing = place.kind != "job" and all(_is_growing(times.own[rank], since) for rank in ranks)
@@ -132,7 +147,7 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
     return Finding(
         kind=kind,
         places=(place,),
-        since_s=first.since_s, since_round=since, seen_round=first.seen_round,
+        since_s=first.since_s, since_round=since, seen_round=first.seen_round, until_s=first.until_s,
         evidence={
             "times_longer": round(math.exp(excess), 2), "usual_s": round(usual_s, 6),
             "now_s": round(usual_s * math.exp(excess), 6),

@@ -1,0 +1,275 @@
+"""The fault matrix in long jobs of the lab: faults are struck one after the other, and taken back, while a job trains.
+
+sudo python benchmarks/diagnosis/long_matrix.py --seed 1 --number 0 --hosts 4 --method diloco
+python benchmarks/diagnosis/long_matrix.py --report
+
+Real processes train a small model on hosts with shaped links. What they write is judged twice a second by what judges
+every run (`LiveJudge`, fed by `RecordTail`). Each fault is left there until it was told rightly for some seconds or
+its time is over, then taken back until nothing is told any more, or for 15 s. Between them nothing is broken, and
+whatever is told then is a false alarm. A line of JSON a scenario says what was told, when, and how right it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lab_matrix import Run, prepare
+from long_faults import LASTS_S, MARKS, RATE, Part, Strikes, deal, mark, place_name
+from long_report import report
+
+from thinwire.diagnosis.live import LiveJudge, News
+from thinwire.diagnosis.records import Operation, Record
+from thinwire.diagnosis.tail import RecordTail
+from thinwire.lab import Lab
+
+RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_long.jsonl"
+LOOK_S, START_S, FIRST_ROUNDS, FIRST_S = 0.5, 120.0, 30, 60.0
+USUAL_S, MOST_S, MOST_ROUNDS = 14.0, 30.0, 8
+STAYS_S, HEAL_S, CLEAN_S = 4.0, 15.0, 6.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job of the lab.
+
+    Attributes:
+        seed: Of the faults.
+        number: Which share of the deck of faults it has.
+        method: Of the run.
+        hosts: How many.
+    """
+
+    seed: int
+    number: int
+    method: str
+    hosts: int
+
+    @property
+    def name(self) -> str:
+        """Its folder."""
+        return f"job-{self.seed}-{self.number}-{self.method}-{self.hosts}"
+
+
+class Look:
+    """Feeds the judge, and counts the rounds that all ranks have finished."""
+
+    def __init__(self, judge: LiveJudge) -> None:
+        self.judge = judge
+        self.cost_s = 0.0
+        self.count = 0
+        self._done: dict[int, int] = {}
+
+    def __call__(self, records: list[Record]) -> list[News]:
+        """Take in what was written, and judge."""
+        for one in records:
+            if isinstance(one, Operation) and one.done_s is not None:
+                self._done[one.rank] = self._done.get(one.rank, 0) + 1
+        begun_s = time.process_time()
+        self.judge.take(records)
+        news = self.judge.look()
+        self.cost_s += time.process_time() - begun_s
+        self.count += 1
+        return news
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds the slowest rank has finished."""
+        return min(self._done.values(), default=0)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What is told of a scenario while it lasts.
+
+    Attributes:
+        parts: The faults.
+        stale: Causes that were told of before, and were not over.
+        best: The best mark of each at the latest look.
+        first: The mark of the first word of each, and when.
+        placed_s: When each was first told rightly.
+        cases: Every cause that was told of, by its number: when, what, and its marks.
+    """
+
+    parts: list[Part]
+    stale: set[int]
+    best: dict[Part, str] = field(default_factory=dict)
+    first: dict[Part, tuple[float, str]] = field(default_factory=dict)
+    placed_s: dict[Part, float] = field(default_factory=dict)
+    cases: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def see(self, after_s: float, told: list[News]) -> None:
+        """Take in what is told now."""
+        for news in told:
+            if news.case not in self.stale:
+                case = self.cases.setdefault(news.case, {"after_s": round(after_s, 2)})
+                case |= {"kind": news.finding.kind, "where": " or ".join(map(place_name, news.finding.places)),
+                         "round": news.finding.seen_round}  # fmt: skip
+        for part in self.parts:
+            marks = [mark(news.finding, part) for news in told if news.case not in self.stale]
+            if marks:
+                best = min(marks, key=MARKS.index)
+                self.best[part] = best
+                self.first.setdefault(part, (after_s, best))
+                if best in ("right", "ambiguous"):
+                    self.placed_s.setdefault(part, after_s)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all is told rightly, and for long enough."""
+        return all(self.best.get(part) == "right" for part in self.parts)
+
+    def lines(self, told: list[News]) -> list[dict[str, Any]]:
+        """Return what was told of each fault."""
+        found = []
+        for part in self.parts:
+            marks = [mark(news.finding, part) for news in told if news.case not in self.stale]
+            verdict = min(marks, key=MARKS.index, default="missed")
+            at_s, word = self.first.get(part, (None, None))
+            found.append({**asdict(part), "verdict": verdict, "first": word, "told_s": at_s and round(at_s, 2),
+                          "right_s": round(self.placed_s[part], 2) if part in self.placed_s else None})  # fmt: skip
+        return found
+
+    def beside(self) -> list[str]:
+        """Return what was told that is about no fault that there is."""
+        return [f"{case['kind']}: {case['where']}" for case in self.cases.values() if case.get("is_beside")]
+
+
+class LongRun:
+    """One long job."""
+
+    def __init__(self, job: Job, folder: Path, *, data: Path) -> None:
+        self.job, self.folder = job, folder
+        self.lab = Lab(hosts=job.hosts, rate=f"{RATE}mbit")
+        self.run = Run(job, self.lab, folder, data=data)
+        self.strikes = Strikes(self.lab, [folder / f"step-{host}" for host in range(job.hosts)], self.run.folders)
+        self.tails: dict[Path, RecordTail] = {}
+        for host in range(job.hosts):
+            self.strikes.set_step(host)
+        self.look = Look(LiveJudge())
+        self._next_s = time.monotonic()
+
+    def step(self) -> list[News]:
+        """Wait for the next look, and look."""
+        self._next_s = max(self._next_s + LOOK_S, time.monotonic())
+        time.sleep(max(0.0, self._next_s - time.monotonic()))
+        for path in (path for out in self.run.folders for path in out.glob("records-rank-*.jsonl")):
+            self.tails.setdefault(path, RecordTail(path))
+        return self.look([record for tail in self.tails.values() for record in tail.new_records()])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a host's process has."""
+        return any(process.exit_code is not None for process in self.run.processes)
+
+    def settle(self) -> dict[str, Any]:
+        """Let it train until there is a history; return what was told meanwhile."""
+        begun_s = time.monotonic()
+        while self.look.rounds < 1 and time.monotonic() - begun_s < START_S and not self.has_ended:
+            self.step()
+        return self.quiet(FIRST_S, rounds=FIRST_ROUNDS)
+
+    def quiet(self, for_s: float, *, rounds: int = 0) -> dict[str, Any]:
+        """Look on while nothing is broken; everything new is a false alarm."""
+        begun_s, begun, alarms = time.monotonic(), self.look.rounds, []
+        while (after_s := time.monotonic() - begun_s) < for_s and not (rounds and self.look.rounds - begun >= rounds):
+            alarms += [f"{news.finding.kind}: {' or '.join(map(place_name, news.finding.places))}"
+                       for news in self.step() if news.state == "new"]  # fmt: skip
+        return {"clean_rounds": self.look.rounds - begun, "clean_s": round(after_s, 1), "false_alarms": alarms}
+
+    def scenario(self, parts: list[Part]) -> dict[str, Any]:
+        """Strike, look on, heal, look on."""
+        begun_s, begun = time.monotonic(), self.look.rounds
+        load = os.getloadavg()[0]
+        told = self.look.judge.still_told()
+        verdict = Verdict(parts=parts, stale={news.case for news in told})
+        for part in parts:
+            self.strikes.strike(part)
+        lasts_s, right_since_s = max(LASTS_S.get(part.fault, USUAL_S) for part in parts), None
+        is_hung = any(part.fault in LASTS_S for part in parts)
+        while (after_s := time.monotonic() - begun_s) < MOST_S and not self.has_ended:
+            # a wire that is very slow needs some rounds, whatever time they take
+            if after_s >= lasts_s and (is_hung or self.look.rounds - begun >= MOST_ROUNDS):
+                break
+            for part in parts:
+                self.strikes.tick(part, after_s)
+            self.step()
+            after_s, told = time.monotonic() - begun_s, self.look.judge.still_told()
+            verdict.see(after_s, told)
+            right_since_s = (right_since_s or after_s) if verdict.is_right else None
+            if right_since_s is not None and after_s - right_since_s >= STAYS_S:
+                break
+        self.strikes.heal(parts)
+        line = {"parts": verdict.lines(told), "cases": [*verdict.cases.values()], "stale": len(verdict.stale),
+                "lasted_s": round(after_s, 2), "rounds": self.look.rounds - begun, "load": round(load, 1),
+                "struck_at_s": round(begun_s, 3), "healed_at_s": round(time.monotonic(), 3)}  # fmt: skip
+        return {**line, **self._healed()}
+
+    def _healed(self) -> dict[str, Any]:
+        begun_s, fresh = time.monotonic(), []
+        while (after_s := time.monotonic() - begun_s) < HEAL_S and not self.has_ended:
+            fresh += [f"{news.finding.kind}: {' or '.join(map(place_name, news.finding.places))}"
+                      for news in self.step() if news.state == "new"]  # fmt: skip
+            if not self.look.judge.still_told() and after_s > 2 * LOOK_S:
+                return {"over_s": round(time.monotonic() - begun_s, 2), "after": fresh}
+        return {"over_s": None, "after": fresh}
+
+
+def play(job: Job, folder: Path, *, data: Path, scenarios: int, most_s: float) -> None:
+    """Play a job's scenarios, and write a line of each as it ends."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    begun_s = time.monotonic()
+    long_run = LongRun(job, folder, data=data)
+    try:
+        first = long_run.settle()
+        _write({**asdict(job), "scenario": -1, "parts": [], **first, "load": round(os.getloadavg()[0], 1)}, folder)
+        for number, parts in enumerate(deal(job.seed, job.number, job.hosts, scenarios)):
+            if time.monotonic() - begun_s > most_s or long_run.has_ended:
+                break
+            line = long_run.scenario(parts)
+            line |= long_run.quiet(CLEAN_S)
+            look = long_run.look
+            line |= {"look_s": round(look.cost_s / look.count, 3), "failed_looks": look.judge.num_failed}
+            _write({**asdict(job), "scenario": number, **line, "has_ended": long_run.has_ended}, folder)
+    finally:
+        long_run.run.close()
+
+
+def _write(line: dict[str, Any], folder: Path) -> None:
+    print(json.dumps(line), flush=True)
+    for path in (RESULTS, folder / "told.jsonl"):
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def main() -> None:
+    """Read the command line, play, write and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, default=0, help="which share of the faults")
+    parser.add_argument("--scenarios", type=int, default=14, help="faults a share")
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--method", default="diloco")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no fault is struck later")
+    parser.add_argument("--out", type=Path, default=None, help="keeps the runs' folders here")
+    parser.add_argument("--report", action="store_true", help="only print the table of what is stored")
+    options = parser.parse_args()
+    if not options.report:
+        job = Job(seed=options.seed, number=options.number, method=options.method, hosts=options.hosts)
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(Path(folder) / "data")
+            out = (options.out or Path(folder)) / job.name
+            play(job, out, data=Path(folder) / "data", scenarios=options.scenarios, most_s=60 * options.minutes)
+    print(report([json.loads(line) for line in RESULTS.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The table of what the long runs of the lab found."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from typing import Any
+
+PLACED = ("right", "ambiguous")
+
+
+def report(lines: list[dict[str, Any]]) -> str:
+    """Return the results as a table of Markdown, and the sentences below it."""
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        for part in line["parts"]:
+            name = f"{part['fault']} (two at once)" if len(line["parts"]) > 1 else part["fault"]
+            groups[name, part["severity"]].append(part)
+    rows = [
+        "| fault | severity | struck | told | right | ambiguous | wider | wrong place | wrong kind | missed | "
+        "seconds until right: median, 90 % |",
+        "| --- " * 11 + "|",
+    ]
+    for (name, severity), parts in sorted(groups.items()):
+        rows.append(f"| {name} | {f'{severity:g} x' if severity else '-'} | {_counts(parts)} |")
+    everyone = [(severity, part) for (_, severity), parts in groups.items() for part in parts]
+    for title, own in (
+        ("hangs, and 3 times and more", [part for severity, part in everyone if severity == 0 or severity >= 3]),
+        ("1.5 times", [part for severity, part in everyone if severity == 1.5]),
+    ):
+        if own:
+            rows.append(f"| all: {title} | | {_counts(own)} |")
+    return "\n".join([*rows, "", *_sentences(lines)])
+
+
+def _counts(parts: list[dict[str, Any]]) -> str:
+    counts = Counter(part["verdict"] for part in parts)
+    seconds = sorted(part["right_s"] for part in parts if part["verdict"] in PLACED and part["right_s"] is not None)
+    late = seconds[min(len(seconds) - 1, int(0.9 * len(seconds)))] if seconds else 0.0
+    told = f"{statistics.median(seconds):.1f}, {late:.1f}" if seconds else "-"
+    names = ("right", "ambiguous", "wider place", "wrong place", "wrong kind", "missed")
+    numbers = [len(parts), sum(part["told_s"] is not None for part in parts), *(counts[name] for name in names)]
+    return " | ".join([*map(str, numbers), told])
+
+
+def _sentences(lines: list[dict[str, Any]]) -> list[str]:
+    alarms = [alarm for line in lines for alarm in line["false_alarms"]]
+    rounds, clean_s = sum(line["clean_rounds"] for line in lines), sum(line["clean_s"] for line in lines)
+    struck = [line for line in lines if line["parts"]]
+    over = sorted(line["over_s"] for line in struck if line["over_s"] is not None)
+    fresh = sum(len(line["after"]) for line in struck)
+    loads = sorted(line["load"] for line in lines)
+    found = [
+        f"{len(struck)} scenarios. False alarms: {len(alarms)} in {rounds} rounds ({clean_s:.0f} s) without a fault"
+        + (f" ({', '.join(f'{name} x {count}' for name, count in Counter(alarms).most_common(8))})." if alarms else "."),
+        f"Something new was told {fresh} times in the seconds after a fault was taken back.",
+    ]
+    if over:
+        found.append(
+            f"Over within 15 s of the end of the fault: {len(over)} of {len(struck)}, median {statistics.median(over):.1f} s."
+        )
+    if loads:
+        found.append(f"Load average {loads[0]} to {loads[-1]}, median {statistics.median(loads)}.")
+    return found
