@@ -12,7 +12,7 @@ from pathlib import Path
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.lab import Lab
 
-RATE = 250
+RATE = 100
 STEP_S = 0.06
 STALL_EVERY = 8
 SLOW = ("slow link", "slow link one way", "slow sender", "slow receiver", "slow host", "slow work")

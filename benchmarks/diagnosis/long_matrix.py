@@ -111,7 +111,8 @@ class Verdict:
             if news.case not in self.stale:
                 case = self.cases.setdefault(news.case, {"after_s": round(after_s, 2)})
                 case |= {"kind": news.finding.kind, "where": " or ".join(map(place_name, news.finding.places)),
-                         "round": news.finding.seen_round}  # fmt: skip
+                         "round": news.finding.seen_round, "text": news.finding.text,
+                         "is_beside": is_beside(news, self.parts)}  # fmt: skip
         for part in self.parts:
             marks = [mark(news.finding, part) for news in told if news.case not in self.stale]
             if marks:
@@ -140,6 +141,12 @@ class Verdict:
     def beside(self) -> list[str]:
         """Return what was told that is about no fault that there is."""
         return [f"{case['kind']}: {case['where']}" for case in self.cases.values() if case.get("is_beside")]
+
+
+def is_beside(news: News, parts: list[Part]) -> bool:
+    """Return whether what is told is about no fault that there is: of another kind, and in a place without one."""
+    marks = [mark(news.finding, part) for part in parts]
+    return not {"right", "ambiguous", "wider place"} & set(marks)
 
 
 class LongRun:
@@ -208,7 +215,7 @@ class LongRun:
                 break
         self.strikes.heal(parts)
         line = {"parts": verdict.lines(told), "cases": [*verdict.cases.values()], "stale": len(verdict.stale),
-                "lasted_s": round(after_s, 2), "rounds": self.look.rounds - begun, "load": round(load, 1),
+                "beside": verdict.beside(), "lasted_s": round(after_s, 2), "rounds": self.look.rounds - begun, "load": round(load, 1),
                 "struck_at_s": round(begun_s, 3), "healed_at_s": round(time.monotonic(), 3)}  # fmt: skip
         return {**line, **self._healed()}
 
@@ -230,7 +237,7 @@ def play(job: Job, folder: Path, *, data: Path, scenarios: int, most_s: float) -
     long_run = LongRun(job, folder, data=data)
     try:
         first = long_run.settle()
-        _write({**asdict(job), "scenario": -1, "parts": [], **first, "load": round(os.getloadavg()[0], 1)}, folder)
+        _write({**asdict(job), "rate_mbit": RATE, "scenario": -1, "parts": [], **first, "load": round(os.getloadavg()[0], 1)}, folder)
         for number, parts in enumerate(deal(job.seed, job.number, job.hosts, scenarios)):
             if time.monotonic() - begun_s > most_s or long_run.has_ended:
                 break
@@ -238,7 +245,7 @@ def play(job: Job, folder: Path, *, data: Path, scenarios: int, most_s: float) -
             line |= long_run.quiet(CLEAN_S)
             look = long_run.look
             line |= {"look_s": round(look.cost_s / look.count, 3), "failed_looks": look.judge.num_failed}
-            _write({**asdict(job), "scenario": number, **line, "has_ended": long_run.has_ended}, folder)
+            _write({**asdict(job), "rate_mbit": RATE, "scenario": number, **line, "has_ended": long_run.has_ended}, folder)
     finally:
         long_run.run.close()
 

@@ -140,11 +140,12 @@ class Watch:
         (30, 34)
     """
 
-    __slots__ = ("_alarm", "_bases", "_begin", "_held", "_level", "_return", "_sum", "change", "excess")
+    __slots__ = ("_alarm", "_bases", "_begin", "_early", "_held", "_level", "_return", "_sum", "change", "excess")
 
     def __init__(self, *, alarm: float = ALARM) -> None:
         self._alarm = alarm
         self._bases: dict[int, Baseline] = {}
+        self._early: list[tuple[int, float, float, Baseline]] = []
         self._sum = 0.0
         self._begin: tuple[int, float] = (-1, 0.0)
         self._level = 0.0
@@ -170,6 +171,7 @@ class Watch:
             sure = max(time_s - margin_s, _LEAST_TIME_S)
             if twin is None or not twin.is_known or math.log(sure) < twin.middle + math.log(LEAST_RATIO):
                 base.learn(value)
+                self._early.append((round, at_s, value, base))
                 return
             value, base = math.log(sure), twin
         self.excess.append((round, at_s, value - base.middle))
@@ -205,6 +207,11 @@ class Watch:
             change.until_round, change.until_s = self._begin
             self._sum = 0.0
             self._held.clear()
+
+    def history(self) -> list[tuple[int, float, float]]:
+        """Return `excess` with the values before it, from which the usual time was learnt."""
+        early = [(number, at_s, value - base.middle) for number, at_s, value, base in self._early if base.is_known]
+        return sorted([*early, *self.excess])
 
     def excess_in(self, first: int, last: int) -> float:
         """Return the median logarithm of the ratio in rounds first to last; NaN without values."""

@@ -11,8 +11,9 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, median
+from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
+from thinwire.diagnosis.ends import End, watch_ends
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.sharing import alone_s
 from thinwire.diagnosis.timeline import Job, Message
@@ -32,12 +33,14 @@ class LinkTimes:
         watches: Of each (source, destination).
         alone: The same of what its messages would have taken alone: what grows in one only is no fault of the wire.
             A link that is not here is judged by its own times.
+        ends: All wires of a rank together.
         retries: Sum of each.
         times: The first seconds of each, by size class.
     """
 
     watches: dict[Cell, Watch] = field(default_factory=dict)
     alone: dict[Cell, Watch] = field(default_factory=dict)
+    ends: list[End] = field(default_factory=list)
     retries: dict[Cell, int] = field(default_factory=dict)
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
 
@@ -79,6 +82,7 @@ def link_times(job: Job) -> LinkTimes:
         if message.retries:
             cell = (message.source, message.destination)
             found.retries[cell] = found.retries.get(cell, 0) + message.retries
+    found.ends = watch_ends(found.watches, found.alone)
     return found
 
 
@@ -114,31 +118,49 @@ def _slow_places(
     found: list[Finding] = []
     left = {cell: watch for cell, watch in times.watches.items() if cell not in without}
     told: set[Cell] = set()
+    refused: set[frozenset[Cell]] = set()
     while len(found) < _MOST_FAULTS:
         alarmed = {
-            cell: max(watch.change, change, key=lambda one: (one.is_over == is_over, one.seen_round))
+            frozenset([cell]): change
             for cell, watch in left.items()
-            if watch.change is not None
-            and (change := times.alone.get(cell, watch).change) is not None
-            and (watch.change.is_over or change.is_over) == is_over
+            if (change := _change_of(watch, times.alone.get(cell, watch))) is not None and change.is_over == is_over
         }
+        for end in times.ends:
+            own = end.cells & set(left)
+            if (change := end.watch.change) is not None and change.is_over == is_over and len(own) > 1:
+                alarmed.setdefault(own, change)
+        alarmed = {cells: change for cells, change in alarmed.items() if cells not in refused}
         if not alarmed:
             break
-        first = min(alarmed, key=lambda cell: (alarmed[cell].seen_round, cell))
+        first = min(alarmed, key=lambda cells: (alarmed[cells].seen_round, sorted(cells)))
         change = alarmed[first]
         last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
         last = min(last, change.until_round - 1) if change.is_over else last
         matrix = _matrix(left, times.alone, change.since_round, last)
         explained = DelayMatrix(matrix, job.host_of).explain()
-        if explained is None or first not in matrix or explained.excess < math.log(LEAST_RATIO):
-            left.pop(first)
+        least = min(median([matrix.get(cell, 0.0) for cell in first]), 0.0 if explained is None else explained.excess)
+        if explained is None or least < math.log(LEAST_RATIO):
+            refused.add(first)
             continue
-        cells = explained.cells | {first}
+        cells = explained.cells | (first if len(first) == 1 else explained.cells)
         one = _slow_link(job, times, explained, change.since_round, change.since_s, change.seen_round)
         found.append(replace(one, until_s=change.until_s) if is_over else one)
         told |= cells
         left = {cell: watch for cell, watch in left.items() if cell not in cells}
     return found, told
+
+
+def _change_of(watch: Watch, alone: Watch) -> Change | None:
+    """Return the change of a link: an alarm of either of its times, which is over as soon as one is as before.
+
+    What a message would have taken alone varies less where many share an access, and its own time where few do.
+    Whether both became longer is told by their medians, see `_matrix`.
+    """
+    changes = sorted((one.change for one in (watch, alone) if one.change is not None), key=lambda one: one.seen_round)
+    over = [change for change in changes if change.is_over]
+    lasting = [change for change in changes if not change.is_over]
+    fresh = [change for change in lasting if all(change.since_round > past.until_round for past in over)]
+    return next(iter(fresh or over), None)
 
 
 def _matrix(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:

@@ -19,6 +19,7 @@ LEAST_LONGER_S = 0.01
 _LOOK_STEPS = 24
 _SPIKE = math.log(2.0)
 _LEAST_SPIKES = 5
+_AROUND = 25
 _CHANCE = 1e-6
 
 
@@ -255,13 +256,23 @@ def _cycles(job: Job) -> dict[int, int]:
     return found
 
 
+def _beside_neighbours(values: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return values less the middle of those around them, where that is above usual: a slow time is no spike."""
+    found = []
+    for index, (number, excess) in enumerate(values):
+        begin = max(0, min(index - _AROUND // 2, len(values) - _AROUND))
+        around = median([value for _, value in values[begin : begin + _AROUND]])
+        found.append((number, excess - max(0.0, around)))
+    return found
+
+
 def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
     """Return first round, period, logarithm of the ratio and round of proof of regular spikes, or none.
 
     Spikes that fall on a grid of rounds are no chance where so many points of the grid have one that spikes as
     frequent as those off the grid would do it once in a million.
     """
-    values = [(number, excess) for number, _, excess in watch.excess]
+    values = _beside_neighbours([(number, excess) for number, _, excess in watch.excess])
     spikes = [number for number, excess in values if excess >= _SPIKE]
     if len(spikes) < _LEAST_SPIKES:
         return None

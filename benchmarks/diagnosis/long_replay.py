@@ -1,0 +1,120 @@
+"""Judge the long lab runs again, with the rules as they are now, from the records that the runs left.
+
+python benchmarks/diagnosis/long_replay.py FOLDER...
+
+Each FOLDER is one that `long_matrix.py --out` kept. Records come in the order in which they were written, a quarter of
+a second after the time that they tell of; faults stand in the seconds in which they stood. The results are printed
+and written beside those that were told live.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from long_faults import Part, place_name
+from long_matrix import LOOK_S, RESULTS, Look, Verdict
+from long_report import report
+
+from thinwire.diagnosis.live import LiveJudge, News
+from thinwire.diagnosis.records import Beat, Communicator, Record
+from thinwire.diagnosis.tail import RecordTail
+
+REPLAYED = RESULTS.with_name("diagnosis_long_replayed.jsonl")
+LATE_S = 0.25
+
+
+def stamped(path: Path) -> Iterator[tuple[float, Record]]:
+    """Yield a file's records, and about when each was written."""
+    at_s = 0.0
+    for record in RecordTail(path, most_bytes=1 << 30).new_records():
+        at_s = max(at_s, _told_s(record))
+        yield at_s + LATE_S, record
+
+
+def _told_s(record: Record) -> float:
+    if isinstance(record, Communicator):
+        return 0.0
+    if isinstance(record, Beat):
+        return record.at_s
+    times = [getattr(record, name, None) for name in ("posted_s", "started_s", "done_s")]
+    return max((time_s for time_s in times if time_s is not None), default=0.0)
+
+
+class Replay:
+    """A job that went on, as a judge would see it."""
+
+    def __init__(self, folder: Path) -> None:
+        files = [stamped(path) for path in sorted(folder.glob("host-*/records-rank-*.jsonl"))]
+        self._records = list(heapq.merge(*files, key=lambda pair: pair[0]))
+        self._place = 0
+        self.look = Look(LiveJudge())
+        self.now_s = next((at_s for at_s, _ in self._records if at_s > 1), 0.0)
+
+    def step(self) -> list[News]:
+        """Go on by half a second, and look."""
+        self.now_s += LOOK_S
+        fresh = []
+        while self._place < len(self._records) and self._records[self._place][0] <= self.now_s:
+            fresh.append(self._records[self._place][1])
+            self._place += 1
+        return self.look(fresh)
+
+    def names(self, until_s: float) -> list[str]:
+        """Go on to a moment; return what was new."""
+        found = []
+        while self.now_s + LOOK_S <= until_s:
+            found += [f"{news.finding.kind}: {' or '.join(map(place_name, news.finding.places))}"
+                      for news in self.step() if news.state == "new"]  # fmt: skip
+        return found
+
+
+def play(folder: Path) -> list[dict[str, Any]]:
+    """Judge one job again."""
+    lines = [json.loads(text) for text in (folder / "told.jsonl").read_text().splitlines()]
+    replay, found = Replay(folder), []
+    for number, line in enumerate(lines):
+        if line["parts"]:
+            _scenario(replay, line)
+        following = lines[number + 1]["struck_at_s"] if number + 1 < len(lines) else replay.now_s + line["clean_s"]
+        line["false_alarms"] = replay.names(following)
+        line["look_s"] = round(replay.look.cost_s / max(1, replay.look.count), 3)
+        line["failed_looks"] = replay.look.judge.num_failed
+        found.append(line)
+    return found
+
+
+def _scenario(replay: Replay, line: dict[str, Any]) -> None:
+    parts = [Part(**{name: part[name] for name in ("fault", "victim", "other", "severity")}) for part in line["parts"]]
+    told = replay.look.judge.still_told()
+    verdict = Verdict(parts=parts, stale={news.case for news in told})
+    while replay.now_s + LOOK_S <= line["healed_at_s"]:
+        replay.step()
+        told = replay.look.judge.still_told()
+        verdict.see(replay.now_s - line["struck_at_s"], told)
+    line |= {"parts": verdict.lines(told), "cases": [*verdict.cases.values()], "stale": len(verdict.stale),
+             "after": [], "beside": verdict.beside()}  # fmt: skip
+    healed_s, until_s = line["healed_at_s"], line["healed_at_s"] + (line["over_s"] or 15.0)
+    line["over_s"] = None
+    while replay.now_s + LOOK_S <= until_s:
+        line["after"] += replay.names(replay.now_s + LOOK_S)
+        if line["over_s"] is None and not replay.look.judge.still_told():
+            line["over_s"] = round(replay.now_s - healed_s, 2)
+
+
+def main() -> None:
+    """Judge all jobs, and write and print what came of it."""
+    folders = [Path(word) for word in sys.argv[1:]]
+    with ProcessPoolExecutor(2) as pool:
+        lines = [line for own in pool.map(play, folders) for line in own]
+    REPLAYED.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(report(lines))
+
+
+if __name__ == "__main__":
+    main()
