@@ -113,7 +113,7 @@ class Strikes:
         elif part.fault == "slow work":
             self.set_step(victim, times=part.severity)
         elif part.fault == "stalls":
-            self.set_step(victim, every=STALL_EVERY, stall_s=STEP_S * part.severity)
+            self.set_step(victim, every=STALL_EVERY, longer=part.severity)
         elif part.fault == "slow cpu":
             self._throttle(part)
 
@@ -137,10 +137,10 @@ class Strikes:
         if self._lab.settings != self._whole:
             self._lab.shape(self._whole)
 
-    def set_step(self, host: int, *, times: float = 1.0, every: int = 0, stall_s: float = 0.0) -> None:
+    def set_step(self, host: int, *, times: float = 1.0, every: int = 0, longer: float = 1.0) -> None:
         """Say how long a host's steps take."""
         fresh = self._steps[host].with_suffix(".new")
-        fresh.write_text(f"{STEP_S} {times} {every} {stall_s}")
+        fresh.write_text(f"{STEP_S} {times} {every} {longer}")
         fresh.replace(self._steps[host])
 
     def _slow_link(self, part: Part) -> None:

@@ -1,7 +1,7 @@
 """Makes the steps of a replica take longer by what a file holds just now, so that many fit on a core.
 
 The file holds up to four numbers: seconds more a step, how many times as long all of it takes (1), and that every so
-many steps (0: never) one stalls for so many seconds.
+many steps (0: never) one takes so many times as long.
 """
 
 import itertools
@@ -22,9 +22,10 @@ if _FILE and "thinwire.cli.main" in sys.orig_argv:
         begun_s = time.monotonic()
         done = _backward(self, *arguments)
         told = [float(word) for word in Path(_FILE).read_text().split()]
-        step_s, times, every, stall_s = [*told, *(0.0, 1.0, 0.0, 0.0)[len(told) :]]
-        stalls = every and next(_steps) % every == 0
-        time.sleep(times * step_s + (times - 1) * (time.monotonic() - begun_s) + (stall_s if stalls else 0.0))
+        step_s, times, every, longer = [*told, *(0.0, 1.0, 0.0, 1.0)[len(told) :]]
+        if every and next(_steps) % every == 0:
+            times *= longer
+        time.sleep(times * step_s + (times - 1) * (time.monotonic() - begun_s))
         return done
 
     Training._backward = _slow_backward

@@ -7,6 +7,7 @@ blamed. Places that predict the same observed cells cannot be told apart, and ar
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.findings import Place
 
 Cell = tuple[int, int]
+# Logarithms: from four times as slow on, a way also delays the acknowledgements of the other.
+_HEAVY = math.log(4.0)
+_LESS = 2 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +83,7 @@ class DelayMatrix:
         best, cells = gains[0]
         if best <= 0.0:
             return None
+        cells = self._worse_way(by_cells, cells)
         following = max(0.0, gains[1][0]) if len(gains) > 1 else 0.0
         return Explanation(
             places=tuple(by_cells[cells]),
@@ -87,6 +92,23 @@ class DelayMatrix:
             fit=best / total,
             lead=(best - following) / best,
         )
+
+    def _worse_way(self, by_cells: Mapping[frozenset[Cell], list[Place]], cells: frozenset[Cell]) -> frozenset[Cell]:
+        """Return one way of a place that is both ways, where only that one can be at fault.
+
+        What waits for a very slow way back are acknowledgements: so the other way becomes slow too, and less so.
+        """
+        back = frozenset((destination, source) for source, destination in cells)
+        values = {cell: self._excess[cell] for cell in cells}
+        if back != cells or max(values.values()) < _HEAVY:
+            return cells
+        for way in by_cells:
+            other = cells - way
+            if way < cells and other == frozenset((destination, source) for source, destination in way):
+                slow, less = [values[cell] for cell in way], [values[cell] for cell in other]
+                if min(slow) > max(less) and median(less) <= _LESS * median(slow):
+                    return way
+        return cells
 
     def _gain(self, cells: frozenset[Cell]) -> float:
         """Return how much less is left unexplained when these cells are longer by their median."""

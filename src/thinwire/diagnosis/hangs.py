@@ -24,6 +24,9 @@ SILENCE_S = 3.0
 _PERIODS = 3.0
 _DURATIONS = 1.5
 _LONGEST_CHAIN = 12
+# Operations that are near each other are one stretch; operations whose times differ by less are alike.
+_RECENT = 8
+_LIKE = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ def find_hangs(job: Job) -> list[Finding]:
     """Return one finding for each communicator that stands still for longer than its own times allow.
 
     The limit is the longest of 1 s, three times the usual time between operations, and 1.5 times the longest
-    operation seen. Where a rank has ended by a fault of its own, the others stand still because of it.
+    operation that is usual. Where a rank has ended by a fault of its own, the others stand still because of it.
     """
     failed = sorted((at_s, rank) for rank, (at_s, error) in job.goodbyes.items() if error)
     found = [_failed(job, rank) for _, rank in failed[:1]]
@@ -79,15 +82,42 @@ def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
         operations: In the order of their sequence numbers.
     """
     posted: dict[int, list[float]] = defaultdict(list)
-    durations = [0.0]
+    durations: dict[int, float] = {}
+    latest: dict[int, tuple[float, int]] = {}
     for operation in operations:
+        number = operation.sequence
         posted[operation.rank].append(operation.posted_s)
+        latest[number] = max(latest.get(number, (operation.posted_s, operation.rank)), (operation.posted_s, operation.rank))
         if operation.done_s is not None:
-            durations.append(operation.done_s - operation.posted_s)
+            durations[number] = max(durations.get(number, 0.0), operation.done_s - operation.posted_s)
     gaps = [later - early for times in posted.values() for early, later in pairwise(times)]
     usual_s = median(gaps) if gaps else 0.0
     gone_s = max(LEAST_PATIENCE_S, _PERIODS * usual_s)
-    return gone_s, max(gone_s, _DURATIONS * max(durations))
+    return gone_s, max(gone_s, _DURATIONS * _longest_usual_s(durations, latest))
+
+
+def _longest_usual_s(durations: Mapping[int, float], latest: Mapping[int, tuple[float, int]]) -> float:
+    """Return the longest operation that belongs to this job's ways: a fault that is over says nothing of the next one.
+
+    What took long once, with the same rank last, and not again since several operations, was a fault. What comes
+    again, as when one rank evaluates or writes a checkpoint, is usual, and so is how long the latest ones took.
+
+    Args:
+        durations: Seconds by sequence number, in order.
+        latest: When the last rank came, and which.
+    """
+    numbers = sorted(durations)
+    recent = set(numbers[-_RECENT:])
+    left = sorted(numbers, key=lambda number: durations[number], reverse=True)
+    for place, number in enumerate(left):
+        if number in recent:
+            return durations[number]
+        for other in left[place + 1 :]:
+            if _LIKE * durations[other] < durations[number]:
+                break
+            if abs(other - number) > _RECENT and latest[other][1] == latest[number][1]:
+                return durations[number]
+    return 0.0
 
 
 def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standstill | None:

@@ -23,6 +23,9 @@ _LEAST_SAMPLES = 2
 _MOST_ERROR = 8.0
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
+_LEAST_LINKS = 4
+_DEVIATIONS = 3.0
+_QUARTILE = 0.6745  # of a normal distribution, in standard deviations
 
 
 @dataclass(slots=True)
@@ -137,9 +140,11 @@ def _slow_places(
         last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
         last = min(last, change.until_round - 1) if change.is_over else last
         matrix = _matrix(left, times.alone, change.since_round, last)
-        explained = DelayMatrix(matrix, job.host_of).explain()
-        least = min(median([matrix.get(cell, 0.0) for cell in first]), 0.0 if explained is None else explained.excess)
-        if explained is None or least < math.log(LEAST_RATIO):
+        least = math.log(LEAST_RATIO)
+        bare = {cell: excess if excess >= least / 2 else 0.0 for cell, excess in matrix.items()}
+        explained = DelayMatrix(bare, job.host_of).explain()
+        is_slow = explained is not None and min(explained.excess, median([bare.get(c, 0.0) for c in first])) >= least
+        if explained is None or not is_slow or not _stands_out(matrix, explained):
             refused.add(first)
             continue
         cells = explained.cells | (first if len(first) == 1 else explained.cells)
@@ -156,21 +161,35 @@ def _change_of(watch: Watch, alone: Watch) -> Change | None:
     What a message would have taken alone varies less where many share an access, and its own time where few do.
     Whether both became longer is told by their medians, see `_matrix`.
     """
-    changes = sorted((one.change for one in (watch, alone) if one.change is not None), key=lambda one: one.seen_round)
+    changes = [one.change for one in (watch, alone) if one.change is not None]
     over = [change for change in changes if change.is_over]
     lasting = [change for change in changes if not change.is_over]
     fresh = [change for change in lasting if all(change.since_round > past.until_round for past in over)]
-    return next(iter(fresh or over), None)
+    # of two that last, the later one began with the fault, and not with noise before it
+    return max(fresh or over, key=lambda one: one.since_round, default=None)
 
 
 def _matrix(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:
+    """Return the logarithm by which each link takes longer, less what even the links with least show."""
     found = {}
     for cell, watch in watches.items():
         values = [excess for number, _, excess in watch.excess if first <= number <= last]
         if len(values) >= _LEAST_SAMPLES:
-            middle = min(median(values), alone.get(cell, watch).excess_in(first, last))
-            found[cell] = middle if middle >= math.log(LEAST_RATIO) / 2 else 0.0
-    return found
+            found[cell] = min(median(values), alone.get(cell, watch).excess_in(first, last))
+    # a busy machine slows all its wires: of those of a host, a quarter and more are not at fault with three hosts already
+    common = max(0.0, sorted(found.values())[len(found) // 4]) if len(found) >= _LEAST_LINKS else 0.0
+    return {cell: excess - common for cell, excess in found.items()}
+
+
+def _stands_out(matrix: Mapping[Cell, float], explained: Explanation) -> bool:
+    """Return whether links take longer by more than the others differ among each other."""
+    others = sorted(excess for cell, excess in matrix.items() if cell not in explained.cells)
+    if len(others) < _LEAST_LINKS:
+        return True
+    # the lower half tells how links differ that have no fault, where others have one too
+    middle = median(others)
+    deviation = (middle - others[len(others) // 4]) / _QUARTILE
+    return explained.excess >= middle + _DEVIATIONS * deviation
 
 
 def _slow_link(

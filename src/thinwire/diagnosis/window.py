@@ -47,7 +47,8 @@ class Window:
     An operation or an end of a transfer that is written again takes the place of the earlier one.
 
     Args:
-        most_records: How many are kept of operations, ends of transfers and spans, each.
+        most_records: How many are kept of operations and of spans, and half of how many ends of transfers: with
+            many ranks a round has many.
 
     Example:
         >>> window = Window(most_records=8)
@@ -63,7 +64,7 @@ class Window:
         # a rank may know itself only, so that each writes another record of the same communicator
         self._communicators: OrderedDict[Communicator, None] = OrderedDict()
         self._operations: _Ends[Operation] = _Ends(most_records)
-        self._transfers: _Ends[TransferEnd] = _Ends(most_records)
+        self._transfers: _Ends[TransferEnd] = _Ends(2 * most_records)
         self._spans: _Ends[Span] = _Ends(most_records)
         self._beats: dict[int, deque[Beat]] = {}
 

@@ -215,15 +215,21 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
     longer_s = {rank: times.own[rank].usual_s * math.expm1(stall[2]) for rank, stall in regular.items()}
     stalls = {rank: stall for rank, stall in regular.items()
               if cycles.get(rank, 1) % stall[1] and longer_s[rank] >= times.least_longer_s}  # fmt: skip
-    if not stalls:
-        return []
+    alike: dict[tuple[int, int], dict[int, tuple[int, int, float, int]]] = defaultdict(dict)
+    for rank, stall in stalls.items():
+        alike[stall[1], stall[0] % stall[1]][rank] = stall
+    return [_stalling(job, times, own) for _, own in sorted(alike.items())]
+
+
+def _stalling(job: Job, times: WorkTimes, stalls: Mapping[int, tuple[int, int, float, int]]) -> Finding:
+    """Return that some ranks stall, all at the same steps."""
     ranks = tuple(sorted(stalls))
     first = min(stalls.values(), key=lambda stall: stall[0])
     period = median([stall[1] for stall in stalls.values()])
     longer = math.exp(median([stall[2] for stall in stalls.values()]))
     at_s = min(at_s for rank in ranks for number, at_s, _ in times.own[rank].excess if number >= stalls[rank][0])
     place = Place(kind="job") if len(ranks) == len(times.own) > 1 else Place(kind="rank", ranks=ranks)
-    return [Finding(
+    return Finding(
         kind="periodic stall",
         places=(place,),
         since_s=at_s, since_round=first[0], seen_round=max(stall[3] for stall in stalls.values()),
@@ -233,7 +239,7 @@ def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
         remedy="collect garbage at the same step on all ranks (gc.disable and gc.collect), and move checkpoints and "
         "data loading to "
         "the background",
-    )]  # fmt: skip
+    )  # fmt: skip
 
 
 def _cycles(job: Job) -> dict[int, int]:
