@@ -176,11 +176,14 @@ def _words(process: Path) -> list[bytes]:
 
 
 def truth(part: Part) -> str:
-    """Return the name of the place that is right; a host of one rank is also known by its rank."""
+    """Return the name of the place that is right.
+
+    Where one way of a connection is cut, nothing comes through the other way either: acknowledgements are lost.
+    """
     low, high = sorted((part.victim, part.other))
     return {
-        **dict.fromkeys(("black hole", "slow link", "flapping"), str(Place(kind="link both ways", ranks=(low, high)))),
-        **dict.fromkeys(("half-open", "slow link one way"), f"link {part.victim} -> {part.other}"),
+        **dict.fromkeys(("black hole", "half-open", "slow link", "flapping"), str(Place(kind="link both ways", ranks=(low, high)))),
+        "slow link one way": f"link {part.victim} -> {part.other}",
         "slow sender": f"sender rank {part.victim}", "slow receiver": f"receiver rank {part.victim}",
         "slow host": f"host {part.victim}",
     }.get(part.fault, f"rank {part.victim}")  # fmt: skip

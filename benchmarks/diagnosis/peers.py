@@ -33,7 +33,7 @@ TIMEOUT_S = 10.0
 BARRIER_S = 2.0
 
 
-def job(rank: int, port: int, folder: str, fault: str, tool: str) -> None:
+def job(rank: int, port: int, folder: str, fault: str, tool: str, victim: int = 1) -> None:
     sys.stderr = (Path(folder) / f"stderr_{rank}").open("w")
     os.dup2(sys.stderr.fileno(), 2)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -47,7 +47,7 @@ def job(rank: int, port: int, folder: str, fault: str, tool: str) -> None:
 
         thinwire.watch(folder)
     try:
-        train(rank, folder, fault, with_barrier=tool == "monitored barrier")
+        train(rank, folder, fault, with_barrier=tool == "monitored barrier", victim=victim)
     except Exception as error:
         told = {"at": time.time(), "said": str(error)}
         (Path(folder) / f"error_{rank}").write_text(json.dumps(told))
@@ -58,7 +58,7 @@ def job(rank: int, port: int, folder: str, fault: str, tool: str) -> None:
     os._exit(0)
 
 
-def train(rank: int, folder: str, fault: str, *, with_barrier: bool) -> None:
+def train(rank: int, folder: str, fault: str, *, with_barrier: bool, victim: int) -> None:
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -69,15 +69,17 @@ def train(rank: int, folder: str, fault: str, *, with_barrier: bool) -> None:
         if step == 5:
             dist.barrier()
             (Path(folder) / f"fault_{rank}").write_text(str(time.time()))
-            if rank == 1 and fault == "stops":
-                os.kill(os.getpid(), signal.SIGSTOP)
+            if rank == victim and fault in ("stops", "is killed"):
+                os.kill(os.getpid(), signal.SIGSTOP if fault == "stops" else signal.SIGKILL)
+            if rank == victim and fault == "hangs in its own code":
+                time.sleep(4 * TIMEOUT_S)
         if with_barrier:
             dist.monitored_barrier(timeout=timedelta(seconds=BARRIER_S), wait_all_ranks=True)
-        if not (step == 5 and rank == 1 and fault == "skips a collective"):
-            dist.all_reduce(torch.ones(9 if (rank, step, fault) == (1, 5, "sends a wrong shape") else 5))
+        if not (step == 5 and rank == victim and fault == "skips a collective"):
+            dist.all_reduce(torch.ones(9 if (rank, step, fault) == (victim, 5, "sends a wrong shape") else 5))
 
 
-def play(fault: str, tool: str) -> dict[str, Any]:
+def play(fault: str, tool: str, *, victim: int = 1) -> dict[str, Any]:
     """Return what a tool said of a fault: when first, whom it named, and the words."""
     for module in ("torch._dynamo", "torch.distributed.fsdp", "thinwire.training.watching"):
         importlib.import_module(module)  # once for all ranks, which are forked
@@ -86,7 +88,7 @@ def play(fault: str, tool: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         context = multiprocessing.get_context("fork")
-        ranks = [context.Process(target=job, args=(rank, port, name, fault, tool)) for rank in range(3)]
+        ranks = [context.Process(target=job, args=(rank, port, name, fault, tool, victim)) for rank in range(3)]
         for process in ranks:
             process.start()
         try:

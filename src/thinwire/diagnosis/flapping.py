@@ -21,7 +21,8 @@ _LEAST_BAD = 5
 _DENSE = 10  # of so many messages in a row most are bad: slow, not flapping
 _MOST_BAD = 7
 _USUAL_BAD = 0.01
-_OVER = 3
+_OVER = 1e-3
+_LATEST = 32
 _CHANCE = 1e-6
 
 
@@ -43,13 +44,15 @@ class Flapping:
 
 
 def usual_share(watches: Mapping[Cell, Watch], least: float) -> float:
-    """Return which share of a link's messages may be longer by the logarithm `least`: twice that of the middle link."""
-    shares = [
-        sum(excess >= least for _, _, excess in watch.excess) / len(watch.excess)
-        for watch in watches.values()
-        if watch.excess
-    ]
-    return _USUAL_BAD + (2 * median(shares) if shares else 0.0)
+    """Return which share of a link's messages may be longer by the logarithm `least`: twice that of the middle link.
+
+    Of the latest messages, or of all, whichever is less: what was broken before says nothing of now.
+    """
+    shares = []
+    for latest in (_LATEST, None):
+        own = [[excess >= least for _, _, excess in [*watch.excess][-(latest or 0) :]] for watch in watches.values()]
+        shares.append(median([sum(values) / len(values) for values in own if values] or [0.0]))
+    return _USUAL_BAD + 2 * min(shares)
 
 
 def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
@@ -67,8 +70,9 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
     bad = [index for index in bad if not dense or index > dense[-1]]
     if len(bad) < _LEAST_BAD:
         return None
-    good = [excess for _, _, excess in values[bad[0] : bad[-1] + 1] if excess < least]
-    if not good or median(good) > _GOOD:
+    bad = _least_likely(bad, len(values), usual)
+    good = [excess for _, _, excess in values[bad[0] : bad[-1] + 1] if excess < least] if bad else []
+    if not good or median(good) > _GOOD or _is_over(bad, len(values)):
         return None
     episodes: list[tuple[int, int]] = []
     seen_round = -1
@@ -79,18 +83,30 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
         else:
             episodes.append((number, number))
         is_sure = count >= _LEAST_BAD and len(episodes) >= _LEAST_EPISODES
-        if seen_round < 0 and is_sure and at_least(count, index + 1, usual) <= _CHANCE:
+        if seen_round < 0 and is_sure and _chance(bad[:count], len(values), usual) <= _CHANCE:
             seen_round = number
-    if seen_round < 0 or _is_over(bad, len(values)):
+    if seen_round < 0:
         return None
     rounds = frozenset(values[index][0] for index in bad)
     return Flapping(episodes=tuple(episodes), since_s=values[bad[0]][1], bad=rounds, seen_round=seen_round)
 
 
+def _chance(bad: list[int], count: int, usual: float) -> float:
+    """Return how likely so many bad messages are from the first of them to the last, wherever that may begin."""
+    return count * at_least(len(bad), bad[-1] - bad[0] + 1, usual)
+
+
+def _least_likely(bad: list[int], count: int, usual: float) -> list[int]:
+    """Return the latest bad messages, from that one on which makes them least likely; none where they are too few."""
+    begins = [place for place, index in enumerate(bad) if not place or bad[place - 1] < index - 1]
+    enough = [bad[place:] for place in begins[: 1 - _LEAST_EPISODES] if len(bad) - place >= _LEAST_BAD]
+    return min(enough, key=lambda own: _chance(own, count, usual), default=[])
+
+
 def _is_over(bad: list[int], count: int) -> bool:
-    """Return whether the time since the last bad message is three times as long as any between two of them."""
-    longest = max(late - early for early, late in pairwise(bad))
-    return count - 1 - bad[-1] > _OVER * longest
+    """Return whether so long a time without bad messages was not there before, and is no chance at their rate."""
+    share, since = len(bad) / (bad[-1] - bad[0] + 1), count - 1 - bad[-1]
+    return since > max(late - early for early, late in pairwise(bad)) and (1 - share) ** since <= _OVER
 
 
 def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:

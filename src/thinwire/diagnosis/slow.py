@@ -189,7 +189,7 @@ def _stands_out(matrix: Mapping[Cell, float], explained: Explanation) -> bool:
     # the lower half tells how links differ that have no fault, where others have one too
     middle = median(others)
     deviation = (middle - others[len(others) // 4]) / _QUARTILE
-    return explained.excess >= middle + _DEVIATIONS * deviation
+    return explained.excess >= middle + _DEVIATIONS * deviation / math.sqrt(len(explained.cells))
 
 
 def _slow_link(
