@@ -130,7 +130,9 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     if not still:
         return None
     gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
-    sequence, ops = still[0]
+    # the end of its last operation is what a killed rank did not come to write: where calls have failed counts first
+    failed = [(number, ops) for number, ops in still if _waiting_in(ops) <= job.left]
+    sequence, ops = (failed or still)[0]
     known = job.communicators.get(communicator)
     members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
     furthest = {rank: number for number, all_ops in own for rank in all_ops}
@@ -143,7 +145,9 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     has_ended = set(inside) <= set(job.goodbyes) and not missing
     if has_ended:  # its ranks have ended in the middle of it, and no one of them has a fault of its own
         return None
-    is_sure = still_s >= limit_s or (still_s >= LEAST_PATIENCE_S and _silent(job, gone_s)) or _survivors(job)
+    # whose calls have failed wait no longer: who has not come to them is gone
+    is_left = bool(missing) and set(inside) <= job.left
+    is_sure = is_left or still_s >= limit_s or (still_s >= LEAST_PATIENCE_S and _silent(job, gone_s)) or _survivors(job)
     if not is_sure:
         return None
     return _Standstill(
@@ -152,12 +156,19 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     )  # fmt: skip
 
 
+def _waiting_in(ops: Mapping[int, Operation]) -> set[int]:
+    return {rank for rank, op in ops.items() if op.done_s is None}
+
+
 def _judge(job: Job, still: _Standstill) -> list[Finding]:
     messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
     if any(m.received_done_s is None and still.left_behind & {m.source, m.destination} for m in messages):
         return []  # they wait for those who stand still elsewhere
     silent = tuple(rank for rank in _silent(job, still.gone_s) if rank not in still.left_behind)
     inside = tuple(sorted(still.inside))
+    if set(inside) <= job.left:  # whose calls have failed were left by those who did not come, and write no more
+        known_s = max(job.last_seen_s[rank] for rank in inside)
+        silent += tuple(rank for rank in still.missing if job.last_seen_s[rank] < known_s and rank not in silent)
     # where all who stand here are silent, the others have gone on: whoever else is silent stands elsewhere
     culprits = still.missing or (inside if set(inside) <= set(silent) else silent)
     if culprits:

@@ -127,7 +127,8 @@ class Beat:
         rank: Who writes.
         at_s: When.
         is_last: Whether the rank says goodbye: it ends, and its silence means nothing from here on.
-        error: Why it ends, where that is a fault of its own; empty at the end of its work, or where it lost others.
+        error: Why it ends, where that is a fault of its own; empty at the end of its work, or where it lost others. Of
+            one that has not ended: why a call of it has failed.
     """
 
     rank: int

@@ -91,6 +91,7 @@ class Job:
         spans: All work, in order of its step.
         last_seen_s: When each rank last wrote anything.
         has_beats: Whether ranks said that they live.
+        left: Ranks of whom a call has failed, because they lost another one.
         goodbyes: When each rank said that it ends, and why where that is a fault of its own.
         now_s: The latest time of all.
         alignment: How the clocks were brought together.
@@ -110,6 +111,7 @@ class Job:
     last_seen_s: dict[int, float] = field(default_factory=dict)
     has_beats: bool = False
     goodbyes: dict[int, tuple[float, str]] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
     now_s: float = -math.inf
     alignment: Alignment = field(default_factory=lambda: Alignment(reference="", fits={}))
     clock_of: dict[int, str] = field(default_factory=dict)
@@ -158,6 +160,8 @@ def build(records: Records) -> Job:
         _see(job, beat.rank, beat.at_s)
         if beat.is_last:
             job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
+        elif beat.error:
+            job.left.add(beat.rank)
     job.spans.sort(key=lambda span: span.step)
     job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
     # a clock that was set tells nothing of the present

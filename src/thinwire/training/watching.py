@@ -128,8 +128,11 @@ class Watching:
         self._put([*self._lines_of_ended(), *self._lines(call)])
 
     def ended(self, call: Call) -> None:
-        """Take note of a call's end, which is written soon."""
+        """Take note of a call's end, which is written soon; that it failed at once, since the process may end by it."""
         self._ended.append(call)
+        if call.error:
+            beat = Beat(rank=self._rank, at_s=self._clock(), error=f"a call failed: {call.error}"[:_MOST_ERROR])
+            self._put([*self._lines_of_ended(), to_line(beat)])
 
     def _go_on(self) -> None:
         beat_s = -BEAT_S
