@@ -70,11 +70,11 @@ def _parts(fault: str, severity: float, hosts: int, draw: random.Random) -> list
     first, second = draw.sample(("slow link", "slow sender", "slow host", "slow work"), 2)
     if hosts == 3 and first == "slow link":  # of three hosts one is left that is no end of the link
         other = next(host for host in range(3) if host not in (victim, third))
+    others = [host for host in range(hosts) if host not in (victim, third)]
     return [
         Part(fault=first, victim=victim, other=other, severity=severity),
-        Part(fault=second, victim=third, other=draw.choice([host for host in range(hosts) if host not in (victim, third)]),
-             severity=severity),
-    ]  # fmt: skip
+        Part(fault=second, victim=third, other=draw.choice(others), severity=severity),
+    ]
 
 
 class Strikes:
@@ -181,8 +181,9 @@ def truth(part: Part) -> str:
     Where one way of a connection is cut, nothing comes through the other way either: acknowledgements are lost.
     """
     low, high = sorted((part.victim, part.other))
+    both_ways = str(Place(kind="link both ways", ranks=(low, high)))
     return {
-        **dict.fromkeys(("black hole", "half-open", "slow link", "flapping"), str(Place(kind="link both ways", ranks=(low, high)))),
+        **dict.fromkeys(("black hole", "half-open", "slow link", "flapping"), both_ways),
         "slow link one way": f"link {part.victim} -> {part.other}",
         "slow sender": f"sender rank {part.victim}", "slow receiver": f"receiver rank {part.victim}",
         "slow host": f"host {part.victim}",

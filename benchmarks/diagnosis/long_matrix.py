@@ -45,12 +45,14 @@ class Job:
         number: Which share of the deck of faults it has.
         method: Of the run.
         hosts: How many.
+        rules: Which rules judge it, in a word, for the tables.
     """
 
     seed: int
     number: int
     method: str
     hosts: int
+    rules: str
 
     @property
     def name(self) -> str:
@@ -215,8 +217,9 @@ class LongRun:
                 break
         self.strikes.heal(parts)
         line = {"parts": verdict.lines(told), "cases": [*verdict.cases.values()], "stale": len(verdict.stale),
-                "beside": verdict.beside(), "lasted_s": round(after_s, 2), "rounds": self.look.rounds - begun, "load": round(load, 1),
-                "struck_at_s": round(begun_s, 3), "healed_at_s": round(time.monotonic(), 3)}  # fmt: skip
+                "beside": verdict.beside(), "lasted_s": round(after_s, 2), "rounds": self.look.rounds - begun,
+                "load": round(load, 1), "struck_at_s": round(begun_s, 3),
+                "healed_at_s": round(time.monotonic(), 3)}  # fmt: skip
         return {**line, **self._healed()}
 
     def _healed(self) -> dict[str, Any]:
@@ -229,7 +232,7 @@ class LongRun:
         return {"over_s": None, "after": fresh}
 
 
-def play(job: Job, folder: Path, *, data: Path, scenarios: int, most_s: float) -> None:
+def play(job: Job, folder: Path, *, data: Path, scenarios: int, most_s: float, clean_s: float) -> None:
     """Play a job's scenarios, and write a line of each as it ends."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -237,7 +240,19 @@ def play(job: Job, folder: Path, *, data: Path, scenarios: int, most_s: float) -
     long_run = LongRun(job, folder, data=data)
     try:
         first = long_run.settle()
-        _write({**asdict(job), "rate_mbit": RATE, "scenario": -1, "parts": [], **first, "load": round(os.getloadavg()[0], 1)}, folder)
+        if clean_s:
+            _add(first, long_run.quiet(clean_s))
+        _write(
+            {
+                **asdict(job),
+                "rate_mbit": RATE,
+                "scenario": -1,
+                "parts": [],
+                **first,
+                "load": round(os.getloadavg()[0], 1),
+            },
+            folder,
+        )
         for number, parts in enumerate(deal(job.seed, job.number, job.hosts, scenarios)):
             if time.monotonic() - begun_s > most_s or long_run.has_ended:
                 break
@@ -245,9 +260,16 @@ def play(job: Job, folder: Path, *, data: Path, scenarios: int, most_s: float) -
             line |= long_run.quiet(CLEAN_S)
             look = long_run.look
             line |= {"look_s": round(look.cost_s / look.count, 3), "failed_looks": look.judge.num_failed}
-            _write({**asdict(job), "rate_mbit": RATE, "scenario": number, **line, "has_ended": long_run.has_ended}, folder)
+            _write(
+                {**asdict(job), "rate_mbit": RATE, "scenario": number, **line, "has_ended": long_run.has_ended}, folder
+            )
     finally:
         long_run.run.close()
+
+
+def _add(line: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        line[name] += value
 
 
 def _write(line: dict[str, Any], folder: Path) -> None:
@@ -265,16 +287,20 @@ def main() -> None:
     parser.add_argument("--scenarios", type=int, default=14, help="faults a share")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--method", default="diloco")
+    parser.add_argument("--rules", default="now", help="a word for the rules as they are, for the tables")
     parser.add_argument("--minutes", type=float, default=7.5, help="no fault is struck later")
+    parser.add_argument("--clean-minutes", type=float, default=0.0, help="nothing is broken for so long at first")
     parser.add_argument("--out", type=Path, default=None, help="keeps the runs' folders here")
     parser.add_argument("--report", action="store_true", help="only print the table of what is stored")
     options = parser.parse_args()
     if not options.report:
-        job = Job(seed=options.seed, number=options.number, method=options.method, hosts=options.hosts)
+        job = Job(seed=options.seed, number=options.number, method=options.method, hosts=options.hosts,
+                  rules=options.rules)  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             prepare(Path(folder) / "data")
             out = (options.out or Path(folder)) / job.name
-            play(job, out, data=Path(folder) / "data", scenarios=options.scenarios, most_s=60 * options.minutes)
+            play(job, out, data=Path(folder) / "data", scenarios=options.scenarios, most_s=60 * options.minutes,
+                 clean_s=60 * options.clean_minutes)  # fmt: skip
     print(report([json.loads(line) for line in RESULTS.read_text().splitlines()]))
 
 

@@ -10,7 +10,14 @@ PLACED = ("right", "ambiguous")
 
 
 def report(lines: list[dict[str, Any]]) -> str:
-    """Return the results as a table of Markdown, and the sentences below it."""
+    """Return tables of Markdown, one for each set of rules that judged."""
+    rules = list(dict.fromkeys(line["rules"] for line in lines))
+    return "\n\n".join(
+        f"Rules: {name}\n\n{_table([line for line in lines if line['rules'] == name])}" for name in rules
+    )
+
+
+def _table(lines: list[dict[str, Any]]) -> str:
     groups: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         for part in line["parts"]:
@@ -52,12 +59,15 @@ def _sentences(lines: list[dict[str, Any]]) -> list[str]:
     loads = sorted(line["load"] for line in lines)
     found = [
         f"{len(struck)} scenarios. False alarms: {len(alarms)} in {rounds} rounds ({clean_s:.0f} s) without a fault"
-        + (f" ({', '.join(f'{name} x {count}' for name, count in Counter(alarms).most_common(8))})." if alarms else "."),
+        + (
+            f" ({', '.join(f'{name} x {count}' for name, count in Counter(alarms).most_common(8))})." if alarms else "."
+        ),
         f"Something new was told {fresh} times in the seconds after a fault was taken back.",
     ]
     if over:
         found.append(
-            f"Over within 15 s of the end of the fault: {len(over)} of {len(struck)}, median {statistics.median(over):.1f} s."
+            f"Over within 15 s of the end of the fault: {len(over)} of {len(struck)}, median "
+            f"{statistics.median(over):.1f} s."
         )
     if loads:
         found.append(f"Load average {loads[0]} to {loads[-1]}, median {statistics.median(loads)}.")

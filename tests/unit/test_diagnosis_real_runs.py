@@ -201,3 +201,38 @@ def test_who_waits_for_a_rank_that_was_left_behind_does_not_stand_still_by_itsel
             communicator="rounds", rank=rank, peer=1, direction="received", operation=11, num_bytes=9, posted_s=11.0
         ))  # fmt: skip
     assert _told([*records, *_beats(1, 10.0)]) == ["non-communication hang: rank 1"]
+
+
+def test_a_killed_rank_is_told_at_once_by_those_whose_calls_have_failed() -> None:
+    records = [*_rounds(10), *(_operation(rank, 10, 10.0, None) for rank in (0, 2)), *_beats(1, 9.0)]
+    records = [one for one in records if one != _operation(1, 9, 9.0, 9.2)] + [_operation(1, 9, 9.0, None)]
+    for rank in (0, 2):
+        records += [*_beats(rank, 10.0), Beat(rank=rank, at_s=10.1, error="a call failed: connection reset")]
+    (finding,) = diagnose(from_records([PLACE, *records]))
+    assert (finding.kind, finding.where) == ("non-communication hang", "rank 1")
+    assert "recorder has ended or is cut off" in finding.text or "recorder is paused, killed" in finding.text
+
+
+def test_a_long_fault_that_is_over_makes_the_next_one_be_told_no_later() -> None:
+    paused_s = 30.0
+    records = [*_rounds(10), *(_operation(rank, 10, 10.0, 10.0 + paused_s) for rank in RANKS)]
+    later = [_operation(rank, number, 30.0 + number, 30.2 + number) for number in range(11, 31) for rank in RANKS]
+    records += [*later, *(_operation(rank, 31, 61.0, None) for rank in (0, 1))]
+    for rank in RANKS:
+        records += _beats(rank, 66.0)
+    assert _told(records) == ["non-communication hang: rank 2"]
+
+
+def test_an_operation_that_takes_long_again_and_again_with_the_same_rank_last_is_usual() -> None:
+    records: list[Record] = []
+    now_s = 0.0
+    for number in range(41):
+        late_s = 8.0 if number % 20 == 19 else 0.0  # rank 2 writes a checkpoint
+        for rank in RANKS:
+            posted_s = now_s + (late_s if rank == 2 else 0.0)
+            records.append(_operation(rank, number, posted_s, now_s + late_s + 0.1))
+        now_s += late_s + 0.2
+    records += [*(_operation(rank, 41, now_s, None) for rank in (0, 1))]
+    for rank in RANKS:
+        records += _beats(rank, now_s + 7.0)
+    assert _told(records) == []

@@ -71,8 +71,9 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
     if len(bad) < _LEAST_BAD:
         return None
     bad = _least_likely(bad, len(values), usual)
-    good = [excess for _, _, excess in values[bad[0] : bad[-1] + 1] if excess < least] if bad else []
-    if not good or median(good) > _GOOD or _is_over(bad, len(values)):
+    stretch = [excess for _, _, excess in values[bad[0] : bad[-1] + 1]] if bad else []
+    # a link that is slow by about as much as counts as bad is never good
+    if not bad or 2 * sum(excess <= _GOOD for excess in stretch) < len(stretch) or _is_over(bad, len(values)):
         return None
     episodes: list[tuple[int, int]] = []
     seen_round = -1

@@ -87,7 +87,9 @@ def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
     for operation in operations:
         number = operation.sequence
         posted[operation.rank].append(operation.posted_s)
-        latest[number] = max(latest.get(number, (operation.posted_s, operation.rank)), (operation.posted_s, operation.rank))
+        latest[number] = max(
+            latest.get(number, (operation.posted_s, operation.rank)), (operation.posted_s, operation.rank)
+        )
         if operation.done_s is not None:
             durations[number] = max(durations.get(number, 0.0), operation.done_s - operation.posted_s)
     gaps = [later - early for times in posted.values() for early, later in pairwise(times)]

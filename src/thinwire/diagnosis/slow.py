@@ -176,7 +176,7 @@ def _matrix(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], first: i
         values = [excess for number, _, excess in watch.excess if first <= number <= last]
         if len(values) >= _LEAST_SAMPLES:
             found[cell] = min(median(values), alone.get(cell, watch).excess_in(first, last))
-    # a busy machine slows all its wires: of those of a host, a quarter and more are not at fault with three hosts already
+    # a busy machine slows all its wires; also with three hosts, one that is slow leaves a quarter of them as they were
     common = max(0.0, sorted(found.values())[len(found) // 4]) if len(found) >= _LEAST_LINKS else 0.0
     return {cell: excess - common for cell, excess in found.items()}
 
@@ -280,10 +280,7 @@ def find_slow_operations(job: Job) -> list[Finding]:
         classed = classes.setdefault((communicator, first.kind, size_class(first.count)), len(classes))
         watches[communicator].add(sequence, first.posted_s, max(0.0, min(waits)), size_class=classed)
     slow = [(name, watch) for name, watch in sorted(watches.items()) if watch.change is not None]
-    return [
-        replace(_slow_operation(job, name, watch), until_s=watch.change and watch.change.until_s)
-        for name, watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)
-    ]
+    return [_slow_operation(job, name, watch) for name, watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)]
 
 
 def _lasting(watch: Watch) -> float:
@@ -299,6 +296,7 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
         kind="communication slow",
         places=(Place(kind="communicator"),),
         since_s=watch.change.since_s, since_round=watch.change.since_round, seen_round=watch.change.seen_round,
+        until_s=watch.change.until_s,
         evidence={"communicator": communicator, "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6)},
         text=f"Operations of {communicator} take {ratio:.1f} times as long as they did, also for the rank that "
         "comes last; the "

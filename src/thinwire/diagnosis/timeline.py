@@ -160,8 +160,7 @@ def build(records: Records) -> Job:
         _see(job, beat.rank, beat.at_s)
         if beat.is_last:
             job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
-        elif beat.error:
-            job.left.add(beat.rank)
+    job.left = {beat.rank for beat in records.beats if beat.error and not beat.is_last}
     job.spans.sort(key=lambda span: span.step)
     job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
     # a clock that was set tells nothing of the present
