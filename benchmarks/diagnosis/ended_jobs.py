@@ -32,7 +32,8 @@ def judged(fault: str, victim: int) -> dict[str, Any]:
     load = os.getloadavg()[0]
     told = play(fault, "thinwire", victim=victim)
     is_kind, is_place = told["said"].startswith(KINDS[fault]), told["names"] == f"rank {victim}"
-    verdict = "right" if is_kind and is_place else "wrong kind" if is_place else "wrong place"
+    is_among = f"rank {victim}" in told["names"]
+    verdict = "wrong kind" if not is_kind else "right" if is_place else "ambiguous" if is_among else "wrong place"
     return {**told, "victim": victim, "verdict": verdict if told["names"] else "missed", "load": round(load, 1)}
 
 

@@ -292,6 +292,7 @@ def main() -> None:
     parser.add_argument("--clean-minutes", type=float, default=0.0, help="nothing is broken for so long at first")
     parser.add_argument("--out", type=Path, default=None, help="keeps the runs' folders here")
     parser.add_argument("--report", action="store_true", help="only print the table of what is stored")
+    parser.add_argument("--short", action="store_true", help="in the table, all severities from 3 on in one line")
     options = parser.parse_args()
     if not options.report:
         job = Job(seed=options.seed, number=options.number, method=options.method, hosts=options.hosts,
@@ -301,7 +302,7 @@ def main() -> None:
             out = (options.out or Path(folder)) / job.name
             play(job, out, data=Path(folder) / "data", scenarios=options.scenarios, most_s=60 * options.minutes,
                  clean_s=60 * options.clean_minutes)  # fmt: skip
-    print(report([json.loads(line) for line in RESULTS.read_text().splitlines()]))
+    print(report([json.loads(line) for line in RESULTS.read_text().splitlines()], is_short=options.short))
 
 
 if __name__ == "__main__":

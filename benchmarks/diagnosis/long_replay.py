@@ -1,6 +1,6 @@
 """Judge the long lab runs again, with the rules as they are now, from the records that the runs left.
 
-python benchmarks/diagnosis/long_replay.py FOLDER...
+python benchmarks/diagnosis/long_replay.py --every 2 FOLDER...
 
 Each FOLDER is one that `long_matrix.py --out` kept. Records come in the order in which they were written, a quarter of
 a second after the time that they tell of; faults stand in the seconds in which they stood. The results are printed
@@ -9,11 +9,12 @@ and written beside those that were told live.
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import json
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,8 @@ def _told_s(record: Record) -> float:
 class Replay:
     """A job that went on, as a judge would see it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, every_s: float) -> None:
+        self._every_s = every_s
         files = [stamped(path) for path in sorted(folder.glob("host-*/records-rank-*.jsonl"))]
         self._records = list(heapq.merge(*files, key=lambda pair: pair[0]))
         self._place = 0
@@ -57,8 +59,8 @@ class Replay:
         self.now_s = next((at_s for at_s, _ in self._records if at_s > 1), 0.0)
 
     def step(self) -> list[News]:
-        """Go on by half a second, and look."""
-        self.now_s += LOOK_S
+        """Go on to the next look, and look."""
+        self.now_s += self._every_s
         fresh = []
         while self._place < len(self._records) and self._records[self._place][0] <= self.now_s:
             fresh.append(self._records[self._place][1])
@@ -68,20 +70,21 @@ class Replay:
     def names(self, until_s: float) -> list[str]:
         """Go on to a moment; return what was new."""
         found = []
-        while self.now_s + LOOK_S <= until_s:
+        while self.now_s + self._every_s <= until_s:
             found += [f"{news.finding.kind}: {' or '.join(map(place_name, news.finding.places))}"
                       for news in self.step() if news.state == "new"]  # fmt: skip
         return found
 
 
-def play(folder: Path) -> list[dict[str, Any]]:
+def play(folder: Path, every_s: float) -> list[dict[str, Any]]:
     """Judge one job again."""
     lines = [json.loads(text) for text in (folder / "told.jsonl").read_text().splitlines()]
-    replay, found = Replay(folder), []
+    replay, found = Replay(folder, every_s=every_s), []
     for number, line in enumerate(lines):
         if line["parts"]:
-            _scenario(replay, line)
+            _scenario(replay, line, every_s)
         following = lines[number + 1]["struck_at_s"] if number + 1 < len(lines) else replay.now_s + line["clean_s"]
+        line["rules"] = "replayed"
         line["false_alarms"] = replay.names(following)
         line["look_s"] = round(replay.look.cost_s / max(1, replay.look.count), 3)
         line["failed_looks"] = replay.look.judge.num_failed
@@ -89,11 +92,11 @@ def play(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _scenario(replay: Replay, line: dict[str, Any]) -> None:
+def _scenario(replay: Replay, line: dict[str, Any], every_s: float) -> None:
     parts = [Part(**{name: part[name] for name in ("fault", "victim", "other", "severity")}) for part in line["parts"]]
     told = replay.look.judge.still_told()
     verdict = Verdict(parts=parts, stale={news.case for news in told})
-    while replay.now_s + LOOK_S <= line["healed_at_s"]:
+    while replay.now_s + every_s <= line["healed_at_s"]:
         replay.step()
         told = replay.look.judge.still_told()
         verdict.see(replay.now_s - line["struck_at_s"], told)
@@ -101,17 +104,20 @@ def _scenario(replay: Replay, line: dict[str, Any]) -> None:
              "after": [], "beside": verdict.beside()}  # fmt: skip
     healed_s, until_s = line["healed_at_s"], line["healed_at_s"] + (line["over_s"] or 15.0)
     line["over_s"] = None
-    while replay.now_s + LOOK_S <= until_s:
-        line["after"] += replay.names(replay.now_s + LOOK_S)
+    while replay.now_s + every_s <= until_s:
+        line["after"] += replay.names(replay.now_s + every_s)
         if line["over_s"] is None and not replay.look.judge.still_told():
             line["over_s"] = round(replay.now_s - healed_s, 2)
 
 
 def main() -> None:
     """Judge all jobs, and write and print what came of it."""
-    folders = [Path(word) for word in sys.argv[1:]]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--every", type=float, default=LOOK_S, help="seconds between two looks")
+    parser.add_argument("folders", type=Path, nargs="+")
+    options = parser.parse_args()
     with ProcessPoolExecutor(2) as pool:
-        lines = [line for own in pool.map(play, folders) for line in own]
+        lines = [line for own in pool.map(partial(play, every_s=options.every), options.folders) for line in own]
     REPLAYED.write_text("".join(json.dumps(line) + "\n" for line in lines))
     print(report(lines))
 

@@ -9,27 +9,27 @@ from typing import Any
 PLACED = ("right", "ambiguous")
 
 
-def report(lines: list[dict[str, Any]]) -> str:
-    """Return tables of Markdown, one for each set of rules that judged."""
+def report(lines: list[dict[str, Any]], *, is_short: bool = False) -> str:
+    """Return tables of Markdown, one for each set of rules that judged; a short one has 1.5 times and more than that."""
     rules = list(dict.fromkeys(line["rules"] for line in lines))
     return "\n\n".join(
-        f"Rules: {name}\n\n{_table([line for line in lines if line['rules'] == name])}" for name in rules
+        f"Rules: {name}\n\n{_table([line for line in lines if line['rules'] == name], is_short)}" for name in rules
     )
 
 
-def _table(lines: list[dict[str, Any]]) -> str:
+def _table(lines: list[dict[str, Any]], is_short: bool) -> str:
     groups: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
         for part in line["parts"]:
             name = f"{part['fault']} (two at once)" if len(line["parts"]) > 1 else part["fault"]
-            groups[name, part["severity"]].append(part)
+            groups[name, min(part["severity"], 3.0) if is_short else part["severity"]].append(part)
     rows = [
         "| fault | severity | struck | told | right | ambiguous | wider | wrong place | wrong kind | missed | "
         "seconds until right: median, 90 % |",
         "| --- " * 11 + "|",
     ]
     for (name, severity), parts in sorted(groups.items()):
-        rows.append(f"| {name} | {f'{severity:g} x' if severity else '-'} | {_counts(parts)} |")
+        rows.append(f"| {name} | {_severity(severity, is_short)} | {_counts(parts)} |")
     everyone = [(severity, part) for (_, severity), parts in groups.items() for part in parts]
     for title, own in (
         ("hangs, and 3 times and more", [part for severity, part in everyone if severity == 0 or severity >= 3]),
@@ -38,6 +38,10 @@ def _table(lines: list[dict[str, Any]]) -> str:
         if own:
             rows.append(f"| all: {title} | | {_counts(own)} |")
     return "\n".join([*rows, "", *_sentences(lines)])
+
+
+def _severity(severity: float, is_short: bool) -> str:
+    return "-" if not severity else "3 to 20 x" if is_short and severity >= 3 else f"{severity:g} x"
 
 
 def _counts(parts: list[dict[str, Any]]) -> str:
