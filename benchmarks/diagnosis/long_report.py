@@ -10,7 +10,7 @@ PLACED = ("right", "ambiguous")
 
 
 def report(lines: list[dict[str, Any]], *, is_short: bool = False) -> str:
-    """Return tables of Markdown, one for each set of rules that judged; a short one has 1.5 times and more than that."""
+    """Return tables of Markdown, one for each set of rules that judged; in short ones all from 3 times on is one."""
     rules = list(dict.fromkeys(line["rules"] for line in lines))
     return "\n\n".join(
         f"Rules: {name}\n\n{_table([line for line in lines if line['rules'] == name], is_short)}" for name in rules

@@ -24,6 +24,7 @@ _MOST_ERROR = 8.0
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
 _LEAST_LINKS = 4
+_LEAST_HOSTS = 3
 _DEVIATIONS = 3.0
 _QUARTILE = 0.6745  # of a normal distribution, in standard deviations
 
@@ -139,7 +140,7 @@ def _slow_places(
         change = alarmed[first]
         last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
         last = min(last, change.until_round - 1) if change.is_over else last
-        matrix = _matrix(left, times.alone, change.since_round, last)
+        matrix = _matrix(left, times.alone, job.host_of, change.since_round, last)
         least = math.log(LEAST_RATIO)
         bare = {cell: excess if excess >= least / 2 else 0.0 for cell, excess in matrix.items()}
         explained = DelayMatrix(bare, job.host_of).explain()
@@ -169,15 +170,18 @@ def _change_of(watch: Watch, alone: Watch) -> Change | None:
     return max(fresh or over, key=lambda one: one.since_round, default=None)
 
 
-def _matrix(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], first: int, last: int) -> dict[Cell, float]:
+def _matrix(
+    watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], host_of: Mapping[int, str], first: int, last: int
+) -> dict[Cell, float]:
     """Return the logarithm by which each link takes longer, less what even the links with least show."""
     found = {}
     for cell, watch in watches.items():
         values = [excess for number, _, excess in watch.excess if first <= number <= last]
         if len(values) >= _LEAST_SAMPLES:
             found[cell] = min(median(values), alone.get(cell, watch).excess_in(first, last))
-    # a busy machine slows all its wires; also with three hosts, one that is slow leaves a quarter of them as they were
-    common = max(0.0, sorted(found.values())[len(found) // 4]) if len(found) >= _LEAST_LINKS else 0.0
+    # a busy machine slows all wires; one slow host of three leaves a quarter of them as they were, one of two none
+    has_others = len(found) >= _LEAST_LINKS and len({host_of[rank] for cell in found for rank in cell}) >= _LEAST_HOSTS
+    common = max(0.0, sorted(found.values())[len(found) // 4]) if has_others else 0.0
     return {cell: excess - common for cell, excess in found.items()}
 
 
