@@ -42,6 +42,8 @@ def test_events_of_a_lane_lie_apart_and_arrows_lie_in_events(kind: Any) -> None:
         assert all(end <= begin + 1e-2 for (_, end), (begin, _) in pairwise(own))
     named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
     assert named == set(lanes)
+    phases = "".join(event["ph"] for event in trace["traceEvents"])
+    assert phases.rindex("X") < phases.index("s"), "also an event that lasts no time is there before its arrow"
     starts = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "s"}
     ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "f"}
     assert starts.keys() == ends.keys() and len(starts) > 0.95 * len(job.messages)

@@ -2,7 +2,7 @@
 
 The JSON form of the Trace Event Format: complete events (`X`), flows from a message's sender to its receiver (`s` and
 `f`), instants for findings (`i`) and names (`M`); times in microseconds from the first one. What overlaps gets lanes of
-its own, since events of one lane must lie in each other or apart.
+its own, up to 64 of a kind, since events of one lane must lie in each other or apart.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def to_trace(job: Job, findings: Sequence[Finding] = (), *, most_events: int = M
         >>> from thinwire.diagnosis.records import Span
         >>> from thinwire.diagnosis.timeline import build
         >>> spans = [Span(rank=0, kind="compute", step=3, started_s=5.0, done_s=5.25)]
-        >>> event = to_trace(build(from_records(spans)))["traceEvents"][-1]
+        >>> (event,) = [one for one in to_trace(build(from_records(spans)))["traceEvents"] if one["ph"] == "X"]
         >>> event["name"], event["ts"], event["dur"]
         ('step 3', 0.0, 250000.0)
     """
@@ -51,13 +51,14 @@ def to_trace(job: Job, findings: Sequence[Finding] = (), *, most_events: int = M
         f"rank {rank}": round(1e6 * error_s, 1) if math.isfinite(error_s) else None
         for rank, error_s in sorted(job.error_s.items())
     }
+    # events before arrows: one that lasts no time must be there when its arrow comes
     return {
         "displayTimeUnit": "ms",
         "otherData": {
             "clock": job.alignment.reference, "clock_error_us": errors, "begins_at_s": round(begin_s, 6),
             "events_left_out": left_out, "ranks_with_a_set_clock": sorted(job.unsteady),
         },
-        "traceEvents": [*_names(job, lanes), *_paired(flows), *instants, *events],
+        "traceEvents": [*_names(job, lanes), *events, *_paired(flows), *instants],
     }  # fmt: skip
 
 
