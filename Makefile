@@ -16,7 +16,6 @@ JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Not compiled beforehand: of all that is installed a small part is ever imported, and compiled then.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PINS := $(VENV)/constraints.txt
 
@@ -127,9 +126,9 @@ define install
 	@[ "$$(cat $(REMEMBERED) 2>/dev/null || true)" = '$(TORCH)' ] || $(PIP) uninstall --yes torch
 	@printf '%s' '$(TORCH)' > $(REMEMBERED)
 	grep -vE '$(if $(TORCH),$(PINS_OF_TORCH),^#)' constraints.txt > $(PINS)
-	$(if $(TORCH),$(PIP) install --no-compile $(TORCH))
-	$(PIP) install --no-compile -c $(PINS) hatchling editables
-	$(PIP) install --no-compile -c $(PINS) --no-build-isolation -e '.$(1)'
+	$(if $(TORCH),$(PIP) install $(TORCH))
+	$(PIP) install -c $(PINS) hatchling editables
+	$(PIP) install -c $(PINS) --no-build-isolation -e '.$(1)'
 	@touch $@
 endef
 

@@ -241,7 +241,7 @@ def test_what_is_kept_is_bounded() -> None:
         window.add(Beat(rank=0, at_s=number))
         window.add(Communicator(communicator=str(number), ranks=(0,), hosts=("a",)))
     records = window.records()
-    assert (len(records.operations), len(records.transfers), len(records.spans), len(records.beats)) == (40, 40, 40, 16)
+    assert (len(records.operations), len(records.transfers), len(records.spans), len(records.beats)) == (40, 80, 40, 16)
     assert len(records.communicators) == 256
 
 

@@ -137,7 +137,7 @@ class Watch:
         >>> for round in range(40):
         ...     watch.add(round, float(round), 0.1 if round < 30 else 0.3)
         >>> watch.change.since_round, watch.change.seen_round
-        (30, 34)
+        (30, 35)
     """
 
     __slots__ = ("_alarm", "_bases", "_begin", "_early", "_held", "_level", "_return", "_sum", "change", "excess")

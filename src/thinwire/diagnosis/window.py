@@ -47,8 +47,8 @@ class Window:
     An operation or an end of a transfer that is written again takes the place of the earlier one.
 
     Args:
-        most_records: How many are kept of operations and of spans, and half of how many ends of transfers: with
-            many ranks a round has many.
+        most_records: How many are kept of operations and of spans; of ends of transfers twice as many, since with many
+            ranks a round has many.
 
     Example:
         >>> window = Window(most_records=8)
