@@ -19,6 +19,7 @@ import importlib.util
 import inspect
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ from nursery import Child, Nursery
 
 POLL_S = 0.02
 _NURSERY = Nursery()
+_NOT_LENT = (10_000, 29_000)
 ENVIRONMENT_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -193,10 +195,16 @@ def values(outcomes: Sequence[Outcome]) -> list[Any]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that nobody listens on just now."""
-    with socket.create_server((host, 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """Return a TCP port that nobody listens on just now.
+
+    It is none of those that the kernel lends to connections: one of these may be another test's before it is used.
+    """
+    draw = random.SystemRandom()
+    for _ in range(100):
+        port = draw.randrange(*_NOT_LENT)
+        with contextlib.suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise AssertionError(f"no port of {_NOT_LENT} is free on {host}")
 
 
 def announce(line: str) -> None:
