@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from lab_report import keep
 from peers import play
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_ended.jsonl"
@@ -60,9 +61,7 @@ def main() -> None:
     draw = random.Random(options.seed)
     for fault in [] if options.report else list(KINDS) * options.times:
         line = {"seed": options.seed, **judged(fault, draw.randrange(3))}
-        print(json.dumps(line), flush=True)
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        keep(line, RESULTS)
     print(report([json.loads(line) for line in RESULTS.read_text().splitlines()]))
 
 

@@ -23,7 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lab_report import report
+from lab_report import keep, report
+from long_faults import Part
 
 from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.findings import Finding, Place
@@ -53,26 +54,18 @@ SETTLE_S, LOOK_S, WATCH_S, START_S = 20.0, 0.5, 25.0, 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class Scenario(Part):
     """One fault in one job.
 
     Attributes:
         seed: Its number.
-        fault: What breaks.
         method: Of the run.
         hosts: How many.
-        victim: The host that breaks, or a link's source.
-        other: A link's destination.
-        severity: How many times as slow.
     """
 
     seed: int
-    fault: str
     method: str
     hosts: int
-    victim: int
-    other: int
-    severity: float
 
 
 def scenario(seed: int, number: int, faults: tuple[str, ...]) -> Scenario:
@@ -294,9 +287,7 @@ def main() -> None:
         for number in range(options.begin, options.begin + (0 if options.report else options.scenarios)):
             one = scenario(options.seed, number, faults)
             line = play(one, (options.out or Path(folder)) / f"run-{one.seed}", data=data)
-            print(json.dumps(line), flush=True)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            keep(line, RESULTS)
     print(report([json.loads(line) for line in RESULTS.read_text().splitlines()]))
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -30,3 +33,11 @@ def report(lines: list[dict[str, Any]]) -> str:
     rows += ["", f"False alarms before anything was broken, or in runs without a fault: in {alarmed} of {len(lines)} "
              f"runs, {rounds} rounds."]  # fmt: skip
     return "\n".join(rows)
+
+
+def keep(line: Mapping[str, Any], results: Path) -> None:
+    """Print a result and append it to a file."""
+    text = json.dumps(line)
+    print(text, flush=True)
+    with results.open("a") as file:
+        file.write(text + "\n")

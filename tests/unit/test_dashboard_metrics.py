@@ -54,7 +54,9 @@ def test_replicas_links_findings_and_lost_time_are_told() -> None:
         samples["thinwire_replica_tokens_total", two] == 600 and samples["thinwire_replica_sent_bytes_total", two] == 0
     )
     assert samples["thinwire_replica_state", two | {("state", "silent")}] == 1
-    assert samples["thinwire_link_bytes_total", link] == 10 and samples["thinwire_link_bits_per_second", link] == 1e-7
+    assert (
+        samples["thinwire_link_bytes_total", link] == 10 and samples["thinwire_link_bytes_per_second", link] == 1.25e-8
+    )
     place = frozenset({("kind", "communication slow"), ("where", 'a "thin"\\wire\n')})
     assert (
         samples["thinwire_finding_confidence_ratio", place] == 0.75 and samples["thinwire_findings", frozenset()] == 1

@@ -39,6 +39,14 @@ def test_a_slow_link_is_the_hot_cell_of_the_matrix_and_the_headline(tmp_path: Pa
     json.dumps(found, allow_nan=False)
 
 
+def test_what_has_healed_is_told_as_over_and_no_trouble_any_more(tmp_path: Path) -> None:
+    place = Place(kind="link", ranks=(0, 2))
+    fault = Fault(kind="slow link", place=place, begin=20, end=34, severity=6.0)
+    found = snapshot(write_records(tmp_path / "healed", fault, rounds=80))
+    assert [(one["where"], one["is_over"]) for one in found["findings"]["findings"]] == [("link 0 -> 2", True)]
+    assert "link 0 -> 2" not in found["headline"]["text"]
+
+
 def test_a_calm_run_is_told_to_be_well(tmp_path: Path) -> None:
     found = snapshot(write_records(tmp_path))
     assert found["headline"]["level"] == "good" and found["findings"]["findings"] == []

@@ -38,8 +38,8 @@ class Connections(Protocol):
         ...
 
 
-class QuietPeers:
-    """Names the peers that have been quiet for `QUIET_S`; asked as often as one likes, it looks twice a second.
+class _Looks:
+    """Looks at connections twice a second at most, however often it is asked.
 
     Args:
         connections: This replica's.
@@ -49,33 +49,40 @@ class QuietPeers:
     def __init__(self, connections: Connections, *, now: Callable[[], float] = time.monotonic) -> None:
         self._connections = connections
         self._now = now
-        self._looked_s = -_LOOK_S
+        self._looked_s: float | None = None
+
+    def _readings(self) -> dict[int, _Reading]:
+        """Return what the kernel knows of all connections that there are."""
+        found = {peer: self._connections.reading(peer) for peer in self._connections.peers()}
+        return {peer: one for peer, one in found.items() if one is not None}
+
+    def _is_due(self, now_s: float) -> bool:
+        return self._looked_s is None or now_s - self._looked_s >= _LOOK_S
+
+
+class QuietPeers(_Looks):
+    """Names the peers that have been quiet for `QUIET_S`."""
+
+    def __init__(self, connections: Connections, *, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(connections, now=now)
         self._found: frozenset[int] = frozenset()
 
     def __call__(self) -> frozenset[int]:
         """Return them; one without a connection is not among them, since somebody else tells of those."""
         now_s = self._now()
-        if now_s - self._looked_s >= _LOOK_S:
+        if self._is_due(now_s):
             self._looked_s = now_s
-            readings = {peer: self._connections.reading(peer) for peer in self._connections.peers()}
-            self._found = frozenset(peer for peer, one in readings.items() if one and one.silence_s > QUIET_S)
+            self._found = frozenset(peer for peer, one in self._readings().items() if one.silence_s > QUIET_S)
         return self._found
 
 
-class Inflow:
-    """Tells whether this replica's own link is busy with what comes; asked as often as one likes.
-
-    Args:
-        connections: This replica's.
-        now: Gives seconds that only grow.
-    """
+class Inflow(_Looks):
+    """Tells whether this replica's own link is busy with what comes."""
 
     def __init__(self, connections: Connections, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._connections = connections
-        self._now = now
+        super().__init__(connections, now=now)
         self._known: dict[int, int] = {}
         self._rates: deque[tuple[float, float, float]] = deque()  # from when, until when, bytes a second
-        self._looked_s: float | None = None
 
     def is_busy(self) -> bool:
         """Tell whether much came in the last seconds, for this link."""
@@ -88,10 +95,9 @@ class Inflow:
         return rate >= max(_WORDS_BYTES, _BUSY_SHARE * max(found for _, _, found in self._rates))
 
     def _look(self, now_s: float) -> None:
-        if self._looked_s is not None and now_s - self._looked_s < _LOOK_S:
+        if not self._is_due(now_s):
             return
-        readings = {peer: self._connections.reading(peer) for peer in self._connections.peers()}
-        found = {peer: one.received_bytes for peer, one in readings.items() if one is not None}
+        found = {peer: one.received_bytes for peer, one in self._readings().items()}
         if self._looked_s is not None:
             # a connection that was made anew counts from 0 again
             came = [total - before if total >= (before := self._known.get(peer, 0)) else total

@@ -21,7 +21,6 @@ _LINK = (
     ("bytes_total", "counter", "bytes", "Bytes that crossed the link, as the replicas count them."),
     ("messages_total", "counter", "messages", "Messages that crossed the link."),
     ("failed_messages_total", "counter", "failed", "Messages that failed on the link."),
-    ("bits_per_second", "gauge", "now_bits_per_s", "Rate of the last seconds."),
 )
 
 
@@ -61,6 +60,12 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
     for name, kind, field, says in _LINK:
         found = [({"source": one["from"], "destination": one["to"]}, one.get(field)) for one in links]
         yield from _metric(f"link_{name}", kind, says, found)
+    rates = [
+        ({"source": one["from"], "destination": one["to"]}, one["now_bits_per_s"] / 8)
+        for one in links
+        if one.get("now_bits_per_s") is not None
+    ]
+    yield from _metric("link_bytes_per_second", "gauge", "Rate of the last seconds.", rates)
     yield from _findings((told.get("findings") or {}).get("findings") or [])
     rows = {name: value for name, value in (told.get("downtime") or {}).items() if name.endswith("_s")}
     lost = [({"row": name.removesuffix("_s")}, rows[name]) for name in sorted(rows) if name not in ("total_s", "run_s")]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.diagnosis.diagnose import diagnose, findings_of
+from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.sources import read_files
 from thinwire.diagnosis.timeline import build
 from thinwire.errors import DataError
@@ -109,7 +110,7 @@ class RunFollower:
             matrix = delay_matrix(job, self._usual)
             self._pictures = {"matrix": matrix if matrix["cells"] else None, "timeline": timeline(job)}
             if any(window.is_recorded for window in windows) and not self._sources.has("findings"):
-                self._own = [finding_told(finding.to_json()) for finding in findings_of(job)]
+                self._own = [_told_by_page(finding) for finding in findings_of(job)]
         self._next_analysis_s = time.monotonic() + (time.monotonic() - begun) / _MOST_SHARE
 
     def _findings(self, *, is_over: bool) -> tuple[list[dict[str, Any]], str]:
@@ -118,7 +119,7 @@ class RunFollower:
         if sources.has("findings"):
             return sources.findings.to_json(), "run"
         if any(window.is_recorded for window in sources.windows.values()):
-            return [{**finding, "is_over": False} for finding in self._own], "page"
+            return self._own, "page"
         if is_over and sources.has("transfers"):
             if self._of_the_end is None:
                 self._of_the_end = self._diagnosed()
@@ -135,7 +136,7 @@ class RunFollower:
         except (DataError, OSError, ValueError) as error:
             self._sources.refused.add(self._folder.name, str(error))
             return []
-        return [{**finding_told(finding.to_json()), "is_over": False} for finding in found]
+        return [_told_by_page(finding) for finding in found]
 
     def _curves(self) -> dict[str, Any]:
         known = sorted(self._sources.replicas.items())
@@ -179,6 +180,10 @@ def snapshot(folder: Path, *, now: float | None = None) -> dict[str, Any]:
     while follower.look():
         pass
     return {"version": VERSION, **follower.sections(now=now)}
+
+
+def _told_by_page(finding: Finding) -> dict[str, Any]:
+    return {**finding_told(finding.to_json()), "is_over": finding.until_s is not None}
 
 
 def _clean(value: Any) -> Any:
