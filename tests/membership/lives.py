@@ -17,7 +17,7 @@ from thinwire.membership.proposal import blob_name
 from thinwire.membership.protocol import FROM_NOBODY, Message
 from thinwire.membership.seat import ElasticSeat
 from thinwire.membership.view import Offer, View
-from thinwire.training.elastic.states import held_offer
+from thinwire.training.elastic.fetching import held_offer
 
 INTERVAL, OVERLAP, SHARD = 2, 1, 2
 # Further behind than this a replica passes over what it lacks.

@@ -17,7 +17,7 @@ from thinwire.averaging.quorum_words import read_offer
 from thinwire.errors import Expelled
 from thinwire.membership.patience import Patience
 from thinwire.membership.proposal import HEAD_BYTES, blob_name, round_of
-from thinwire.sync.elastic import elastic, global_tensors, load_global_tensors
+from thinwire.sync.elastic import elastic, global_tensors, load_global_parameters, load_outer
 
 STEPS, SOON_S = 32, 30.0
 # Rounds after the last step have numbers from here on.
@@ -237,11 +237,17 @@ def test_a_coordinator_that_comes_back_in_the_middle_of_a_round_changes_nothing(
         assert are_alike(value, expected)
 
 
-def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[..., Street]) -> None:
-    run = street(2)
-    is_cut, has_begun = threading.Event(), threading.Event()
+def takes_in_late(worker: Worker, outer: dict[str, torch.Tensor], has_come: threading.Event) -> None:
+    assert has_come.wait(SOON_S)
+    load_outer(worker.optimizer.engine, outer)
+    worker.optimizer.engine.make_whole = lambda: None
 
-    def wait(step: int) -> None:  # the joiner must be there before the others are at the end
+
+def joiner_of(run: Street, *, has_begun: threading.Event, bears: bool) -> Worker:
+    """Let a replica come that has been offered a state; the others wait for it before they are at the end."""
+    is_cut = threading.Event()
+
+    def wait(step: int) -> None:
         if step == 14:
             is_cut.wait(SOON_S)
         if step == 20:
@@ -250,7 +256,7 @@ def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[.
     for worker in run.workers:
         worker.pause = wait
     run.begin()
-    joiner = Worker(run.town, name="joiner")
+    joiner = Worker(run.town, name="joiner", bears=bears)
     run.workers.append(joiner)
     view, end = joiner.council.view, time.monotonic() + SOON_S
     while view.offer is None and time.monotonic() < end:
@@ -258,17 +264,36 @@ def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[.
             is_cut.set()
         time.sleep(0.005)
     is_cut.set()
-    step = view.offer.step
-    parameters, outer = run.workers[view.offer.holders[0]].captured[step]
-    load_global_tensors(joiner.optimizer.engine, joiner.model, parameters, outer)
-    joiner.council.step = step
-    joiner.resident.begin(step)
-    joiner.optimizer.begin_at(step)
+    return joiner
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[..., Street], is_late: bool) -> None:
+    run, has_begun, has_come = street(2, bears=is_late), threading.Event(), threading.Event()
+    joiner = joiner_of(run, has_begun=has_begun, bears=is_late)
+    engine, offer = joiner.optimizer.engine, joiner.council.view.offer
+    parameters, outer = run.workers[offer.holders[0]].captured[offer.step]
+    load_global_parameters(engine, joiner.model, parameters)
+    if is_late:
+        engine.is_whole, engine.make_whole = has_come.is_set, lambda: takes_in_late(joiner, outer, has_come)
+    else:
+        load_outer(engine, outer)
+    begun = global_values(joiner.optimizer)
+    joiner.council.step = offer.step
+    joiner.resident.begin(offer.step)
+    joiner.optimizer.begin_at(offer.step)
     joiner.begin()
     has_begun.set()
+    if is_late:  # it trains on and takes part in rounds, but applies none
+        end = time.monotonic() + SOON_S
+        while joiner.num_batches < STEPS and time.monotonic() < end:
+            time.sleep(0.005)
+        assert joiner.council.step == offer.step and joiner.optimizer.steps_done - offer.step < joiner.num_batches
+        assert are_alike(global_values(joiner.optimizer), begun)
+        has_come.set()
     values = [worker.end() for worker in run.workers]
     assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
-    assert joiner.steps[0] > step > 0
+    assert joiner.steps[0] >= offer.step > 0
 
 
 def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later(

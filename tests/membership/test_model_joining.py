@@ -9,7 +9,7 @@ from searching import Search, finish, wander
 
 from thinwire.membership.shards import Ledger
 from thinwire.membership.view import Offer, View
-from thinwire.training.elastic.states import held_offer
+from thinwire.training.elastic.fetching import held_offer
 
 FAULTS = ("lose", "twice", "spoil", "swap", "die", "crash", "hurry", "pause", "leave")
 

@@ -269,9 +269,14 @@ def test_a_state_comes_through_while_rounds_go_on() -> None:
                 holder.library.withdraw(name)
                 rounds.append(1)
 
+        def look(here: int, total: int) -> None:  # chunks are under way all the time until the last has come
+            end = time.monotonic() + SOON_S
+            while here > total // 4 and len(rounds) <= 3 and time.monotonic() < end:
+                time.sleep(0.01)
+
         trainer = threading.Thread(target=go_on)
         trainer.start()
-        found = fetch_state(new.library, [1], NAME, num_bytes=size, root=root, deadline_s=60)
+        found = fetch_state(new.library, [1], NAME, num_bytes=size, root=root, deadline_s=60, on_progress=look)
         is_over.set()
         trainer.join()
         assert torch.equal(found, state_of(size)) and len(rounds) > 3

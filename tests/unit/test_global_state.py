@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from thinwire.errors import PayloadError
-from thinwire.training.global_state import GlobalState, pack, sha256, unpack
+from thinwire.training.global_state import GlobalState, pack, sha256, unpack, unpack_parameters
 
 HEAD = struct.Struct("<8sIIQQ32s")
 DTYPES = (
@@ -316,3 +316,29 @@ def test_only_bytes_are_unpacked() -> None:
     for wrong in (torch.zeros(100), torch.zeros(10, 10, dtype=torch.uint8), pack(small())[::2]):
         with pytest.raises(ValueError, match="uint8"):
             unpack(wrong)
+
+
+@given(state=STATES, data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_first_bytes_give_the_parameters_or_are_too_few(state: GlobalState, data: st.DataObject) -> None:
+    vector = pack(state)
+    size = data.draw(st.integers(0, vector.numel()))
+    found = unpack_parameters(vector[:size].clone(), num_bytes=vector.numel())
+    if found is None:
+        last = pack(GlobalState(step=state.step, parameters=state.parameters, note=state.note))
+        assert size < vector.numel() and (size < last.numel() or state.outer)
+    else:
+        assert set(found) == set(state.parameters)
+        assert all(same_bits(found[name], tensor) for name, tensor in state.parameters.items())
+    assert unpack_parameters(vector, num_bytes=vector.numel()) is not None
+
+
+def test_first_bytes_that_are_damaged_are_refused() -> None:
+    vector = pack(small())
+    vector[-20] ^= 1  # in the momentum, which is not looked at
+    assert unpack_parameters(vector, num_bytes=vector.numel()) is not None
+    vector[vector.numel() - 13 * 4 - 64] ^= 1
+    with pytest.raises(PayloadError, match="damaged"):
+        unpack_parameters(vector, num_bytes=vector.numel())
+    with pytest.raises(PayloadError, match="bytes arrived, its total is"):
+        unpack_parameters(vector, num_bytes=vector.numel() + 1)

@@ -66,6 +66,12 @@ def test_an_offer_that_cannot_be_is_refused(payload: torch.Tensor, words: str) -
         read_offer(payload, step=9, what="round 7 from replica 2")
 
 
+def test_who_may_train_on_at_a_step_may_offer_more_steps_than_that() -> None:
+    assert read_offer(raw("<QQQ", 1, 99, 10), step=None, what="round 0")[0].num_steps == 10
+    with pytest.raises(PayloadError, match="offers 4 tokens of 5 steps; the replicas"):
+        read_offer(raw("<QQQ", 1, 4, 5), step=None, what="round 0")
+
+
 @given(members=st.sets(st.integers(0, 129)), closed=st.integers(0, 1 << 40), ahead=st.integers(5, 100))
 def test_a_verdict_comes_back_with_its_mean(members: set[int], closed: int, ahead: int) -> None:
     verdict = Verdict(members=tuple(sorted(members | {3})), progress=Progress(step=closed + ahead, closed_step=closed))

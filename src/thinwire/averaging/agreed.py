@@ -197,10 +197,12 @@ class _BoundAgreedMean(BoundHops):
         what = delivery.describe()
         decoded, weights, steps = {}, {}, {}
         for member, raw in parts.items():
-            offer, coded = read_offer(raw, step=delivery.step, what=f"{what} from replica {member}")
+            offer, coded = read_offer(raw, step=None, what=f"{what} from replica {member}")
             vector = self._decoded(codec, coded.to(device), numel=numel, peer=member, what=what)
             if vector is not None and offer.weight > 0:
-                decoded[member], weights[member], steps[member] = vector, offer.weight, offer.num_steps
+                # no claim, however high, makes a part as long as one likes
+                decoded[member], weights[member] = vector, offer.weight
+                steps[member] = min(offer.num_steps, max(1, delivery.step))
         if not decoded:  # nobody's part is of use: nothing moves
             return torch.zeros(numel, dtype=torch.float32, device=device), {}
         self._shorten(decoded, steps, what=what)

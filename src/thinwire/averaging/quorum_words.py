@@ -80,12 +80,13 @@ def with_offer(offer: Offer, part: torch.Tensor | None) -> torch.Tensor:
     return word if part is None else torch.cat([word, part])
 
 
-def read_offer(payload: torch.Tensor, *, step: int, what: str) -> tuple[Offer, torch.Tensor]:
+def read_offer(payload: torch.Tensor, *, step: int | None, what: str) -> tuple[Offer, torch.Tensor]:
     """Take an offer and the coded part apart.
 
     Args:
         payload: uint8, one-dimensional, CPU: what a member sent.
-        step: The step that the round was launched at; nobody has done more steps than these.
+        step: The step that the round was launched at, where nobody has done more steps than these; None where a replica
+            may train on while it stays at a step.
         what: Names round and sender.
 
     Raises:
@@ -96,10 +97,12 @@ def read_offer(payload: torch.Tensor, *, step: int, what: str) -> tuple[Offer, t
     kind, num_tokens, num_steps = _OFFER.unpack(bytes(payload[:OFFER_BYTES].numpy()))
     if kind not in (0, 1):
         raise PayloadError(f"{what}: an offer begins with 0 or 1, got {kind}")
-    if not num_steps <= num_tokens or (num_tokens and not num_steps) or num_steps > step:
+    is_too_many = step is not None and num_steps > step
+    if not num_steps <= num_tokens or (num_tokens and not num_steps) or is_too_many:
+        when = "" if step is None else f", {step} steps after the start"
         raise PayloadError(
-            f"{what}: it offers {num_tokens} tokens of {num_steps} steps, {step} steps after the start; the replicas "
-            f"run different set-ups, or the sender lies"
+            f"{what}: it offers {num_tokens} tokens of {num_steps} steps{when}; the replicas run different set-ups, or "
+            f"the sender lies"
         )
     if not kind and (num_tokens or payload.numel() > OFFER_BYTES):
         raise PayloadError(f"{what}: it has no part, but offers {num_tokens} tokens and {payload.numel()} bytes")

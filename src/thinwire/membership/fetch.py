@@ -115,6 +115,7 @@ class StateFetch:
         self._loans: dict[tuple[int, int], Loan] = {}
         self._events: queue.SimpleQueue[_Ended | _Told] = queue.SimpleQueue()
         self._bytes_here = 0
+        self._num_first_bytes = 0
         self._progressed_s = 0.0
         hashes_of = hashes_name(name)
         self._parts = (
@@ -144,6 +145,13 @@ class StateFetch:
         """Bytes of the state that have come and are right."""
         return self._bytes_here
 
+    @property
+    def first_bytes(self) -> torch.Tensor:
+        """The state's first bytes, as far as they have come without a gap and are right; uint8, a view; any thread."""
+        if self._vector is None:
+            return torch.empty(0, dtype=torch.uint8)
+        return self._vector[: self._num_first_bytes]
+
     def add_holder(self, holder: int) -> None:
         """Ask one more replica, or again one that was lost; from any thread."""
         self._events.put(_Told(holder=holder, holds=True))
@@ -151,6 +159,10 @@ class StateFetch:
     def remove_holder(self, holder: int) -> None:
         """Ask a replica no longer; from any thread."""
         self._events.put(_Told(holder=holder, holds=False))
+
+    def forget(self) -> None:
+        """Let the bytes go, once a run has returned them and they are used."""
+        self._vector, self._num_first_bytes = None, 0
 
     def run(self, *, deadline_s: float, stall_s: float = math.inf, may_wait: bool = True) -> torch.Tensor:
         """Fetch what is missing, in the calling thread; one at a time.
@@ -286,6 +298,7 @@ class StateFetch:
         start = index * self._chunk_bytes
         self._vector[start : start + payload.numel()] = payload
         self._bytes_here += payload.numel()
+        self._num_first_bytes = min(self._num_bytes, self._parts[1].plan.num_first * self._chunk_bytes)
         if self._on_progress is not None:
             self._on_progress(self._bytes_here, self._num_bytes)
 

@@ -69,13 +69,14 @@ class FetchPlan:
         [(7, 0), (7, 1)]
         >>> plan.arrived(7, 0, now_s=0.5), plan.arrived(7, 1, now_s=0.6)
         (True, True)
-        >>> plan.missing
-        [2]
+        >>> plan.missing, plan.num_first
+        ([2], 2)
     """
 
     def __init__(self, num_chunks: int) -> None:
         self._is_here = bytearray(num_chunks)
         self._num_here = 0
+        self._num_first = 0
         self._left = deque(range(num_chunks))
         self._again: deque[int] = deque()
         self._holders: dict[int, _Holder] = {}
@@ -88,6 +89,11 @@ class FetchPlan:
     def num_here(self) -> int:
         """Chunks that have come."""
         return self._num_here
+
+    @property
+    def num_first(self) -> int:
+        """Chunks before the first that has not come."""
+        return self._num_first
 
     @property
     def is_complete(self) -> bool:
@@ -118,7 +124,7 @@ class FetchPlan:
         found = self._holders.pop(holder, None)
         if found is None:
             return []
-        for chunk in found.under_way:
+        for chunk in reversed(found.under_way):
             self._give_up(holder, chunk)
         return list(found.under_way)
 
@@ -149,6 +155,8 @@ class FetchPlan:
             return False
         self._is_here[chunk] = 1
         self._num_here += 1
+        while self._num_first < len(self._is_here) and self._is_here[self._num_first]:
+            self._num_first += 1
         return True
 
     def superseded(self, chunk: int) -> list[int]:
@@ -235,7 +243,7 @@ class FetchPlan:
     def _give_up(self, holder: int, chunk: int) -> None:
         self._forget(holder, chunk)
         if not self._is_here[chunk] and chunk not in self._asked_of and chunk not in self._again:
-            self._left.append(chunk)
+            self._left.appendleft(chunk)  # what comes first in the state is needed first
 
     def _forget(self, holder: int, chunk: int) -> None:
         holders = self._asked_of.get(chunk, set())

@@ -117,6 +117,25 @@ def load_global_tensors(
     Raises:
         CheckpointError: It is of another model or method.
     """
+    load_global_parameters(engine, model, parameters)
+    load_outer(engine, outer)
+
+
+def load_outer(engine: Engine, outer: dict[str, torch.Tensor]) -> None:
+    """Take over what another replica's outer optimizer remembers.
+
+    Raises:
+        CheckpointError: It is of another model or method.
+    """
+    engine.update.load_state_dict({key.removeprefix("momentum."): vector for key, vector in outer.items()})
+
+
+def load_global_parameters(engine: Engine, model: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
+    """Take over another replica's global parameters alone; local parameters become those.
+
+    Raises:
+        CheckpointError: They are of another model.
+    """
     values = engine.view.parameters
     own = dict(model.named_parameters())
     if set(parameters) != set(own):
@@ -135,5 +154,4 @@ def load_global_tensors(
             if not parameter.requires_grad:
                 values.write_whole(name, parameters[name])
         values.load_state_dict(vectors)
-        engine.update.load_state_dict({key.removeprefix("momentum."): vector for key, vector in outer.items()})
         values.forget_locals()

@@ -49,17 +49,9 @@ class Engine(EngineState):
         seed: Base of the streams of stochastic codecs.
         pace: Whether to spread what is sent over the inner steps until it is applied.
 
-    Attributes:
-        on_exchanged: Told, in order, of each step whose rounds are all launched and applied, also of those passed over;
-            the global parameters are then those that hold after that step.
-        on_applied: Told of each round that was applied, and of the mean that was.
-
     Raises:
         ValueError: The method does not fit the model or the number of replicas.
     """
-
-    on_exchanged: Callable[[int], None]
-    on_applied: Callable[[Round, Average], None]
 
     def __init__(
         self, model: nn.Module, *, method: Method, transport: Transport, deadlines: Deadlines, seed: int = 0,
@@ -87,6 +79,7 @@ class Engine(EngineState):
         self._overdue: deque[tuple[int, list[Round]]] = deque()
         self.on_exchanged = lambda step: None
         self.on_applied = lambda round, average: None
+        self.is_whole, self.make_whole = lambda: True, lambda: None
         self.on_round = lambda mark: None
         self.work = Work(num_fragments=self.num_fragments)
         self._settling: list[InFlight] = []
@@ -153,15 +146,15 @@ class Engine(EngineState):
             due = self._due(step)
         # what is launched at the very step is not in flight yet, and waited for there
         flights = [self._in_flight[round.id] for round in due if round.id in self._in_flight]
-        return not all(flight.poll(step) for flight in flights)
+        return not all(self.is_whole() and flight.poll(step) for flight in flights)
 
     def _lacks_results_at(self, step: int) -> bool:
-        """Tell whether others are past a launch that this replica cannot do yet, nor needs to wait for."""
-        if not self._bears or step > self._pace_maker.known_step:
+        """Tell whether a launch cannot be done yet that others are past, or whose update cannot for long."""
+        if not self._bears or (step > self._pace_maker.known_step and self.is_whole()):
             return False
         fragments = {round.fragment for round in self.method.schedule.launches(step, **self._where)}
         needed = needed_for(fragments, self._overdue)
-        return not all(self._in_flight[round.id].poll(self._reached_step) for round in needed)
+        return not all(self.is_whole() and self._in_flight[round.id].poll(self._reached_step) for round in needed)
 
     def _exchange_at(self, step: int) -> None:
         for round in self.method.schedule.launches(step, **self._where):
@@ -175,10 +168,11 @@ class Engine(EngineState):
             self._take_in_next()
 
     def _is_awaited(self, due: list[Round]) -> bool:
-        return not all(self._in_flight[round.id].poll(self._reached_step) for round in due)
+        return not (self.is_whole() and all(self._in_flight[one.id].poll(self._reached_step) for one in due))
 
     def _take_in_next(self) -> None:
         """Apply the rounds of the earliest step whose rounds are not; waits for them."""
+        self.make_whole()
         step, due = self._overdue.popleft()
         for round in due:
             self._apply(round.id)
@@ -186,6 +180,7 @@ class Engine(EngineState):
 
     def take_in_overdue(self) -> None:
         """Wait for all rounds that are due, and apply them: the global parameters are then those of the last step."""
+        self.make_whole()
         while self._overdue:
             self._take_in_next()
 

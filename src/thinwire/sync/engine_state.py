@@ -38,6 +38,16 @@ class EngineState:
     _failed: Round | None
     _drift_steps: int
     _pace_maker: Pace
+    on_exchanged: Callable[[int], None]
+    """Told, in order, of each step whose rounds are all launched and applied, also of those passed over; the global
+    parameters are then those that hold after that step."""
+    on_applied: Callable[[Round, Average], None]
+    """Told of each round that was applied, and of the mean that was."""
+    is_whole: Callable[[], bool]
+    """Whether what the update remembers is here. Until then no round is applied; where training goes on while rounds
+    are overdue, it goes on then too."""
+    make_whole: Callable[[], None]
+    """Waits for what the update remembers, and takes it in."""
     on_round: Callable[[RoundMark], None]
     """Told of each round when it is launched and when its result is there; it may be called from another thread."""
 

@@ -169,26 +169,11 @@ def unpack(vector: Tensor, *, source: str = "the global state") -> GlobalState:
         PayloadError: They are no state, damaged or of another version; names the field.
         ValueError: The vector is none of bytes on the CPU.
     """
-    if vector.dtype != torch.uint8 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
-        raise ValueError(f"a vector of uint8 on the CPU is unpacked, got {vector.dtype} of {tuple(vector.shape)}")
-    header, at = _read_header(vector, source)
+    _check_vector(vector)
+    header, at = _read_header(vector, vector.numel(), source)
     found: dict[str, dict[str, Tensor]] = {}
     for group in _GROUPS:
-        found[group] = {}
-        for entry in header[group]:
-            name, dtype, shape, digest = _read_entry(entry, f"{source}: {group}")
-            origin = f"{source}: {group}[{name!r}]"
-            num_bytes = math.prod(shape) * dtype.itemsize
-            begin, end = _aligned(at), _aligned(at) + num_bytes
-            if end > vector.numel():
-                raise PayloadError(f"{origin} needs {num_bytes} bytes, {max(0, vector.numel() - begin)} are left")
-            if vector[at:begin].any():
-                raise PayloadError(f"{origin}: the bytes before it are not zero")
-            body = vector[begin:end]
-            if hashlib.sha256(_raw(body)).hexdigest() != digest:
-                raise PayloadError(f"{origin} is damaged: its SHA-256 is not the header's; fetch the state again")
-            found[group][name] = _as_tensor(body, dtype, shape)
-            at = end
+        found[group], at = _read_group(vector, header[group], at, f"{source}: {group}")
     if at != vector.numel():
         raise PayloadError(f"{source}: {vector.numel() - at} bytes follow the last tensor; none are expected")
     try:
@@ -200,6 +185,44 @@ def unpack(vector: Tensor, *, source: str = "the global state") -> GlobalState:
     if spelled != header["json"]:
         raise PayloadError(f"{source}: the header is not spelled as it is written; run the same thinwire on all hosts")
     return state
+
+
+def unpack_parameters(vector: Tensor, *, num_bytes: int, source: str = "the global state") -> dict[str, Tensor] | None:
+    """Take the parameters out of a state's first bytes, of which the rest is still on its way.
+
+    Args:
+        vector: uint8, one-dimensional, contiguous, on the CPU: the first bytes of what `pack` returned, untrusted.
+        num_bytes: Of the whole state.
+        source: What errors call the bytes.
+
+    Returns:
+        The parameters by name, views as in `unpack`; None where the bytes do not reach to their end.
+
+    Raises:
+        PayloadError: They are the beginning of no state; names the field.
+        ValueError: The vector is none of bytes on the CPU.
+
+    Example:
+        >>> state = GlobalState(step=3, parameters={"w": torch.ones(2)}, outer={"momentum.0": torch.zeros(64)})
+        >>> vector = pack(state)
+        >>> unpack_parameters(vector[:100], num_bytes=vector.numel()) is None
+        True
+        >>> unpack_parameters(vector[:-64], num_bytes=vector.numel())
+        {'w': tensor([1., 1.])}
+    """
+    _check_vector(vector)
+    size = vector.numel()
+    if size < _FIELDS.size or size < _FIELDS.size + _FIELDS.unpack(_raw(vector)[: _FIELDS.size])[3]:
+        return None
+    header, at = _read_header(vector, num_bytes, source)
+    entries = header["parameters"]
+    end = at
+    for entry in entries:
+        _, dtype, shape, _ = _read_entry(entry, f"{source}: parameters")
+        end = _aligned(end) + math.prod(shape) * dtype.itemsize
+    if size < end <= num_bytes:
+        return None
+    return _read_group(vector, entries, at, f"{source}: parameters")[0]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -251,8 +274,33 @@ def _total_bytes(state: GlobalState, head: bytes) -> int:
     return end
 
 
-def _read_header(vector: Tensor, source: str) -> tuple[dict[str, Any], int]:
-    size = vector.numel()
+def _check_vector(vector: Tensor) -> None:
+    if vector.dtype != torch.uint8 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
+        raise ValueError(f"a vector of uint8 on the CPU is unpacked, got {vector.dtype} of {tuple(vector.shape)}")
+
+
+def _read_group(vector: Tensor, entries: list[Any], at: int, source: str) -> tuple[dict[str, Tensor], int]:
+    """Return a group's tensors, whose bytes begin at `at`, and where they end."""
+    found: dict[str, Tensor] = {}
+    for entry in entries:
+        name, dtype, shape, digest = _read_entry(entry, source)
+        origin = f"{source}[{name!r}]"
+        num_bytes = math.prod(shape) * dtype.itemsize
+        begin, end = _aligned(at), _aligned(at) + num_bytes
+        if end > vector.numel():
+            raise PayloadError(f"{origin} needs {num_bytes} bytes, {max(0, vector.numel() - begin)} are left")
+        if vector[at:begin].any():
+            raise PayloadError(f"{origin}: the bytes before it are not zero")
+        body = vector[begin:end]
+        if hashlib.sha256(_raw(body)).hexdigest() != digest:
+            raise PayloadError(f"{origin} is damaged: its SHA-256 is not the header's; fetch the state again")
+        found[name] = _as_tensor(body, dtype, shape)
+        at = end
+    return found, at
+
+
+def _read_header(vector: Tensor, size: int, source: str) -> tuple[dict[str, Any], int]:
+    """Return the header of a state of `size` bytes, of which the vector has the first, and where it ends."""
     if size < _FIELDS.size:
         raise PayloadError(f"{source}: {size} bytes arrived, fewer than the {_FIELDS.size} that it begins with")
     view = _raw(vector)

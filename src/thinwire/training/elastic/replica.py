@@ -23,6 +23,7 @@ from thinwire.training.assembly import make_inner_optimizer, make_method, make_m
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.elastic.fetching import ComingState
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.kept_state import Held, KeptState
 from thinwire.training.elastic.leader import Crew, check_ranks, whole_model
@@ -124,6 +125,7 @@ class _Life:
         self._kept: KeptState | None = None
         self._held: Held | None = None
         self._is_from_held = False
+        self._coming: ComingState | None = None
         self.why = "left"
         self.fault = ""
 
@@ -146,6 +148,8 @@ class _Life:
         """Leave, and give everything back."""
         if self._recorder is not None:
             self._recorder.close(error=self.fault)
+        if self._coming is not None:
+            self._coming.close()
         if self._keeper is not None:
             self._keeper.close()
         if self._meter is not None:
@@ -248,9 +252,9 @@ class _Life:
         offer = council.view.offer
         assert offer is not None
         self._is_from_held = offer.root == "own"
-        step = take_in(
+        step, self._coming = take_in(
             offer, seated=seated, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints,
-            held=self._held, tell=self._tell,
+            held=self._held, tell=self._tell, may_begin_early=parts.job.bears and self._crew is None,
         )  # fmt: skip
         self._held = None
         council.step = step

@@ -8,24 +8,20 @@ from collections.abc import Callable
 
 from torch import nn
 
-from thinwire.errors import ConnectError, Expelled, NotThere, RunOver, ThinwireError
-from thinwire.membership.fetch import StateFetch
+from thinwire.errors import ConnectError, Expelled, RunOver, ThinwireError
 from thinwire.membership.joining import Seated
-from thinwire.membership.protocol import FROM_NOBODY
 from thinwire.membership.state_chunks import publish_state, withdraw_state
-from thinwire.membership.view import Offer, View
-from thinwire.sync.elastic import global_tensors, load_global_tensors
+from thinwire.membership.view import Offer
+from thinwire.sync.elastic import global_tensors, load_global_parameters, load_global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
+from thinwire.training.elastic.fetching import ComingState, fetch, state_name
 from thinwire.training.elastic.kept_state import Held, KeptState
 from thinwire.training.global_checkpoints import GlobalCheckpoints
-from thinwire.training.global_state import GlobalState, pack, unpack
+from thinwire.training.global_state import GlobalState, pack
 
 _NOTE_S = 20.0
 _KEPT = 2
-_LOOK_S = 0.2
-# A state may be large and its wire thin: what ends a fetch is that nothing comes, not that it takes long.
-_FETCH_S, _STALL_S = 7 * 24 * 3600.0, 60.0
 
 
 class StateKeeper:
@@ -156,15 +152,11 @@ def checkpoints_of(config: TrainConfig, *, warn: Callable[[str], None] | None = 
     return GlobalCheckpoints(place, keep_last=config.keep_checkpoints, on_warning=warn)
 
 
-def state_name(step: int) -> bytes:
-    """Return the name under which a state is shown."""
-    return b"s%d" % step
-
-
 def take_in(
     offer: Offer, *, seated: Seated, model: nn.Module, optimizer: DistributedOptimizer,
     checkpoints: GlobalCheckpoints | None, held: Held | None = None, tell: Callable[[str], None],
-) -> int:  # fmt: skip
+    may_begin_early: bool = False,
+) -> tuple[int, ComingState | None]:  # fmt: skip
     """Begin from a state: fetched from others, from this host's disk, the replica's own, or from the seed.
 
     Args:
@@ -175,111 +167,37 @@ def take_in(
         checkpoints: This host's checkpoints.
         held: The state that this replica said it holds.
         tell: Told what is done.
+        may_begin_early: Whether the outer optimizer's memory may come after the parameters: training goes on here while
+            rounds are overdue.
 
     Returns:
-        The step to go on from.
+        The step to go on from, and the state of which some is still on its way.
 
     Raises:
         ThinwireError: The state could not be had.
     """
     if offer.root == "seed":
-        return 0
+        return 0, None
     if offer.root == "own":
         if held is None or held.step != offer.step:
             raise Expelled(f"was to go on from a state of its own of step {offer.step}, and holds none; joining again")
         held.take_in(model=model, optimizer=optimizer)
         tell(f"going on from its own state of step {held.step}")
-        return held.step
+        return held.step, None
     if offer.root == "disk":
         latest = None if checkpoints is None else checkpoints.latest()
         if latest is None or latest.state is None:
             tell("there is no checkpoint on this host; beginning anew")
-            return 0
+            return 0, None
         for warning in latest.warnings:
             tell(warning)
         state = latest.state
         tell(f"going on from the checkpoint of step {state.step}")
-    else:
-        state = _fetch(offer, seated=seated, tell=tell)
-        seated.council.step = state.step
-    if state.step == 0:
-        return 0
-    load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
-    return state.step
-
-
-def _fetch(offer: Offer, *, seated: Seated, tell: Callable[[str], None]) -> GlobalState:
-    """Fetch a state; where all that hold it go, a newer one."""
-    council = seated.council
-    while True:
-        council.step = offer.step  # so that the others keep the rounds after it
-        fetch = StateFetch(
-            seated.library, state_name(offer.step), num_bytes=offer.num_bytes, root=bytes.fromhex(offer.root),
-            on_finding=lambda found: council.tell("note", level="warning", text=found.describe()),
-        )  # fmt: skip
-        watch = _HolderWatch(fetch, offer=offer, seated=seated)
-        try:
-            vector = fetch.run(deadline_s=_FETCH_S, stall_s=_STALL_S, may_wait=False)
-            break
-        except NotThere:
-            watch.close()
-            council.check()
-            with council.changed:
-                council.view.offers.pop(offer.step, None)
-            tell(f"nobody holds the state of step {offer.step} any more; waiting for another one")
-            offer = council.wait_for(held_offer, deadline_s=None, why="")
-            if offer.root in FROM_NOBODY:  # another life begins from it
-                raise Expelled(
-                    "all that held the state are gone, and the run goes on from a disk; joining again"
-                ) from None
-        except ThinwireError as error:
-            council.check()
-            raise Expelled(f"the state of step {offer.step} could not be fetched: {error}; joining again") from None
-        finally:
-            watch.close()
-    tell(f"fetched the state of step {offer.step} ({offer.num_bytes} bytes) from {watch.num_holders} replicas")
-    return unpack(vector, source=f"the state of step {offer.step}")
-
-
-def held_offer(view: View) -> Offer | None:
-    """Return the newest state that somebody holds who is there, or that nobody needs to."""
-    present = set(view.neighbours)
-    held = [offer for offer in view.offers.values() if offer.root in FROM_NOBODY or set(offer.holders) & present]
-    return max(held, key=lambda offer: offer.step, default=None)
-
-
-class _HolderWatch:
-    """Tells a fetch who holds the state, as replicas come and go."""
-
-    def __init__(self, fetch: StateFetch, *, offer: Offer, seated: Seated) -> None:
-        self.num_holders = 0
-        self._fetch = fetch
-        self._offer = offer
-        self._seated = seated
-        self._known: set[int] = set()
-        self._is_over = threading.Event()
-        self._look()
-        self._thread = threading.Thread(target=self._run, name="thinwire-holders", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Look no more."""
-        self._is_over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._is_over.wait(_LOOK_S):
-            self._look()
-
-    def _look(self) -> None:
-        with self._seated.council.changed:
-            view = self._seated.council.view
-            newest = view.offers.get(self._offer.step, self._offer)
-            # one that does not take part any more ends its fetch at once
-            present = set() if view.expelled_why else set(newest.holders) & set(view.neighbours)
-        for holder in present - self._known:
-            self._fetch.add_holder(holder)
-        for holder in self._known - present:
-            self._fetch.remove_holder(holder)
-        self._known = present
-        self.num_holders = max(self.num_holders, len(present))
+        if state.step:
+            load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
+        return state.step, None
+    coming, parameters = fetch(offer, seated=seated, tell=tell, may_begin_early=may_begin_early)
+    load_global_parameters(optimizer.engine, model, parameters)
+    coming.hand_to(optimizer.engine)
+    seated.council.step = coming.step
+    return coming.step, coming
