@@ -69,6 +69,8 @@ class Play:
         self.job.kill(self.victim.number)
         self.wait(lambda: len(self.victim.lives) > lives)
         self.wait(self.is_counted)
+        # a state's last bytes may come later than the first round that counts
+        self.wait(lambda: self.victim.lives[-1].has_own or self.victim.lives[-1].state_bytes > 0)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

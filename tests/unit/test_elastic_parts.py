@@ -23,7 +23,7 @@ from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.corpora.sampler import Sampler
 from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
-from thinwire.training.elastic.launch import REFUSED, Role, launch
+from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
 from thinwire.transport.loopback import single
 
 
@@ -260,6 +260,20 @@ def test_a_process_that_cannot_go_on_ends_the_host_with_its_words(programs: Path
     program = f"import sys\nprint('error: no data here', file=sys.stderr)\nsys.exit({REFUSED})\n"
     with pytest.raises(WorkerFailed, match="no data here"):
         launch([role_of(programs, "refused", program)], run_dir=programs, say=print, look=lambda: None)
+
+
+def test_where_nobody_ever_answered_the_host_ends_and_else_it_tries_again(programs: Path) -> None:
+    program = COUNTING + (
+        f"print('error: nobody there', file=sys.stderr)\nsys.exit(0 if count.stat().st_size == 2 else {UNANSWERED})\n"
+    )
+    said: list[str] = []
+    role = role_of(programs, "joining", program)
+    with pytest.raises(WorkerFailed, match="nobody there"):
+        launch([role], run_dir=programs, say=said.append, look=lambda: None, is_answered=lambda: False)
+    (programs / "count").unlink()
+    assert not said
+    launch([role], run_dir=programs, say=said.append, look=lambda: None, is_answered=lambda: True)
+    assert len(said) == 1 and "(nobody there); starting it again" in said[0]
 
 
 def test_a_signal_stops_all_processes(programs: Path) -> None:

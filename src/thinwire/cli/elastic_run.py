@@ -100,7 +100,10 @@ def run_here(
     began_s = time.time()
     try:
         with diagnosis or contextlib.nullcontext():
-            launch(roles, run_dir=run_dir, say=tell, look=watch.look, part=part, orders=hands.take_orders)
+            launch(
+                roles, run_dir=run_dir, say=tell, look=watch.look, part=part, orders=hands.take_orders,
+                is_answered=lambda: watch.status is not None,
+            )  # fmt: skip
     except Stopped as stop:
         tell(f"{stop}; this host's replicas have left")
         return 128 + stop.signal_number

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The run's folder, the launcher's process id, and which of the host's replicas this is.
 
     Returns:
-        0 at the end or after leaving, `launch.REFUSED` for what another attempt would not mend, 1 for all else.
+        0 at the end or after leaving, `launch.REFUSED` for what another attempt would not mend,
+        `launch.UNANSWERED` where the coordinator did not answer, 1 for all else.
     """
     run_dir, launcher, index = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     end_with(launcher)
     from thinwire.errors import ConnectError, ThinwireError
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.training.elastic.launch import REFUSED
+    from thinwire.training.elastic.launch import REFUSED, UNANSWERED
     from thinwire.training.elastic.replica import run_replica
 
     try:
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
             run_replica(settings, tell=_tell, device_index=index, crew=crew)
     except ConnectError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return UNANSWERED
     except (ThinwireError, ValueError) as error:
         traceback.print_exc()
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

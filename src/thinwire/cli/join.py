@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _join(options: JoinOptions) -> int:
-    from thinwire.cli.elastic_run import replica_roles, run_here
+    from thinwire.cli.elastic_run import replica_roles, run_here, tell
     from thinwire.membership.invitation import read_invitation
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.transport.addresses import own_address
@@ -103,6 +103,8 @@ def _join(options: JoinOptions) -> int:
         threads=threads, device=options.device, batch_size=options.batch_size, data=options.data, address=own,
         ranks_per_replica=options.ranks_per_replica,
     ).save()  # fmt: skip
+    if not options.quiet:
+        tell(f"asking {invitation.host}, port {invitation.port}, to let this host join")
     roles = replica_roles(options.replicas)
     return run_here(roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet)
 

@@ -20,6 +20,8 @@ from thinwire.training.elastic.steering import Order
 
 # A worker that ends with this code has said why, and would end so again.
 REFUSED = 3
+# So does one that nobody answered; that may be mended where somebody has answered this host before.
+UNANSWERED = 4
 _AGAIN_S, _LONGEST_AGAIN_S = 0.1, 30.0
 _SHORT_LIFE_S = 10.0
 _LOOK_S = 0.1
@@ -66,7 +68,7 @@ class _Worker:
         is_here = self._process is not None and time.monotonic() - self._began_s > _SHORT_LIFE_S
         return self.has_ended or is_here
 
-    def look(self, say: Callable[[str], None], spare: Spare) -> None:
+    def look(self, say: Callable[[str], None], spare: Spare, *, is_answered: Callable[[], bool]) -> None:
         """Start the process when it is due, and see how it ended."""
         if self.has_ended:
             return
@@ -80,7 +82,7 @@ class _Worker:
         self._process = None
         if code == 0:
             self.has_ended = True
-        elif code == REFUSED:
+        elif code == REFUSED or (code == UNANSWERED and not is_answered()):
             self.has_ended = True
             self.problem = self._last_words() or f"{self.role.name} could not go on"
         else:
@@ -153,6 +155,7 @@ class _Worker:
 def launch(
     roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], look: Callable[[], None],
     part: Callable[[], None] = lambda: None, orders: Callable[[], list[Order]] = list,
+    is_answered: Callable[[], bool] = lambda: True,
 ) -> None:  # fmt: skip
     """Run processes until all have ended well.
 
@@ -165,6 +168,8 @@ def launch(
         look: Called several times a second.
         part: Called once when all that are needed have ended well, so that the others can end when they may.
         orders: Gives what is to be done to the processes, once.
+        is_answered: Whether the coordinator has ever answered this host; else a process that it does not answer is not
+            started again.
 
     Raises:
         WorkerFailed: One cannot go on, and said why, or the run was ended by an order; the others have ended too.
@@ -182,7 +187,7 @@ def launch(
     try:
         while not signals:
             for worker in workers:
-                worker.look(say, spare)
+                worker.look(say, spare, is_answered=is_answered)
             _obey(workers, orders())
             problems = [worker.problem for worker in workers if worker.problem]
             if problems:
