@@ -37,6 +37,7 @@ class Life:
     stopped_s: float = 0.0
     has_own: bool = False
     why: str = ""
+    is_ahead: bool = False  # its log was read before its process was seen
 
 
 @dataclass(slots=True)
@@ -123,8 +124,11 @@ class ChaosJob:
             pid = there.get(host.number)
             if pid != host.pid:
                 self._read_log(host, now_s)
-                self._end(host, now_s, why="process ended")
                 host.pid = pid
+                if host.lives and host.lives[-1].is_ahead:
+                    host.lives[-1].is_ahead = False
+                    continue
+                self._end(host, now_s, why="process ended")
                 if pid is not None:
                     host.lives.append(Life(host=host.number, began_s=now_s))
             self._read_log(host, now_s)
@@ -149,6 +153,10 @@ class ChaosJob:
         if not host.lives:
             return
         life = host.lives[-1]
+        is_begin = "going on from its own state" in line or "takes part from step" in line
+        if is_begin and life.live_s is not None:  # of a process that has taken this one's place
+            self._end(host, now_s, why="process ended")
+            host.lives.append(life := Life(host=host.number, began_s=now_s, is_ahead=True))
         if found := re.search(r"fetched the state of step \d+ \((\d+) bytes\)", line):
             life.state_bytes = int(found[1])
         elif "going on from its own state" in line:

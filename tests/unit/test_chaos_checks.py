@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,27 @@ def test_what_was_trained_and_waited_is_added_up_over_all_replicas(checks: Any, 
         text = "\n".join(json.dumps(one) for one in lines)
         (folder / f"metrics-replica-{replica}.jsonl").write_text(text + '\n{"half a line')
     assert checks.trained(tmp_path) == {"tokens_trained": 600, "loop_s": 12.0, "waited_s": 2.0}
+
+
+def test_a_process_whose_words_are_read_before_it_is_seen_has_a_life_of_its_own(checks: Any, tmp_path: Path) -> None:
+    import chaos_job
+
+    job = chaos_job.ChaosJob(types.SimpleNamespace(num_hosts=1), tmp_path / "run", step_s=0.1, words=[])
+    log = job.hosts[0].folder / "logs" / "replica-process-0.err"
+    log.parent.mkdir(parents=True)
+    there = {0: 11}
+    job.processes = lambda: dict(there)
+    job.look()
+    log.write_text("10:00:00 replica 0 takes part from step 0\n")
+    job.look()
+    with log.open("a") as more:
+        more.write("10:00:09 going on from its own state of step 5\n10:00:09 replica 3 takes part from step 5\n")
+    there[0] = 12
+    job.look()
+    there[0] = 13
+    job.look()
+    lives = job.hosts[0].lives
+    assert [(life.replica, life.has_own, life.ended_s is None) for life in lives] == [
+        (0, False, False), (3, True, False), (None, False, True),
+    ]  # fmt: skip
+    assert all(life.live_s is None or (life.ended_s or 0) >= life.live_s for life in lives)
