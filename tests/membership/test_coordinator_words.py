@@ -167,6 +167,18 @@ def test_notes_without_an_end_are_cut_off() -> None:
     assert desk.coordinator.findings[-1].endswith("heard")
 
 
+def test_records_are_kept_once_and_answered_each_time_also_by_the_next_coordinator() -> None:
+    desk, kept = Desk().begun(), []
+    desk.coordinator.keep_records = lambda replica, text: kept.append((replica, text))
+    for number, text in ((0, "x"), (0, "x"), (1, "y")):
+        desk.hear(b"b", "records", number=number, text=text)
+    assert kept == [(1, "x"), (1, "y")]
+    assert [word["number"] for word in desk.words(b"b", "recorded")] == [0, 0, 1]
+    again = desk.again()
+    again.hear(b"b", "records", number=1, text="y")  # the answer was lost with the one before
+    assert again.words(b"b", "recorded") == [{"kind": "recorded", "number": 1}]
+
+
 def test_a_part_whose_launch_nobody_heard_is_told_of() -> None:
     desk = Desk(planned=3)
     for token in (b"a", b"b", b"c"):

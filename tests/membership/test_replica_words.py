@@ -55,6 +55,15 @@ def test_a_council_says_everything_again_until_it_is_answered() -> None:
     assert one.turn(9.0) == []
 
 
+def test_records_are_said_until_they_or_later_ones_are_answered() -> None:
+    one = Clocked()
+    one.council.insist("records", number=4, text="lines")
+    one.hear("recorded", number=3)
+    assert not one.council.is_done_with("records") and one.turn(2.5) == ["records"]
+    one.hear("recorded", number=4)
+    assert one.council.is_done_with("records") and one.turn(9.0) == []
+
+
 def test_words_in_any_order_lead_to_the_same_view() -> None:
     words = [
         ("call", {"round": 1, "members": [0, 1]}),

@@ -25,8 +25,18 @@ def find_silent(job: Job) -> list[Finding]:
                 "last_sign_s": round(last_s, 3), "silent_s": round(silent_s, 3), "longer_than_s": round(limit_s, 3),
                 "usual_between_s": round(period_s, 3),
             },
-            text=f"Rank {rank} has given no sign of life for {silent_s:.1f} s, while others write on.",
+            text=f"Rank {rank} has given no sign of life for {silent_s:.1f} s, while others write on"
+            + _other(job, rank),
             confidence=0.9 * job.trust,
             remedy="restart it or go on without it; its own log ends where it stopped",
         ))  # fmt: skip
     return found
+
+
+def _other(job: Job, rank: int) -> str:
+    """Say what else it may be where nothing else of a rank's host is heard of: its records come over a wire."""
+    host = job.host_of.get(rank, "")
+    others = [other for other in job.host_of if other != rank]
+    if not host or not others or any(job.host_of[other] == host for other in others):
+        return "."
+    return f"; it has stopped, or nothing comes through from its host {host}."

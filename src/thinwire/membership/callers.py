@@ -32,14 +32,14 @@ class Allowance:
         self._left = at_once
         self._taken_s: float | None = None
 
-    def take(self, *, now_s: float) -> bool:
-        """Take one, and tell whether there was one."""
+    def take(self, *, now_s: float, amount: float = 1.0) -> bool:
+        """Take so much, and tell whether there was."""
         since_s = 0.0 if self._taken_s is None else now_s - self._taken_s
         self._taken_s = now_s
         self._left = min(self._at_once, self._left + since_s * self._a_second)
-        if self._left < 1:
+        if self._left < amount:
             return False
-        self._left -= 1
+        self._left -= amount
         return True
 
 

@@ -223,6 +223,12 @@ class Coordinator(Counter):
         if self._notices[member.replica] <= _MOST_NOTICES:
             self._find(f"replica {member.replica} on {member.host}: {printable(message['text'], most=400)}")
 
+    def _on_records(self, member: Member, message: Message, now_s: float) -> None:
+        if message["number"] > self._recorded.get(member.replica, -1):  # else the answer was lost on its way
+            self._recorded[member.replica] = message["number"]
+            self.keep_records(member.replica, message["text"])
+        self._send(member.token, "recorded", {"number": self._recorded[member.replica]})
+
     def _on_done(self, member: Member, message: Message, now_s: float) -> None:
         if member.standing is not Standing.DONE:
             self._notes[member.replica] = message["note"]

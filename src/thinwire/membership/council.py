@@ -168,6 +168,11 @@ class Council:
         with self.changed:
             self._unanswered.pop((kind, -1), None)
 
+    def is_done_with(self, kind: str) -> bool:
+        """Tell whether what was insisted on has been answered."""
+        with self.changed:
+            return (kind, -1) not in self._unanswered
+
     def wait_for(self, what: Callable[[View], Any], *, deadline_s: float | None, why: str) -> Any:
         """Wait until something is known.
 
@@ -247,6 +252,11 @@ class Council:
 
     def _on_call(self, message: Message) -> None:
         self.view.calls[message["round"]] = numbers(message["members"], what="those that are called")
+
+    def _on_recorded(self, message: Message) -> None:
+        said = self._unanswered.get(("records", -1))
+        if said is not None and said.fields["number"] <= message["number"]:
+            del self._unanswered["records", -1]
 
     def _on_decision(self, message: Message) -> None:
         self.view.decisions[message["round"]] = Decision(

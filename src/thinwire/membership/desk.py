@@ -50,7 +50,12 @@ class Desk:
         is_paused: Whether all replicas were told to pause.
         findings: What people should know, the latest last.
         places: Groups of replicas that reach each other much faster than others.
+        keep_records: Takes what a replica recorded, in lines.
     """
+
+    _notices: dict[int, int]
+    _recorded: dict[int, int]
+    keep_records: Callable[[int, str], None]
 
     def __init__(
         self, *, job: Mapping[str, Any], planned: int, sync_interval: int, overlap_steps: int, shard_windows: int,
@@ -86,7 +91,7 @@ class Desk:
         self._corpus: tuple[str, int] | None = None
         self._used: dict[int, dict[int, dict[int, int]]] = {}
         self._notes: dict[int, dict[str, Any]] = {}
-        self._notices: dict[int, int] = {}
+        self._notices, self._recorded, self.keep_records = {}, {}, lambda replica, text: None
         self._finish: dict[str, Any] | None = None
         self._next_progress_s = 0.0
         self._lent: dict[int, tuple[int, Lease]] = {}

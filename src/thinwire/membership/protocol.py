@@ -13,7 +13,7 @@ from typing import Any
 
 from thinwire.errors import PayloadError
 
-VERSION = 2
+VERSION = 3
 # To a replica, and to the coordinator, which has less to hear.
 MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MOST_TEXT = 1 << 16
@@ -46,6 +46,7 @@ _TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
     "lost": {"replica": int},
     "stuck": {"round": int, "why": str},
     "note": {"level": str, "text": str},
+    "records": {"number": int, "text": str},
     "done": {"note": dict},
     "leave": {"why": str},
     "command": {"verb": str, "target": str},
@@ -61,6 +62,7 @@ _TO_MEMBER: dict[str, dict[str, type | tuple[type, ...]]] = {
     "capture": {"step": int},
     "state": {"step": int, "root": str, "bytes": int, "holders": list, "note": dict, "era": int},
     "anew": {},
+    "recorded": {"number": int},
     "leased": {"number": int, "shard": int, "start": int},
     "pause": {"paused": bool},
     "leave": {"why": str},

@@ -33,14 +33,21 @@ class RecordFile:
         run_dir: The run's folder.
         rank: Who writes.
         most_bytes: How long both files together may be.
+        is_continued: Whether what is there already stays, and the lines come behind it.
 
     Raises:
         OSError: It cannot be written.
     """
 
-    def __init__(self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES) -> None:
+    def __init__(
+        self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES, is_continued: bool = False
+    ) -> None:
         self._path, self._old = record_paths(run_dir, rank=rank)
         self._most_bytes = most_bytes
+        if is_continued and self._path.exists():
+            self._file: TextIO = self._path.open("a", encoding="utf-8")
+            self._num_bytes = self._file.tell()
+            return
         self._old.unlink(missing_ok=True)
         self._file = self._begin(self._path)
 

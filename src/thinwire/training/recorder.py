@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
 from thinwire.errors import TransportError
@@ -34,6 +35,22 @@ Event = Posted | Transfer | RoundMark | Span
 _Key = tuple[Direction, int, int, int]
 
 
+class Forward(Protocol):
+    """Takes a rank's lines to another host."""
+
+    def add(self, lines: list[str]) -> None:
+        """Take lines; must be quick."""
+        ...
+
+    def turn(self) -> None:
+        """Send what may be sent now; called every `TURN_S`; must be quick."""
+        ...
+
+    def finish(self) -> None:
+        """Send the rest, as far as that does not take long."""
+        ...
+
+
 class Recorder:
     """Writes `records-rank-N.jsonl` of one rank, see `thinwire.training.record_file`.
 
@@ -46,6 +63,7 @@ class Recorder:
         most_bytes: How long the files may be.
         clock: Seconds that only grow; the transport's times must be of the same.
         warn: Told why nothing is recorded any more.
+        forward: Takes the lines to where all ranks' records are judged; None where they are here.
 
     Attributes:
         num_dropped: Events that there was no room for.
@@ -54,7 +72,9 @@ class Recorder:
     def __init__(
         self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES,
         clock: Callable[[], float] = time.monotonic, warn: Callable[[str], None] = lambda text: None,
+        forward: Forward | None = None,
     ) -> None:  # fmt: skip
+        self._forward = forward
         self._rank = rank
         self._clock = clock
         self._warn = warn
@@ -73,6 +93,8 @@ class Recorder:
             self._file.write([to_line(self._place)])
         except OSError as error:
             self._give_up(error)
+        if forward is not None:
+            forward.add([to_line(self._place)])
         self._thread = threading.Thread(target=self._run, name="thinwire-recorder", daemon=True)
         self._thread.start()
 
@@ -120,6 +142,8 @@ class Recorder:
         if self._file is not None:
             self._file.close()
             self._file = None
+        if self._forward is not None:
+            self._forward.finish()
 
     def _run(self) -> None:
         while not self._stop.wait(TURN_S):
@@ -142,6 +166,9 @@ class Recorder:
             lines.append(to_line(beat))
         if lines:
             self._write(lines)
+        if self._forward is not None:
+            self._forward.add(lines)
+            self._forward.turn()
 
     def _write(self, lines: list[str]) -> None:
         if self._file is None:

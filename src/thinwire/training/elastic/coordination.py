@@ -14,6 +14,7 @@ from thinwire.files import write_whole
 from thinwire.membership.coordinator import Coordinator
 from thinwire.membership.hub import Hub
 from thinwire.membership.journal import Journal
+from thinwire.training.elastic.forwarding import TakenRecords
 from thinwire.transport.secret import read_secret
 
 JOURNAL_FILE = "coordinator.jsonl"
@@ -57,6 +58,7 @@ def coordinate(
         part_share=job.get("part_share", 0.0), bears=job.get("bears", False),
         generation=hub.generation, founding_s=job["config"]["join_deadline_s"], from_disk=is_resumed,
     )  # fmt: skip
+    coordinator.keep_records = TakenRecords(run_dir, say=say).take
     coordinator.resume_from(journal.lines(), now_s=time.monotonic())
     end = _End(coordinator, until, alone=run_dir / ALONE_FILE)
     try:

@@ -23,7 +23,9 @@ from thinwire.training.assembly import make_inner_optimizer, make_method, make_m
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.elastic.coordination import read_port
 from thinwire.training.elastic.fetching import ComingState
+from thinwire.training.elastic.forwarding import RecordForward
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.kept_state import Held, KeptState
 from thinwire.training.elastic.leader import Crew, check_ranks, whole_model
@@ -262,7 +264,9 @@ class _Life:
         council.wait_for(lambda view: _is_active(view, seated.replica), deadline_s=None, why="")
         council.done_with("active")
         self._tell(f"replica {seated.replica} takes part from step {step}")
-        self._recorder = Recorder(config.run_dir, rank=seated.replica, warn=self._tell)
+        is_with_coordinator = read_port(config.run_dir) is not None
+        forward = None if is_with_coordinator else RecordForward(council)
+        self._recorder = Recorder(config.run_dir, rank=seated.replica, warn=self._tell, forward=forward)
         self._recorder.follow(seated.transport.log, parts.optimizer.engine)
         if step:
             parts.optimizer.begin_at(step)

@@ -1,0 +1,189 @@
+"""A replica's records on their way to the coordinator's host, where those of all replicas are judged together.
+
+They go as words over the replica's connection to the coordinator, a batch at a time, each until it is answered; what
+has gone wrong in between loses nothing but time. What is sent and what is kept is bounded at both ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from thinwire.diagnosis.reading import parse_line
+from thinwire.diagnosis.records import Communicator, Record, to_line
+from thinwire.membership.callers import Allowance
+from thinwire.training.record_file import RecordFile
+
+# Of a wire of 5 Mbit/s, less than one part in a hundred.
+BYTES_A_SECOND, _BYTES_AT_ONCE = 4096.0, 32768.0
+MOST_BATCH_BYTES = 16384
+# While the coordinator does not answer, so much waits; the oldest steps are left out first.
+MOST_WAITING_BYTES = 1 << 18
+_SPAN = '{"record":"span"'
+_FINISH_S, _FINISH_LOOK_S = 2.0, 0.02
+# At the coordinator: a replica that says the truth stays far below.
+_TAKEN_A_SECOND, _TAKEN_AT_ONCE = 2 * BYTES_A_SECOND, 2.0 * MOST_WAITING_BYTES
+
+
+class Insists(Protocol):
+    """Says something to the coordinator until it is answered."""
+
+    def insist(self, kind: str, **fields: object) -> None:
+        """Say it again and again."""
+        ...
+
+    def is_done_with(self, kind: str) -> bool:
+        """Tell whether it was answered."""
+        ...
+
+
+class RecordForward:
+    """Sends one replica's lines; used by its recorder's thread alone.
+
+    Args:
+        council: Its way to the coordinator.
+        now: Gives seconds that only grow.
+
+    Attributes:
+        num_left_out: Lines that were never sent, since too many waited.
+        num_bytes: Bytes of the lines that were.
+    """
+
+    def __init__(self, council: Insists, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._council = council
+        self._now = now
+        self._lines: deque[str] = deque()
+        self._waiting_bytes = 0
+        self._number = 0
+        self._left_bytes = _BYTES_AT_ONCE
+        self._looked_s = now()
+        self.num_left_out = 0
+        self.num_bytes = 0
+
+    def add(self, lines: list[str]) -> None:
+        """See `Forward.add`."""
+        self._lines.extend(lines)
+        self._waiting_bytes += sum(len(line) + 1 for line in lines)
+        if self._waiting_bytes > MOST_WAITING_BYTES:
+            self._leave_out()
+
+    def turn(self) -> None:
+        """See `Forward.turn`."""
+        now_s = self._now()
+        self._left_bytes = min(_BYTES_AT_ONCE, self._left_bytes + (now_s - self._looked_s) * BYTES_A_SECOND)
+        self._looked_s = now_s
+        if self._lines and self._left_bytes > 0 and self._council.is_done_with("records"):
+            self._send()
+
+    def finish(self) -> None:
+        """See `Forward.finish`."""
+        until_s = time.monotonic() + _FINISH_S
+        while time.monotonic() < until_s and (self._lines or not self._council.is_done_with("records")):
+            self._left_bytes = _BYTES_AT_ONCE  # a goodbye is not put off
+            self.turn()
+            time.sleep(_FINISH_LOOK_S)
+
+    def _send(self) -> None:
+        batch: list[str] = []
+        num_bytes = 0
+        while self._lines and num_bytes + len(self._lines[0]) < MOST_BATCH_BYTES:
+            batch.append(self._lines.popleft())
+            num_bytes += len(batch[-1]) + 1
+        if not batch:  # a line that is longer than any may be
+            self._waiting_bytes -= len(self._lines.popleft()) + 1
+            self.num_left_out += 1
+            return
+        self._waiting_bytes -= num_bytes
+        self._left_bytes -= num_bytes
+        self.num_bytes += num_bytes
+        self._council.insist("records", number=self._number, text="\n".join(batch))
+        self._number += 1
+
+    def _leave_out(self) -> None:
+        """Let half of what waits go: steps first, then what is oldest."""
+        kept = deque(line for line in self._lines if not line.startswith(_SPAN))
+        kept_bytes = sum(len(line) + 1 for line in kept)
+        while kept_bytes > MOST_WAITING_BYTES // 2:
+            kept_bytes -= len(kept.popleft()) + 1
+        self.num_left_out += len(self._lines) - len(kept)
+        self._lines, self._waiting_bytes = kept, kept_bytes
+
+
+class TakenRecords:
+    """Writes what replicas of other hosts record to this run's folder, as `records-rank-N.jsonl`: untrusted lines.
+
+    A line is read as a record and written anew. One of another rank, one that is no record, and what a replica says
+    beyond its allowance are left out. Nothing is written for a replica whose process is on this host: it writes itself.
+
+    Args:
+        run_dir: The run's folder.
+        say: Told once where a file cannot be written.
+        now: Gives seconds that only grow.
+
+    Attributes:
+        num_refused: Lines that were left out.
+    """
+
+    def __init__(self, run_dir: Path, *, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir = run_dir
+        self._say = say
+        self._now = now
+        self._allowances: dict[int, Allowance] = {}
+        self._places: dict[int, str] = {}
+        self._failed: set[int] = set()
+        self.num_refused = 0
+
+    def take(self, replica: int, text: str) -> None:
+        """Take a batch of lines.
+
+        Args:
+            replica: Who sent it, as its connection tells.
+            text: Lines without the last one's end.
+        """
+        allowance = self._allowances.setdefault(replica, Allowance(a_second=_TAKEN_A_SECOND, at_once=_TAKEN_AT_ONCE))
+        lines = text.split("\n")
+        is_bounded = len(text) <= MOST_BATCH_BYTES and allowance.take(now_s=self._now(), amount=len(text))
+        if replica in self._failed or not is_bounded or self._is_here(replica):
+            self.num_refused += len(lines)
+            return
+        told = [to_line(record) for line in lines if (record := self._checked(replica, line)) is not None]
+        if told:
+            self._write(replica, told)
+
+    def _checked(self, replica: int, line: str) -> Record | None:
+        try:
+            record = parse_line(line.encode())
+        except ValueError:
+            self.num_refused += 1
+            return None
+        is_own = record.ranks == (replica,) if isinstance(record, Communicator) else record.rank == replica
+        if not is_own:
+            self.num_refused += 1
+            return None
+        if isinstance(record, Communicator):
+            self._places[replica] = to_line(record)
+        return record
+
+    def _write(self, replica: int, lines: list[str]) -> None:
+        try:
+            file = RecordFile(self._run_dir, rank=replica, is_continued=True)
+            with contextlib.closing(file):
+                if file.write(lines) and replica in self._places:
+                    file.write([self._places[replica]])
+        except OSError as error:
+            self._failed.add(replica)
+            self._say(f"the records of replica {replica} are not kept any more: {error.strerror or error}")
+
+    def _is_here(self, replica: int) -> bool:
+        """Tell whether a process of this host is that replica."""
+        try:
+            pid = int((self._run_dir / "logs" / f"replica-{replica}.pid").read_text())
+            os.kill(pid, 0)
+        except (OSError, ValueError, OverflowError):
+            return False
+        return True

@@ -1,0 +1,161 @@
+"""Records on their way to the coordinator's host: in order, once, bounded, and untrusted where they arrive."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.diagnosis.reading import parse_line
+from thinwire.diagnosis.records import Beat, Communicator, Record, Span, header_line, to_line
+from thinwire.training.elastic.forwarding import (
+    BYTES_A_SECOND,
+    MOST_BATCH_BYTES,
+    MOST_WAITING_BYTES,
+    RecordForward,
+    TakenRecords,
+)
+from thinwire.training.record_file import RecordFile
+
+PLACE = Communicator(communicator="rounds", ranks=(3,), hosts=("far",), clocks=("c",))
+
+
+class Line:
+    """A way to the coordinator that answers when a test says so."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.is_open = False
+
+    def insist(self, kind: str, **fields: Any) -> None:
+        assert kind == "records" and not self.is_open, "one batch at a time"
+        self.said.append(fields)
+        self.is_open = True
+
+    def is_done_with(self, kind: str) -> bool:
+        return not self.is_open
+
+    def lines(self) -> list[str]:
+        return [line for one in self.said for line in one["text"].split("\n")]
+
+
+def beat(second: float, rank: int = 3) -> str:
+    return to_line(Beat(rank=rank, at_s=second))
+
+
+def test_a_batch_goes_when_the_one_before_was_answered_and_nothing_goes_twice() -> None:
+    line, time_s = Line(), [0.0]
+    forward = RecordForward(line, now=lambda: time_s[0])
+    for second in range(5):
+        forward.add([beat(second)])
+        forward.turn()
+    assert line.lines() == [beat(0)]
+    line.is_open = False
+    forward.turn()
+    assert line.lines() == [beat(second) for second in range(5)] and [one["number"] for one in line.said] == [0, 1]
+
+
+def test_no_more_is_sent_than_the_allowance() -> None:
+    line, time_s = Line(), [0.0]
+    forward = RecordForward(line, now=lambda: time_s[0])
+    for turn in range(400):  # a hundred seconds of far too much
+        time_s[0] = turn / 4
+        forward.add([beat(turn + part / 1000) for part in range(100)])
+        line.is_open = False
+        forward.turn()
+    assert forward.num_bytes <= 100 * BYTES_A_SECOND + 32768 + MOST_BATCH_BYTES
+    assert forward.num_bytes >= 90 * BYTES_A_SECOND and forward.num_left_out > 0
+    assert all(len(one["text"]) <= MOST_BATCH_BYTES for one in line.said)
+
+
+def test_while_nobody_answers_steps_are_left_out_first() -> None:
+    line = Line()
+    line.is_open = True
+    forward = RecordForward(line)
+    step = to_line(Span(rank=3, kind="compute", step=1, started_s=0.0, done_s=1.0))
+    count = MOST_WAITING_BYTES // len(step)
+    for number in range(count):
+        forward.add([step, beat(number)] if number % 10 == 0 else [step])
+    assert forward.num_left_out >= count * 0.9 and not line.said
+    line.is_open = False
+    while not line.is_open or forward._lines:
+        line.is_open = False
+        forward._left_bytes = 1.0
+        forward.turn()
+    sent = line.lines()
+    assert [one for one in sent if "beat" in one] == [beat(number) for number in range(0, count, 10)]
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> TakenRecords:
+    return TakenRecords(tmp_path, say=lambda text: None)
+
+
+def records(folder: Path, rank: int = 3) -> list[Record]:
+    header, *lines = (folder / f"records-rank-{rank}.jsonl").read_bytes().splitlines()
+    assert header.decode() == header_line()
+    return [parse_line(line) for line in lines]
+
+
+def test_what_arrives_stands_in_a_file_as_if_written_here_and_outlives_the_coordinator(
+    taken: TakenRecords, tmp_path: Path
+) -> None:
+    taken.take(3, "\n".join([to_line(PLACE), beat(1)]))
+    taken.take(3, beat(2))
+    TakenRecords(tmp_path, say=print).take(3, beat(3))
+    assert records(tmp_path) == [PLACE, *(Beat(rank=3, at_s=float(second)) for second in (1, 2, 3))]
+
+
+def test_lines_of_other_ranks_and_lines_that_are_none_are_left_out(taken: TakenRecords, tmp_path: Path) -> None:
+    other = Communicator(communicator="rounds", ranks=(3, 4), hosts=("a", "b"))
+    taken.take(
+        3, "\n".join([beat(1, rank=4), to_line(other), "{", "", '{"record":"beat","rank":3}', beat(2), "x" * 9000])
+    )
+    assert records(tmp_path) == [Beat(rank=3, at_s=2.0)] and taken.num_refused == 6
+    taken.take(4, "\0")
+    assert not (tmp_path / "records-rank-4.jsonl").exists()
+
+
+def test_a_flood_is_cut_off(taken: TakenRecords, tmp_path: Path) -> None:
+    batch = "\n".join(beat(second) for second in range(300))
+    for _ in range(200):
+        taken.take(3, batch)
+    assert (tmp_path / "records-rank-3.jsonl").stat().st_size < 3 * MOST_WAITING_BYTES and taken.num_refused > 20_000
+    taken.take(3, "x" * (MOST_BATCH_BYTES + 1))
+
+
+def test_a_replica_of_this_host_writes_itself(taken: TakenRecords, tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "replica-3.pid").write_text(f"{os.getpid()}\n")
+    taken.take(3, beat(1))
+    assert not (tmp_path / "records-rank-3.jsonl").exists() and taken.num_refused == 1
+
+
+def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    taken = TakenRecords(tmp_path / "gone" / "away", say=said.append)
+    taken.take(3, beat(1))
+    taken.take(3, beat(2))
+    assert len(said) == 1 and "records of replica 3 are not kept any more" in said[0]
+
+
+def test_a_long_file_begins_anew_with_the_rank_s_place(taken: TakenRecords, tmp_path: Path, monkeypatch: Any) -> None:
+    made = lambda *args, **more: RecordFile(*args, **more, most_bytes=2000)  # noqa: E731
+    monkeypatch.setattr("thinwire.training.elastic.forwarding.RecordFile", made)
+    taken.take(3, to_line(PLACE))
+    for second in range(100):
+        taken.take(3, beat(second))
+    found = records(tmp_path)
+    assert PLACE in found and found[-1] == Beat(rank=3, at_s=99.0) and len(found) < 100
+
+
+@given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin1")))
+@settings(max_examples=100, deadline=None)
+def test_nothing_that_is_said_breaks_it(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("hostile")
+    TakenRecords(folder, say=lambda text: None).take(3, text)
+    assert not list(folder.iterdir())
