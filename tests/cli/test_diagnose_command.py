@@ -224,3 +224,12 @@ def test_the_heat_map_is_one_page_that_needs_nothing_from_elsewhere(
     assert page.count('<th scope="row">rank ') == 3 and "://" not in page and "<script" not in page
     assert main([*files, "--heat", str(tmp_path / "none" / "heat.html")]) == 1
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_metrics_are_written_whole_and_a_run_without_a_fault_says_none(tmp_path: Path) -> None:
+    files, path = _files(tmp_path), tmp_path / "thinwire.prom"
+    path.write_text("old")
+    assert main([*files, "--prometheus", str(path)]) == 0
+    assert "thinwire_findings 0\n" in path.read_text() and "old" not in path.read_text()
+    assert [one.name for one in tmp_path.glob("*.prom*")] == ["thinwire.prom"]
+    assert main([*files, "--prometheus", str(tmp_path / "none" / "x.prom")]) == 1
