@@ -23,7 +23,6 @@ def findings_text(findings: Sequence[Finding], records: Records) -> str:
         thinwire_findings 0
     """
     told = [{**finding.to_json(), "is_over": finding.until_s is not None} for finding in findings]
-    unread: Samples = [({}, records.num_refused)]
     lines: list[str] = [
         *finding_lines(told),
         *metric_lines("diagnosed_records", "gauge", "Records that were judged.", [({}, records.num_records)]),
