@@ -117,10 +117,8 @@ def _map(kind: str, times: _Times, *, most_windows: int, most_ranks: int) -> Hea
     groups = [steps[begin : begin + size] for begin in range(0, len(steps), size)]
     window_of = {step: number for number, group in enumerate(groups) for step in group}
     rows = {rank: _row(own, window_of, len(groups)) for rank, own in sorted(times.items())}
-    middles = [
-        median_low([row[number] for row in rows.values() if row[number] is not None])
-        for number in range(len(groups))
-    ]  # fmt: skip
+    columns = [[time_s for time_s in column if time_s is not None] for column in zip(*rows.values(), strict=True)]
+    middles = [median_low(column) for column in columns]  # a window is of steps that somebody timed
     ratios = {
         rank: tuple(
             time_s / middle if time_s is not None and middle else None

@@ -127,7 +127,7 @@ function showHeat(maps) {
     make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "step"), map.windows.map(([first]) => make("th", { scope: "col" }, first)))),
     make("tbody", {}, map.rows.map((row) => make("tr", {},
       make("th", { scope: "row" }, named.has(row.rank) ? "▲ " : null, `rank ${row.rank}`),
-      row.times_longer.map((times, index) => make("td", { "data-level": heatLevel(times), title: inSeconds(row.times_s[index]) }, inTimes(times))))))));
+      row.times_longer.map((times, index) => make("td", { "data-level": heatLevel(times), title: inSeconds(row.times_s[index]) }, inTimes(times)))))))));
   show("heat-legend", maps.length ? legend([...heatKeys("as the others"), ["▲ ", "named by a finding"]]) : null);
 }
 
