@@ -17,7 +17,7 @@ _STYLE = """
 body { margin: 24px; background: var(--paper); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 20px; } h2 { font-size: 17px; margin-top: 28px; }
 div { overflow-x: auto; } table { border-collapse: separate; border-spacing: 3px; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--quiet); } th { font-weight: 600; white-space: nowrap; padding: 3px 8px; }
+caption { text-align: left; color: var(--quiet); } th { font-weight: 600; white-space: nowrap; padding: 3px 5px; }
 td { background: var(--cool); border-radius: 5px; padding: 3px 8px; text-align: center; white-space: nowrap; }
 small { display: block; font-size: 12px; } .l1 { background: var(--h1); } .l2 { background: var(--h2); }
 .l3 { background: var(--h3); color: var(--h3-text); font-weight: 700; }
@@ -79,7 +79,9 @@ def _section(one: HeatMap, number: int) -> Iterator[str]:
         "<caption>Rows are ranks, columns steps. Each cell: how many times the median of all ranks in these steps a "
         f"rank takes, and its own time.{left}</caption>"
     )
-    heads = "".join(f'<th scope="col">{first} to {last}</th>' for first, last in one.windows)
+    heads = "".join(
+        f'<th scope="col">{first if first == last else f"{first}–{last}"}</th>' for first, last in one.windows
+    )
     yield f'<thead><tr><th scope="col">steps</th>{heads}</tr></thead>\n<tbody>'
     for rank, times_s in one.times_s.items():
         cells = "".join(map(_cell, times_s, one.times_longer[rank]))
