@@ -79,9 +79,7 @@ def _section(one: HeatMap, number: int) -> Iterator[str]:
         "<caption>Rows are ranks, columns steps. Each cell: how many times the median of all ranks in these steps a "
         f"rank takes, and its own time.{left}</caption>"
     )
-    heads = "".join(
-        f'<th scope="col">{first if first == last else f"{first}–{last}"}</th>' for first, last in one.windows
-    )
+    heads = "".join(f'<th scope="col">{first}–{last}</th>' for first, last in one.windows)
     yield f'<thead><tr><th scope="col">steps</th>{heads}</tr></thead>\n<tbody>'
     for rank, times_s in one.times_s.items():
         cells = "".join(map(_cell, times_s, one.times_longer[rank]))
