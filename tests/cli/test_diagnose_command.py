@@ -212,3 +212,24 @@ def test_the_timeline_is_written_as_a_trace_and_a_folder_that_is_not_there_is_to
     assert {event["pid"] for event in events} == {0, 1, 2} and {"X", "s", "f", "M"} == {event["ph"] for event in events}
     assert main([*files, "--trace", str(tmp_path / "none" / "trace.json")]) == 1
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_the_heat_map_is_one_page_that_needs_nothing_from_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, path = _files(tmp_path), tmp_path / "heat.html"
+    assert main([*files, "--heat", str(path)]) == 0
+    assert "compute: " in capsys.readouterr().err
+    page = path.read_text()
+    assert page.count('<th scope="row">rank ') == 3 and "://" not in page and "<script" not in page
+    assert main([*files, "--heat", str(tmp_path / "none" / "heat.html")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_metrics_are_written_whole_and_a_run_without_a_fault_says_none(tmp_path: Path) -> None:
+    files, path = _files(tmp_path), tmp_path / "thinwire.prom"
+    path.write_text("old")
+    assert main([*files, "--prometheus", str(path)]) == 0
+    assert "thinwire_findings 0\n" in path.read_text() and "old" not in path.read_text()
+    assert [one.name for one in tmp_path.glob("*.prom*")] == ["thinwire.prom"]
+    assert main([*files, "--prometheus", str(tmp_path / "none" / "x.prom")]) == 1

@@ -6,6 +6,9 @@ import json
 import re
 from typing import Any
 
+from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.metrics import findings_text
+from thinwire.diagnosis.reading import Records
 from thinwire.training.dashboard.metrics_text import metrics_text
 
 _NAME, _TEXT = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r'"(?:[^"\\\n]|\\["\\n])*"'
@@ -64,3 +67,19 @@ def test_replicas_links_findings_and_lost_time_are_told() -> None:
     lost = {labels: value for (name, labels), value in samples.items() if name == "thinwire_downtime_seconds_total"}
     assert lost == {frozenset({("row", "detection")}): 1.5}
     assert "thinwire_run_validation_loss" not in types and types["thinwire_run_step"] == "gauge"
+
+
+def test_what_a_diagnosis_found_is_told_without_what_is_over_or_would_be_refused() -> None:
+    place = Place(kind="host", hosts=('a "b"\\',))
+    finding = Finding(kind="clock", places=(place,), since_s=1.0, text="", confidence=0.5, remedy="")
+    over = Finding(kind="desync", places=(place,), since_s=1.0, until_s=2.0, text="", confidence=0.5, remedy="")
+    text = findings_text([finding, over], Records(num_refused=3))
+    samples, types = read(text)
+    labels = frozenset({("kind", "clock"), ("where", 'host a "b"\\')})
+    none: frozenset[tuple[str, str]] = frozenset()
+    assert samples == {
+        ("thinwire_finding_confidence_ratio", labels): 0.5, ("thinwire_findings", none): 1,
+        ("thinwire_diagnosed_records", none): 0, ("thinwire_refused_lines", none): 3,
+    }  # fmt: skip
+    assert set(types.values()) == {"gauge"}
+    assert read(findings_text([], Records()))[0]["thinwire_findings", none] == 0

@@ -37,6 +37,10 @@ class DiagnoseOptions:
 
     trace: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the timeline of all ranks on one clock, for ui.perfetto.dev or chrome://tracing."""
+    heat: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write a heat map of each rank's work against that of all ranks, as one page of HTML."""
+    prometheus: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Also write the findings as metrics, for the textfile collector of Prometheus's node_exporter (a .prom file)."""
 
 
 FOUND = 3
@@ -68,11 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     except DataError as error:
         print(f"thinwire diagnose: {error}", file=sys.stderr)
         return 1
-    if options.flight_recorder is not None and not _write_dumps(records, options.flight_recorder):
-        return 1
     job = build(records)
     findings = findings_of(job)
-    if options.trace is not None and not _write_trace(job, findings, options.trace):
+    if not _write_files(options, records, job, findings):
         return 1
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
@@ -91,6 +93,16 @@ def main(arguments: Sequence[str]) -> int:
     return FOUND if findings else 0
 
 
+def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings: Sequence[Finding]) -> bool:
+    """Write what was asked for beside the text, up to the first that cannot be written."""
+    return (
+        (options.flight_recorder is None or _write_dumps(records, options.flight_recorder))
+        and (options.trace is None or _write_trace(job, findings, options.trace))
+        and (options.heat is None or _write_heat(job, options.heat))
+        and (options.prometheus is None or _write_metrics(records, findings, options.prometheus))
+    )
+
+
 def _write_dumps(records: Records, folder: Path) -> bool:
     from thinwire.diagnosis.flight_recorder_files import write_dumps
 
@@ -105,16 +117,42 @@ def _write_dumps(records: Records, folder: Path) -> bool:
 
 def _write_trace(job: Job, findings: Sequence[Finding], path: Path) -> bool:
     from thinwire.diagnosis.trace import to_trace
+
+    trace = to_trace(job, findings)
+    if not _write(path, json_format.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"):
+        return False
+    print(f"{len(trace['traceEvents'])} events in {path}; open it in ui.perfetto.dev", file=sys.stderr)
+    return True
+
+
+def _write_heat(job: Job, path: Path) -> bool:
+    from thinwire.diagnosis.heat import heat_maps
+    from thinwire.diagnosis.heat_page import to_page, words
+
+    maps = heat_maps(job)
+    if not _write(path, to_page(maps)):
+        return False
+    for one in maps:
+        print(f"{_plain(one.kind)}: {words(one)}", file=sys.stderr)
+    print(f"{len(maps)} heat maps in {path}; open it in a browser", file=sys.stderr)
+    return True
+
+
+def _write_metrics(records: Records, findings: Sequence[Finding], path: Path) -> bool:
+    from thinwire.diagnosis.metrics import findings_text
+
+    return _write(path, findings_text(findings, records))
+
+
+def _write(path: Path, content: str) -> bool:
     from thinwire.errors import ThinwireError
     from thinwire.files import write_whole
 
-    trace = to_trace(job, findings)
     try:
-        write_whole(path, json_format.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n")
+        write_whole(path, content)
     except (OSError, ThinwireError) as error:
         print(f"thinwire diagnose: cannot write {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return False
-    print(f"{len(trace['traceEvents'])} events in {path}; open it in ui.perfetto.dev", file=sys.stderr)
     return True
 
 

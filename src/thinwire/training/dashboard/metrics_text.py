@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from thinwire.diagnosis.metrics import finding_lines, metric_lines
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_Samples = Iterable[tuple[Mapping[str, object], object]]
 _REPLICA = (
     ("step", "gauge", "step", "Last inner step that the replica told."),
     ("loss", "gauge", "loss", "Loss at that step, in nats per token."),
@@ -45,54 +46,32 @@ def _lines(told: Mapping[str, Any]) -> Iterator[str]:
     run = told.get("run") or {}
     names = {"run": "name", "state": "state", "method": "method", "model": "model"}
     labels = {label: run[name] for label, name in names.items() if run.get(name)}
-    yield from _metric("run_info", "gauge", "The run; always 1.", [(labels, 1)])
-    yield from _metric("run_step", "gauge", "Last inner step of the run.", [({}, run.get("step"))])
-    yield from _metric("run_planned_steps", "gauge", "Inner steps that the run shall have.", [({}, run.get("steps"))])
+    yield from metric_lines("run_info", "gauge", "The run; always 1.", [(labels, 1)])
+    yield from metric_lines("run_step", "gauge", "Last inner step of the run.", [({}, run.get("step"))])
+    yield from metric_lines(
+        "run_planned_steps", "gauge", "Inner steps that the run shall have.", [({}, run.get("steps"))]
+    )
     says = "Validation loss of the global parameters, in nats per token."
-    yield from _metric("run_validation_loss", "gauge", says, [({}, run.get("val_loss"))])
+    yield from metric_lines("run_validation_loss", "gauge", says, [({}, run.get("val_loss"))])
     replicas: Sequence[Mapping[str, Any]] = told.get("replicas") or []
     states = [({"replica": one["replica"], "state": one["state"]}, 1) for one in replicas if one.get("state")]
-    yield from _metric("replica_state", "gauge", "What the replica does; 1 for its state.", states)
+    yield from metric_lines("replica_state", "gauge", "What the replica does; 1 for its state.", states)
     for name, kind, field, says in _REPLICA:
         found = [({"replica": one["replica"]}, one.get(field)) for one in replicas]
-        yield from _metric(f"replica_{name}", kind, says, found)
+        yield from metric_lines(f"replica_{name}", kind, says, found)
     links: Sequence[Mapping[str, Any]] = (told.get("links") or {}).get("links") or []
     for name, kind, field, says in _LINK:
         found = [({"source": one["from"], "destination": one["to"]}, one.get(field)) for one in links]
-        yield from _metric(f"link_{name}", kind, says, found)
+        yield from metric_lines(f"link_{name}", kind, says, found)
     rates = [
         ({"source": one["from"], "destination": one["to"]}, one["now_bits_per_s"] / 8)
         for one in links
         if one.get("now_bits_per_s") is not None
     ]
-    yield from _metric("link_bytes_per_second", "gauge", "Rate of the last seconds.", rates)
-    yield from _findings((told.get("findings") or {}).get("findings") or [])
+    yield from metric_lines("link_bytes_per_second", "gauge", "Rate of the last seconds.", rates)
+    yield from finding_lines((told.get("findings") or {}).get("findings") or [])
     rows = {name: value for name, value in (told.get("downtime") or {}).items() if name.endswith("_s")}
     lost = [({"row": name.removesuffix("_s")}, rows[name]) for name in sorted(rows) if name not in ("total_s", "run_s")]
-    yield from _metric("downtime_seconds_total", "counter", "Time that faults cost, in the rows of C4's table.", lost)
-
-
-def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    worst: dict[tuple[str, str], float] = {}
-    for one in findings:
-        if not one.get("is_over"):
-            place = str(one["kind"]), str(one["where"])
-            worst[place] = max(worst.get(place, 0.0), float(one.get("confidence") or 0.0))
-    found = [({"kind": kind, "where": where}, sure) for (kind, where), sure in sorted(worst.items())]
-    yield from _metric("finding_confidence_ratio", "gauge", "A finding that is not over, and how sure it is.", found)
-    yield from _metric("findings", "gauge", "Findings that are not over.", [({}, len(worst))])
-
-
-def _metric(name: str, kind: str, says: str, samples: _Samples) -> Iterator[str]:
-    """Yield a metric's lines; none where it has no samples."""
-    known = [(labels, value) for labels, value in samples if isinstance(value, int | float)]
-    if known:
-        yield f"# HELP thinwire_{name} {says}"
-        yield f"# TYPE thinwire_{name} {kind}"
-    for labels, value in known:
-        told = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
-        yield f"thinwire_{name}{{{told}}} {value}" if told else f"thinwire_{name} {value}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    yield from metric_lines(
+        "downtime_seconds_total", "counter", "Time that faults cost, in the rows of C4's table.", lost
+    )

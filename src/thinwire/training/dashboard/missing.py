@@ -16,6 +16,7 @@ _ONE_END = (
     "needs both."
 )
 _FEW_MESSAGES = "A link is shown when both ends of several of its messages are known."
+_NO_WORK = "No rank has told what it computes yet."
 _NO_ROUNDS = "No rounds were written down yet."
 _FROM_METRICS = (
     "Drawn from metrics and finished transfers: waiting is known a line of metrics at a time, and shown at its end; "
@@ -41,6 +42,7 @@ def what_is_missing(sources: Sources, told: Mapping[str, Any]) -> dict[str, str]
         "curves": _first(not sources.replicas, _NO_METRICS, is_elastic, _OTHER_HOSTS),
         "links": _first(not sources.links, _NO_LINKS, is_elastic, _OTHER_LINKS),
         "matrix": _first(told["matrix"] is None, no_matrix),
+        "heat": _first(not told["heat"], _NO_WORK),
         "timeline": _first(not has_lanes, _NO_ROUNDS, not is_recorded, _FROM_METRICS),
         "findings": {"nobody": _NOBODY, "page": _PAGE}.get(told["findings"]["told_by"], ""),
         "actions": _first(not told["actions"]["is_there"], _NO_ACTIONS),

@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.diagnosis.diagnose import diagnose, findings_of
 from thinwire.diagnosis.findings import Finding
+from thinwire.diagnosis.heat import heat_maps
 from thinwire.diagnosis.sources import read_files
 from thinwire.diagnosis.timeline import build
 from thinwire.errors import DataError
@@ -25,6 +26,7 @@ from thinwire.training.reporting.run_folder import join_evaluations
 
 VERSION = 1
 _MOST_CURVES = 32
+_MOST_MAPS = 4
 _MOST_DIAGNOSED_BYTES = 48 << 20
 # Analysis may take so much of the time that goes by, so that a page never slows down what it shows.
 _MOST_SHARE = 0.1
@@ -52,7 +54,7 @@ class RunFollower:
         self._usual: dict[tuple[int, int], float] = {}
         self._analysed = -1
         self._next_analysis_s = -math.inf
-        self._pictures: dict[str, Any] = {"matrix": None, "timeline": None}
+        self._pictures: dict[str, Any] = {"matrix": None, "timeline": None, "heat": []}
         self._own: list[dict[str, Any]] = []
         self._of_the_end: list[dict[str, Any]] | None = None
 
@@ -84,6 +86,7 @@ class RunFollower:
             "links": links_told(sources.links),
             "matrix": self._pictures["matrix"],
             "timeline": self._pictures["timeline"],
+            "heat": self._pictures["heat"],
             "findings": {"told_by": told_by, "findings": findings},
             "actions": {"is_there": sources.has("actions"), "actions": sources.actions.to_json()},
             "downtime": self._downtime(downtime),
@@ -108,7 +111,9 @@ class RunFollower:
         job = build(joined(windows))
         if job.messages or job.operations or job.spans:
             matrix = delay_matrix(job, self._usual)
-            self._pictures = {"matrix": matrix if matrix["cells"] else None, "timeline": timeline(job)}
+            heat = [one.to_json() for one in heat_maps(job)[:_MOST_MAPS]]
+            shown = matrix if matrix["cells"] else None
+            self._pictures = {"matrix": shown, "timeline": timeline(job), "heat": heat}
             if any(window.is_recorded for window in windows) and not self._sources.has("findings"):
                 self._own = [_told_by_page(finding) for finding in findings_of(job)]
         self._next_analysis_s = time.monotonic() + (time.monotonic() - begun) / _MOST_SHARE

@@ -14,6 +14,7 @@ from thinwire.training.reporting import figures
 from thinwire.training.reporting.chart import escape
 from thinwire.training.reporting.page import code, facts, gallery, page, write_page
 from thinwire.training.reporting.run_folder import RunRecord, Summary, read_run
+from thinwire.training.reporting.trouble import trouble
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 REPORT = "report.html"
@@ -50,6 +51,7 @@ def render_report(run: RunRecord) -> str:
         facts(results(summary)),
         "<h2>Figures</h2>",
         gallery(drawn),
+        *trouble(run.path),
         "<h2>Do it again</h2>",
         code(command(run.config)),
         "<h2>Settings</h2>",

@@ -1,8 +1,8 @@
 // What the server sends, as it comes; sections that depend on another one are drawn again with it.
 
-const SHOWN = { notes: showNotes, run: showRun, findings: showFindings, headline: showHeadline, replicas: showReplicas, matrix: showMatrix,
+const SHOWN = { notes: showNotes, run: showRun, findings: showFindings, headline: showHeadline, replicas: showReplicas, matrix: showMatrix, heat: showHeat,
   timeline: showTimeline, curves: showCurves, links: showLinks, actions: showActions, downtime: showDowntime, elastic: showElastic };
-const ALSO = { findings: ["headline", "replicas", "matrix"], run: ["headline"], notes: Object.keys(SHOWN) };
+const ALSO = { findings: ["headline", "replicas", "matrix", "heat"], run: ["headline"], notes: Object.keys(SHOWN) };
 
 function take(told) {
   clockAhead = told.now - Date.now() / 1000; // ages in a saved copy stay those of the moment it was saved

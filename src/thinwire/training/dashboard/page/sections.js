@@ -109,9 +109,26 @@ function showMatrix(matrix) {
     make("thead", {}, make("tr", {}, make("td", { class: "self" }), matrix.ranks.map((rank) => make("th", { scope: "col" }, "to ", who(rank))))),
     make("tbody", {}, matrix.ranks.map((from) => make("tr", {}, make("th", { scope: "row" }, "from ", who(from)),
       matrix.ranks.map((to) => cellOf(from, to)))))));
+  show("matrix-legend", legend([...heatKeys("as usual"), ["▲ ", "outlined: named by a finding"], [`${NONE} `, "no history yet"]]));
+}
+
+function heatKeys(coolWords) {
   const swatch = (level) => make("span", { class: "swatch", "data-level": level, "aria-hidden": "true" });
-  show("matrix-legend", legend([[swatch(0), "as usual"], ...HEAT_BOUNDS.map((bound, index) => [swatch(index + 1), `${bound}× and more`]),
-    ["▲ ", "outlined: named by a finding"], [`${NONE} `, "no history yet"]]));
+  return [[swatch(0), coolWords], ...HEAT_BOUNDS.map((bound, index) => [swatch(index + 1), `${bound}× and more`])];
+}
+
+// Ranks down, windows of steps across: the rank that computes ever slower is a row that grows hot.
+function showHeat(maps) {
+  missing("heat");
+  const named = namedBy(known.findings?.findings ?? []).ranks;
+  show("heat", maps.map((map) => make("table", { class: "heat small" },
+    make("caption", {}, make("span", {}, `${map.kind}: how many times the median of all ranks each rank takes. Columns begin with the step `
+      + `above them.${map.num_left_out ? ` ${map.num_left_out} ranks that stand out less are left out.` : ""}`)),
+    make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "step"), map.windows.map(([first]) => make("th", { scope: "col" }, first)))),
+    make("tbody", {}, map.rows.map((row) => make("tr", {},
+      make("th", { scope: "row" }, named.has(row.rank) ? "▲ " : null, `rank ${row.rank}`),
+      row.times_longer.map((times, index) => make("td", { "data-level": heatLevel(times), title: inSeconds(row.times_s[index]) }, inTimes(times)))))))));
+  show("heat-legend", maps.length ? legend([...heatKeys("as the others"), ["▲ ", "named by a finding"]]) : null);
 }
 
 function timelineWords(timeline) {
