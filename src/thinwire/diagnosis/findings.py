@@ -18,6 +18,7 @@ Kind = Literal[
     "flapping link",
     "slowing compute",
     "clock",
+    "corrupt data",
 ]
 
 PlaceKind = Literal[

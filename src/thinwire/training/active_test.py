@@ -1,0 +1,374 @@
+"""Active tests between the hosts of a job: rank 0 plans and judges, all ranks send and tell.
+
+Rank 0 leaves a plan in the run's store, all ranks do it and leave what came out; from that the next plan follows. So
+tests take as long as the wires need, and a rank that is dead, or a pair that is, costs one deadline and not the test.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thinwire.diagnosis.active import AllReduce, Flow, Measured, PairTest, all_reduce_s, expected_s, judge, suspects
+from thinwire.diagnosis.findings import Finding
+from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost, TransportError
+from thinwire.training.active_plans import (
+    Cell,
+    cells_of,
+    pair_note,
+    read_flow,
+    read_object,
+    read_pair,
+    rounds_of,
+    seconds_of,
+)
+from thinwire.training.active_wires import (
+    MOST_BYTES,
+    PATIENCE_S,
+    Line,
+    follow,
+    lead,
+    loopback_times,
+    quickest_ring,
+    ring_all_reduce,
+    together,
+)
+from thinwire.transport.addresses import Address, clock_name
+from thinwire.transport.board import Gathering
+from thinwire.transport.secret import SECRET_BYTES, Secret
+
+_NUMBERS = 1 << 16
+_LEAST_S, _MOST_S = 0.05, 0.5
+_LATER = 10.0
+_BLOCKS = 5  # what a pair sends takes about so many times its longest transfer, each way
+_ALL_REDUCES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tested:
+    """What an active test came to.
+
+    Attributes:
+        rank: This rank.
+        measured: On rank 0 only.
+        findings: On rank 0 only.
+        num_findings: The same on all ranks.
+    """
+
+    rank: int
+    measured: Measured | None
+    findings: tuple[Finding, ...]
+    num_findings: int
+
+
+def run_test(
+    gathering: Gathering, *, budget_s: float = 15.0, expect_bits_per_s: float | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Tested:  # fmt: skip
+    """Test all wires of a job that has met; all ranks must call this together.
+
+    Args:
+        gathering: The ranks that came.
+        budget_s: About how long all pairs take on wires that are well.
+        expect_bits_per_s: What each wire should carry alone.
+        tell: Called on rank 0 with what is being tested.
+
+    Raises:
+        TransportError: The store, or rank 0, is gone.
+    """
+    rank = _Rank(gathering)
+    if gathering.rank != 0:
+        return Tested(rank=gathering.rank, measured=None, findings=(), num_findings=rank.obey())
+    leader = _Leader(gathering, rank, budget_s=budget_s, expect_bits_per_s=expect_bits_per_s, tell=tell)
+    measured = leader.measure()
+    findings = judge(measured, expect_bits_per_s=expect_bits_per_s)
+    leader.end(len(findings))
+    return Tested(rank=0, measured=measured, findings=tuple(findings), num_findings=len(findings))
+
+
+class _Rank:
+    """Does what the plans say, and says what came out."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        self._own, self._board, self._transport = gathering.rank, gathering.board, gathering.transport
+        self._gathering = gathering
+
+    def obey(self) -> int:
+        """Follow the plans of rank 0 to their end; return how many findings there are."""
+        number = 0
+        while True:
+            number += 1
+            plan = read_object(self._board.wait_for(f"plan/{number}", whom=0), whose="what rank 0 plans")
+            if plan.get("do") == "end":
+                return int(seconds_of(plan, "num_findings"))
+            self.do(plan, number)
+
+    def do(self, plan: Mapping[str, Any], number: int) -> None:
+        """Do one plan and leave what came out."""
+        does = {
+            "hello": self._hello, "loopback": self._loopback, "pairs": self._pairs, "flows": self._flows,
+            "all-reduce": self._all_reduce,
+        }.get(str(plan.get("do")))  # fmt: skip
+        if does is None:
+            raise PayloadError(
+                f"rank 0 plans {str(plan.get('do'))!r:.40}, which is unknown here; run the same thinwire on all hosts"
+            )
+        self._board.promise(PATIENCE_S)
+        note = does(plan, number * _NUMBERS)
+        self._board.leave(f"said/{number}/{self._own}", json.dumps(note))
+
+    def _hello(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return {"clock": clock_name(), "connected": list(self._gathering.connected)}
+
+    def _loopback(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        if [self._own] not in plan.get("ranks", ()):
+            return {}
+        from thinwire.transport.wire import WireTransport
+
+        key = Secret(key=secrets.token_bytes(SECRET_BYTES))
+        pair = [
+            WireTransport(replica=side, num_replicas=2, secret=key, address="127.0.0.1") for side in range(2)
+        ]  # fmt: skip
+        try:
+            pair[1].dial({0: Address(host="127.0.0.1", port=pair[0].port)}, deadline_s=PATIENCE_S)
+            seconds = seconds_of(plan, "seconds")
+            times = loopback_times((pair[0], pair[1]), seconds=seconds, promise=self._board.promise)
+        except TransportError as error:
+            return {"rate": 0.0, "detail": str(error)[:300]}
+        finally:
+            for transport in pair:
+                transport.close()
+        return {"rate": times.rate[0]}
+
+    def _pairs(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        mine = [cell for cell in cells_of(plan, world_size=self._gathering.world_size) if self._own in cell]
+        if not mine:
+            return {}
+        (source, destination), seconds = mine[0], seconds_of(plan, "seconds", most=60.0)
+        peer = destination if self._own == source else source
+        line = Line(self._transport, peer, number=number, promise=self._board.promise)
+        try:
+            if self._own != source:
+                follow(line, seed=number)
+                return {"fault": ""}
+            times = lead(line, seconds=seconds, seed=number)
+        except PayloadError as error:
+            return pair_note(PairTest(fault="corrupt", detail=str(error)))
+        except TransportError as error:
+            return pair_note(PairTest(fault="dead", detail=_why(error, line)))
+        rate, overhead_s = times.rate
+        return pair_note(PairTest(rate_bits_per_s=rate, overhead_s=overhead_s, latency_s=times.latency_s))
+
+    def _flows(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        rows = cells_of(plan, world_size=self._gathering.world_size, parts=3)
+        flows = {(source, destination): num_bytes for source, destination, num_bytes in rows}
+        limit_s = seconds_of(plan, "limit_s")
+        done = together(self._transport, flows, number=number, limit_s=limit_s, promise=self._board.promise)
+        return {"seconds": {str(peer): flow.seconds for peer, flow in done.items()}}
+
+    def _all_reduce(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        rows = [cell for cell in cells_of(plan, world_size=self._gathering.world_size, parts=3)]
+        order, numel = [row[0] for row in rows], rows[0][2] if rows else 0
+        if self._own not in order:
+            return {}
+        limit_s = seconds_of(plan, "limit_s")
+        best_s, wrong = float("inf"), None
+        for again in range(_ALL_REDUCES):
+            try:
+                seconds, step = ring_all_reduce(
+                    self._transport, order, numel, number=number + again * 4096, limit_s=limit_s,
+                    promise=self._board.promise,
+                )  # fmt: skip
+            except TransportError as error:
+                return {"detail": str(error)[:300]}
+            best_s, wrong = min(best_s, seconds), step if wrong is None else wrong
+        return {"seconds": best_s, "wrong": wrong}
+
+
+def _why(error: TransportError, line: Line) -> str:
+    """Say why a pair is dead, without the number of a message that nobody knows."""
+    if isinstance(error, DeadlineExceeded):
+        return f"no answer within {line.patience_s:.3g} s, the deadline that follows from measured times"
+    return "the connection broke" if isinstance(error, PeerLost) else str(error)
+
+
+class _Leader:
+    """Plans one test after the other by what came out of those before."""
+
+    def __init__(
+        self, gathering: Gathering, rank: _Rank, *, budget_s: float, expect_bits_per_s: float | None,
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._gathering, self._rank, self._tell = gathering, rank, tell
+        self._expect = expect_bits_per_s
+        self._number = 0
+        stations = gathering.stations
+        self._alive = sorted(stations)
+        hosts = [stations[rank].hostname if rank in stations else "" for rank in range(gathering.world_size)]
+        kernels = [stations[rank].host if rank in stations else "" for rank in range(gathering.world_size)]
+        names = [
+            f"{host}-{rank}" if any(hosts[other] == host and kernels[other] != kernels[rank] for other in stations)
+            else host for rank, host in enumerate(hosts)
+        ]  # fmt: skip
+        absent = {
+            rank: "did not come to the meeting point in time" for rank in range(len(hosts)) if rank not in stations
+        }
+        self._found = Measured(hosts=tuple(names), absent=absent)
+        rounds = max(1, len(rounds_of(self._alive)))
+        self._seconds = min(_MOST_S, max(_LEAST_S, budget_s / (2 * _BLOCKS * rounds)))
+
+    def measure(self) -> Measured:
+        """Run all tests."""
+        clocks = self._meet()
+        self._tell("loopback: each host alone")
+        self._loopbacks(clocks)
+        self._tell(f"pairs: {len(self._alive) * (len(self._alive) - 1)} ways between {len(self._alive)} ranks")
+        for met in rounds_of(self._alive):
+            for way in (met, [(other, one) for one, other in met]):
+                self._pairs([cell for cell in way if self._is_open(cell)])
+        self._again()
+        ring = quickest_ring(self._alive, lambda one, other: self._is_whole((one, other)))
+        if ring is not None:
+            self._tell("neighbours: a ring, all at once")
+            cells = list(zip(ring, [*ring[1:], ring[0]], strict=True))
+            self._found = replace(self._found, neighbours=self._flows(cells, share=1))
+        whole = [cell for cell in self._found.pairs if self._is_whole(cell)]
+        if len(self._alive) > 2 and whole:
+            self._tell("all-to-all: everyone to everyone, all at once")
+            flows = self._flows(whole, share=len(self._alive) - 1)
+            self._found = replace(self._found, everyone=flows)
+        if ring is not None and all(self._is_whole((one, other)) for one, other in zip(ring, ring[1:], strict=False)):
+            self._tell("all-reduce: around the ring, against the exact sum")
+            self._all_reduce(ring)
+        return self._found
+
+    def end(self, num_findings: int) -> None:
+        """Let the others end."""
+        self._number += 1
+        plan = {"do": "end", "num_findings": num_findings}
+        self._gathering.board.leave(f"plan/{self._number}", json.dumps(plan))
+
+    def _is_open(self, cell: Cell) -> bool:
+        found = self._found.pairs.get(cell)
+        return set(cell) <= set(self._alive) and (found is None or not found.fault)
+
+    def _is_whole(self, cell: Cell) -> bool:
+        """Tell whether a pair carries the right bytes, both ways: a connection that broke is of no use for the rest."""
+        ways = (self._found.pairs.get(cell), self._found.pairs.get((cell[1], cell[0])))
+        return self._is_open(cell) and all(way is not None and way.rate_bits_per_s > 0 for way in ways)
+
+    def _ask(self, plan: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Let all ranks do a plan, and return what they say; who goes silent takes no part any more."""
+        self._number += 1
+        board, number = self._gathering.board, self._number
+        text = json.dumps(plan)
+        board.leave(f"plan/{number}", text)
+        self._rank.do(json.loads(text), number)
+        texts = board.collect(f"said/{number}", self._alive)
+        silent = [rank for rank in self._alive if rank not in texts]
+        absent = {**self._found.absent, **{rank: f"fell silent during {plan['do']}" for rank in silent}}
+        self._found = replace(self._found, absent=absent)
+        self._alive = [rank for rank in self._alive if rank in texts]
+        return {rank: read_object(text, whose=f"what rank {rank} says") for rank, text in texts.items()}
+
+    def _meet(self) -> dict[int, str]:
+        said = self._ask({"do": "hello"})
+        reached = {rank: note.get("connected") for rank, note in said.items()}
+        pairs = {}
+        for one in self._alive:
+            for other in self._alive:
+                lists = reached[one], reached[other]
+                knows = zip(lists, (other, one), strict=True)
+                if one != other and not all(isinstance(known, list) and peer in known for known, peer in knows):
+                    pairs[one, other] = PairTest(fault="dead", detail="no connection came about")
+        clocks = {rank: str(note.get("clock"))[:80] for rank, note in said.items()}
+        machines = tuple(clocks.get(rank, "") for rank in range(len(self._found.hosts)))
+        self._found = replace(self._found, pairs=pairs, machines=machines)
+        return clocks
+
+    def _loopbacks(self, clocks: Mapping[int, str]) -> None:
+        """Let each machine send to itself; ranks of one machine share its processor, so they take turns."""
+        turns: dict[str, list[int]] = {}
+        for rank in self._alive:
+            turns.setdefault(clocks[rank], []).append(rank)
+        for turn in range(max(map(len, turns.values()))):
+            ranks = [own[turn] for own in turns.values() if turn < len(own)]
+            said = self._ask({"do": "loopback", "ranks": [[rank] for rank in ranks], "seconds": _LEAST_S})
+            rates = {rank: read_pair({"overhead_s": 0, "latency_s": 0, **said[rank]}) for rank in ranks if rank in said}
+            known = {rank: one.rate_bits_per_s for rank, one in rates.items() if one.rate_bits_per_s > 0}
+            loopback = {**self._found.loopback_bits_per_s, **known}
+            self._found = replace(self._found, loopback_bits_per_s=loopback)
+
+    def _pairs(self, cells: Sequence[Cell]) -> None:
+        if not cells:
+            return
+        said = self._ask({"do": "pairs", "rows": cells, "seconds": self._seconds})
+        pairs = dict(self._found.pairs)
+        for source, destination in cells:
+            if source not in said or destination not in said:
+                continue  # told as absent
+            found, heard = read_pair(said[source]), said[destination].get("fault")
+            if heard == "corrupt":  # the receiver knows best
+                found = PairTest(fault="corrupt", detail=str(said[destination].get("detail"))[:300])
+            before = pairs.get((source, destination))
+            is_better = before is None or bool(found.fault) or found.rate_bits_per_s > before.rate_bits_per_s
+            pairs[source, destination] = found if is_better or before is None else before
+        self._found = replace(self._found, pairs=pairs)
+
+    def _again(self) -> None:
+        """Ask the pairs that look slow once more, each quite alone: nobody is blamed for what happened once."""
+        slow = [cell for cell in suspects(self._found, expect_bits_per_s=self._expect) if self._is_open(cell)]
+        if slow:
+            self._tell(f"pairs again: {len(slow)} that look slow")
+        for cell in slow:
+            self._pairs([cell])
+
+    def _flows(self, cells: Sequence[Cell], *, share: int) -> dict[Cell, Flow]:
+        """Let all cells send at once for about as long as a pair did; return what came through in time."""
+        pairs = self._found.pairs
+        longest_s = 2 * self._seconds
+        sizes = {
+            cell: max(1 << 14, min(MOST_BYTES, int(pairs[cell].rate_bits_per_s * longest_s / 8 / share)))
+            for cell in cells
+        }
+        flows = {cell: Flow(num_bytes=size, seconds=1.0) for cell, size in sizes.items()}
+        due = expected_s(flows, self._found)
+        limit_s = PATIENCE_S + _LATER * max(due.values())
+        best: dict[Cell, Flow] = {}
+        for _ in range(2):  # the better of two: other work can hold a transfer up
+            said = self._ask({"do": "flows", "rows": [[*cell, sizes[cell]] for cell in cells], "limit_s": limit_s})
+            for source, destination in cells:
+                seconds = said.get(source, {}).get("seconds")
+                told = seconds.get(str(destination)) if isinstance(seconds, dict) else None
+                flow = read_flow(sizes[source, destination], told)
+                before = best.get((source, destination))
+                if flow is not None and (before is None or flow.seconds < before.seconds):
+                    best[source, destination] = flow
+            if not set(self._gathering.stations) <= set(self._alive):
+                break
+        late = {cell: Flow(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)}
+        return {**late, **{cell: flow for cell, flow in best.items() if cell in late}}
+
+    def _all_reduce(self, ring: Sequence[int]) -> None:
+        pairs = self._found.pairs
+        links = list(zip(ring, [*ring[1:], ring[0]], strict=True))
+        slowest = min(pairs[link].rate_bits_per_s for link in links)
+        numel = int(slowest * self._seconds / 8 / 4 / 2) // len(ring) * len(ring)
+        numel = min(MOST_BYTES // 4 // len(ring), max(1024, numel // len(ring))) * len(ring)
+        due_s = all_reduce_s(AllReduce(order=tuple(ring), num_bytes=4 * numel, seconds=0.0), self._found)
+        rows = [[source, destination, numel] for source, destination in links]
+        said = self._ask({"do": "all-reduce", "rows": rows, "limit_s": PATIENCE_S + _LATER * due_s})
+        times = [read_flow(1, said.get(rank, {}).get("seconds")) for rank in ring]
+        if any(time is None for time in times):
+            return
+        steps = {link: said[link[1]].get("wrong") for link in links}
+        wrong = {link: step for link, step in steps.items() if isinstance(step, int) and not isinstance(step, bool)}
+        first = tuple(sorted(link for link, step in wrong.items() if step == min(wrong.values())))
+        done = AllReduce(
+            order=tuple(ring), num_bytes=4 * numel, wrong=first,
+            seconds=max(time.seconds for time in times if time is not None),
+        )  # fmt: skip
+        self._found = replace(self._found, all_reduce=done)
