@@ -53,6 +53,10 @@ def main(arguments: Sequence[str]) -> int:
         from thinwire.cli.diagnose_test import main as test
 
         return test(arguments[1:])
+    return _diagnose(arguments)
+
+
+def _diagnose(arguments: Sequence[str]) -> int:
     from thinwire.diagnosis.diagnose import findings_of
     from thinwire.diagnosis.findings import report
     from thinwire.diagnosis.sources import read_files

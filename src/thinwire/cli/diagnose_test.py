@@ -1,4 +1,4 @@
-"""`thinwire diagnose test`: tests all wires of a job now, and names the link, sender, receiver or host that is at fault."""
+"""`thinwire diagnose test`: tests all wires of a job now, and names the link, sender, receiver or host at fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.cli.words import read_words
 from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from thinwire.diagnosis.active import Measured, PairTest
+    from thinwire.diagnosis.active_results import Measured, PairTest
     from thinwire.training.active_test import Tested
 
 FOUND, USAGE, FAILED = 3, 2, 1
@@ -91,8 +91,8 @@ def _check(options: TestOptions) -> None:
         raise ValueError(f"--replicas starts ranks, and torchrun has started {ranks}; leave it out")
     if options.replicas is None and ranks in (None, 1):
         raise ValueError(
-            "a test is between at least 2 hosts; start it by torchrun on each of them, in a lab (thinwire lab --hosts 3 "
-            "-- thinwire diagnose test), or rehearse it on this machine with --replicas 3"
+            "a test is between at least 2 hosts; start it by torchrun on each of them, in a lab (thinwire lab "
+            "--hosts 3 -- thinwire diagnose test), or rehearse it on this machine with --replicas 3"
         )
     if options.replicas is not None and not 2 <= options.replicas <= 64:
         raise ValueError(f"--replicas must be 2 to 64, got {options.replicas}")
@@ -115,11 +115,11 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "thinwire.cli.diagnose_rank", str(os.getpid()), *words]
     job = {"WORLD_SIZE": str(replicas), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = []
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(replicas):
-            own = {**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            out = None if rank == 0 else subprocess.DEVNULL
+        for number in range(replicas):
+            own = {**os.environ, **job, "RANK": str(number), "LOCAL_RANK": str(number)}
+            out = None if number == 0 else subprocess.DEVNULL
             ranks.append(subprocess.Popen(command, env=own, stdout=out))
         return max(rank.wait() for rank in ranks)
     except KeyboardInterrupt:
@@ -204,7 +204,7 @@ def _values(measured: Measured) -> dict[str, Any]:
 
 def _table(measured: Measured) -> list[str]:
     """Return what was measured as lines: hosts, then pairs, the slowest first where there are many."""
-    from thinwire.diagnosis.active import all_reduce_s, reference_rate
+    from thinwire.diagnosis.active_results import all_reduce_s, reference_rate
 
     lines = [
         f"rank {rank} on {measured.hosts[rank]}: {format_rate(rate)} to itself"
@@ -213,8 +213,13 @@ def _table(measured: Measured) -> list[str]:
     cells = sorted(measured.pairs, key=lambda cell: (measured.pairs[cell].rate_bits_per_s, cell))
     shown = cells if len(cells) <= _MOST_ROWS else cells[:_MOST_ROWS]
     reference = reference_rate(list(measured.rates.values()))
-    lines += ["", f"{'from':>4} {'to':>4} {'latency':>9} {'alone':>13} {'of usual':>9} {'in a ring':>10} {'all at once':>12}"]
-    lines += [_row(measured, cell, measured.pairs[cell], reference) for cell in (sorted(shown) if shown == cells else shown)]
+    lines += [
+        "",
+        f"{'from':>4} {'to':>4} {'latency':>9} {'alone':>13} {'of usual':>9} {'in a ring':>10} {'all at once':>12}",
+    ]
+    lines += [
+        _row(measured, cell, measured.pairs[cell], reference) for cell in (sorted(shown) if shown == cells else shown)
+    ]
     if shown != cells:
         lines.append(f"... and {len(cells) - len(shown)} quicker ones")
     done = measured.all_reduce
@@ -228,7 +233,7 @@ def _table(measured: Measured) -> list[str]:
 
 def _row(measured: Measured, cell: tuple[int, int], pair: PairTest, reference: float) -> str:
     def seconds_beside(flows: Any) -> str:
-        from thinwire.diagnosis.active import expected_s
+        from thinwire.diagnosis.active_results import expected_s
 
         if cell not in flows or not pair.rate_bits_per_s:
             return "-"

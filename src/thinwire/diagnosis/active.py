@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
+from thinwire.diagnosis.active_results import Flow, Measured, all_reduce_s, expected_s, reference_rate
 from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.diagnosis.findings import Finding, Kind, Place
@@ -18,123 +18,9 @@ from thinwire.units import format_rate, format_seconds
 
 # A wire has a third less than the others, or all at once take half as long again as alone.
 LEAST_SLOWER, LEAST_CROWDED = 1.3, 1.5
-_LEAST_LOOPBACK, _LEAST_ALL_REDUCE, _MOST_OF_EXPECTED = 2.0, 2.0, 0.8
+_LEAST_LOOPBACK, _LEAST_SHARED_LOOPBACK, _LEAST_ALL_REDUCE, _MOST_OF_EXPECTED = 2.0, 4.0, 2.0, 0.8
 _MOST_FAULTS = 6
 _DEVIATIONS, _MAD = 3.0, 1.4826  # a normal distribution's standard deviation, in median deviations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairTest:
-    """What one replica sent to another while nobody sent to either of them.
-
-    Attributes:
-        rate_bits_per_s: Of payload; 0 where nothing was measured.
-        overhead_s: What a message takes however short it is.
-        latency_s: One way: half of a word and its answer.
-        fault: Empty, `dead` (no connection, or nothing came in time) or `corrupt` (other bytes came).
-        detail: What the transport said of the fault.
-    """
-
-    rate_bits_per_s: float = 0.0
-    overhead_s: float = 0.0
-    latency_s: float = 0.0
-    fault: str = ""
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
-    """One of many transfers at once: its bytes, and seconds from the start until it was there whole."""
-
-    num_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce:
-    """A ring all-reduce.
-
-    Attributes:
-        order: Ranks around the ring.
-        num_bytes: Of the reduced vector.
-        seconds: Of the slowest rank, in the best of the runs.
-        wrong: Links over which wrong sums came first.
-    """
-
-    order: tuple[int, ...]
-    num_bytes: int
-    seconds: float
-    wrong: tuple[Cell, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """All that was measured; what was not is not there.
-
-    Attributes:
-        hosts: The host of each rank.
-        machines: The machine of each rank, where they are known: hosts of one machine share its processor.
-        absent: Why a rank took no part, or not to the end.
-        loopback_bits_per_s: What a rank's host carries to itself, through the same transport.
-        pairs: By (source, destination).
-        neighbours: Transfers of a ring, all at once.
-        everyone: Transfers from everyone to everyone, all at once.
-        all_reduce: Where one was done.
-    """
-
-    hosts: tuple[str, ...]
-    machines: tuple[str, ...] = ()
-    absent: Mapping[int, str] = field(default_factory=dict)
-    loopback_bits_per_s: Mapping[int, float] = field(default_factory=dict)
-    pairs: Mapping[Cell, PairTest] = field(default_factory=dict)
-    neighbours: Mapping[Cell, Flow] = field(default_factory=dict)
-    everyone: Mapping[Cell, Flow] = field(default_factory=dict)
-    all_reduce: AllReduce | None = None
-
-    @property
-    def host_of(self) -> dict[int, str]:
-        """The host of each rank, by its number."""
-        return dict(enumerate(self.hosts))
-
-    @property
-    def rates(self) -> dict[Cell, float]:
-        """The rate of each pair that has one."""
-        return {cell: pair.rate_bits_per_s for cell, pair in self.pairs.items() if pair.rate_bits_per_s > 0}
-
-
-def rate_of(transfers: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return bits a second and the seconds that a message takes however short it is.
-
-    Other work can hold a transfer up and never speeds one up, so the shortest time of each size counts.
-
-    Args:
-        transfers: Bytes and seconds, of one size or more.
-
-    Example:
-        >>> rate_of([(25_000, 0.03), (100_000, 0.09), (100_000, 0.5)])
-        (10000000.0, 0.01)
-    """
-    least: dict[int, float] = {}
-    for num_bytes, seconds in transfers:
-        least[num_bytes] = min(seconds, least.get(num_bytes, seconds))
-    small, large = min(least), max(least)
-    longer_s = least[large] - least[small]
-    if longer_s <= 0.25 * least[large] * (1 - small / large) or small == large:
-        return round(8 * large / least[large], 3), 0.0  # too short to tell overhead from time on the wire
-    rate = 8 * (large - small) / longer_s
-    return round(rate, 3), round(max(0.0, least[small] - 8 * small / rate), 9)
-
-
-def reference_rate(rates: Sequence[float]) -> float:
-    """Return what a wire of this job carries as a rule: the lower end of the fastest quarter.
-
-    One slow host of three is in four of six wires, so the middle of them would be its own.
-
-    Example:
-        >>> reference_rate([10.0, 10.0, 3.0, 3.0, 3.0, 3.0])
-        10.0
-    """
-    return sorted(rates, reverse=True)[len(rates) // 4] if rates else 0.0
 
 
 def judge(measured: Measured, *, expect_bits_per_s: float | None = None) -> list[Finding]:
@@ -146,8 +32,7 @@ def judge(measured: Measured, *, expect_bits_per_s: float | None = None) -> list
     """
     found = [_absent(rank, why, measured) for rank, why in sorted(measured.absent.items())]
     found += _faulty(measured, "dead") + _faulty(measured, "corrupt")
-    busy = _slow_loopbacks(measured)
-    found += busy + _slow_pairs(measured, expect_bits_per_s)
+    found += _slow_loopbacks(measured) + _slow_pairs(measured, expect_bits_per_s)
     if not any(finding.kind == "communication hang" for finding in found):
         found += _crowded(measured)
     return found + _all_reduce(measured, found)
@@ -158,67 +43,6 @@ def suspects(measured: Measured, *, expect_bits_per_s: float | None = None) -> l
     reference = reference_rate(list(measured.rates.values()))
     least = max(reference / LEAST_SLOWER, _MOST_OF_EXPECTED * (expect_bits_per_s or 0.0))
     return sorted(cell for cell, rate in measured.rates.items() if rate < least)
-
-
-def expected_s(flows: Mapping[Cell, Flow], measured: Measured) -> dict[Cell, float]:
-    """Return how long each of many transfers at once should take, by what its two ends can do alone.
-
-    An end that can send 50 Mbit/s to one peer should send as much to all of them together, as far as its machine's
-    processor can do the work.
-    """
-    pairs = measured.pairs
-    ways: dict[tuple[str, int], list[Cell]] = {}
-    for cell in flows:
-        ways.setdefault(("from", cell[0]), []).append(cell)
-        ways.setdefault(("to", cell[1]), []).append(cell)
-    ends = {
-        end: 8 * sum(flows[cell].num_bytes for cell in cells) / max(pairs[cell].rate_bits_per_s for cell in cells)
-        for end, cells in ways.items()
-    }
-    busy_s = _busy_s({cell: flow.num_bytes for cell, flow in flows.items()}, measured)
-    return {
-        (source, destination): pairs[source, destination].overhead_s
-        + max(
-            ends["from", source],
-            ends["to", destination],
-            8 * flow.num_bytes / pairs[source, destination].rate_bits_per_s,
-            busy_s,
-        )
-        for (source, destination), flow in flows.items()
-    }
-
-
-def all_reduce_s(done: AllReduce, measured: Measured) -> float:
-    """Return how long a ring all-reduce takes whose ranks do nothing but send: `2 (n - 1)` steps of the slowest wire.
-
-    Example:
-        >>> wire = PairTest(rate_bits_per_s=8e6, overhead_s=0.01)
-        >>> measured = Measured(hosts=("a", "b"), pairs={(0, 1): wire, (1, 0): wire})
-        >>> all_reduce_s(AllReduce(order=(0, 1), num_bytes=1_000_000, seconds=0.0), measured)
-        1.02
-    """
-    links = list(zip(done.order, [*done.order[1:], done.order[0]], strict=True))
-    part_bytes = done.num_bytes // len(done.order)
-    wires = [measured.pairs[link] for link in links]
-    slowest_s = max(wire.overhead_s + 8 * part_bytes / wire.rate_bits_per_s for wire in wires)
-    step_s = max(slowest_s, _busy_s(dict.fromkeys(links, part_bytes), measured))
-    return 2 * (len(done.order) - 1) * step_s
-
-
-def _busy_s(sent: Mapping[Cell, int], measured: Measured) -> float:
-    """Return how long the processors of all machines take for what is sent at once.
-
-    A loopback is the work of both ends on one machine, so each end is half of it.
-    """
-    halves: dict[str, int] = {}
-    for cell, num_bytes in sent.items():
-        for rank in cell if measured.machines else ():
-            halves[measured.machines[rank]] = halves.get(measured.machines[rank], 0) + num_bytes
-    most = 0.0
-    for machine, num_bytes in halves.items():
-        own = [rate for rank, rate in measured.loopback_bits_per_s.items() if measured.machines[rank] == machine]
-        most = max(most, 8 * num_bytes / 2 / median(own)) if own else most
-    return most
 
 
 def _absent(rank: int, why: str, measured: Measured) -> Finding:
@@ -238,7 +62,7 @@ def _absent(rank: int, why: str, measured: Measured) -> Finding:
 def _faulty(measured: Measured, fault: str) -> list[Finding]:
     """Return findings for pairs that are dead or corrupt, by the places that explain them."""
     left = {cell: float(pair.fault == fault) for cell, pair in measured.pairs.items()}
-    found = []
+    found: list[Finding] = []
     while len(found) < _MOST_FAULTS:
         explained = DelayMatrix(left, measured.host_of).explain()
         if explained is None:
@@ -271,22 +95,33 @@ def _fault_finding(
     )  # fmt: skip
 
 
-def _slow_loopbacks(measured: Measured) -> list[Finding]:
-    """Return hosts that carry far less to themselves than the others: their processor, and not a wire."""
-    rates = measured.loopback_bits_per_s
-    found = []
+def slow_loopbacks(measured: Measured) -> dict[int, float]:
+    """Return the ranks that carry far less to themselves than those of other hosts, with what those carry.
+
+    Hosts of one machine share its processor, so that they differ by what else it does.
+    """
+    rates, found = measured.loopback_bits_per_s, {}
+    machines = measured.machines or measured.hosts
     for rank, rate in sorted(rates.items()):
         others = [other for peer, other in rates.items() if measured.hosts[peer] != measured.hosts[rank]]
-        if len(others) < 2 or not rate * _LEAST_LOOPBACK < median(others):
-            continue
-        usual = median(others)
+        least = _LEAST_LOOPBACK if machines.count(machines[rank]) == 1 else _LEAST_SHARED_LOOPBACK
+        if len(others) >= 2 and rate * least < median(others):
+            found[rank] = median(others)
+    return found
+
+
+def _slow_loopbacks(measured: Measured) -> list[Finding]:
+    """Return hosts whose processor, and not a wire, is slow."""
+    found = []
+    for rank, usual in slow_loopbacks(measured).items():
+        rate = measured.loopback_bits_per_s[rank]
         found.append(Finding(
             kind="non-communication slow",
             places=(Place(kind="rank", ranks=(rank,)),),
             since_s=0.0,
             evidence={"loopback_bits_per_s": rate, "others_bits_per_s": usual, "times_slower": round(usual / rate, 2)},
-            text=f"Rank {rank} on {measured.hosts[rank]} carries {format_rate(rate)} to itself, without any wire, where "
-            f"the others carry {format_rate(usual)}.",
+            text=f"Rank {rank} on {measured.hosts[rank]} carries {format_rate(rate)} to itself, without any wire, "
+            f"where the others carry {format_rate(usual)}.",
             confidence=min(0.9, 0.3 + 0.15 * usual / rate),
             remedy="see what else runs on its processor, and whether that is throttled",
         ))  # fmt: skip
@@ -334,8 +169,9 @@ def _places(excess: Mapping[Cell, float], measured: Measured, *, least: float) -
 def _slow_pair(measured: Measured, explained: Explanation, reference: float, *, is_expected: bool) -> Finding:
     ratio = math.exp(explained.excess)
     rate = median([measured.rates[cell] for cell in explained.cells])
-    named, beside = _named(explained.places, measured), "is expected" if is_expected else "the others carry"
-    text = f"{named[0].upper()}{named[1:]} carries {format_rate(rate)} alone, where {format_rate(reference)} {beside}."
+    named, usual = _named(explained.places, measured), format_rate(reference)
+    beside = f"{usual} is expected" if is_expected else f"the others carry {usual}"
+    text = f"{named[0].upper()}{named[1:]} carries {format_rate(rate)} alone, where {beside}: {ratio:.1f} times less."
     return Finding(
         kind="communication slow", places=explained.places, since_s=0.0, text=text,
         evidence={
@@ -356,7 +192,8 @@ def _all_slow(measured: Measured, reference: float, expect: float) -> Finding:
     return Finding(
         kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
         evidence={"rate_bits_per_s": reference, "expected_bits_per_s": expect},
-        text=f"All wires carry less than is expected: {format_rate(reference)} instead of {format_rate(expect)}.{limit}",
+        text=f"All wires carry less than is expected: {format_rate(reference)} instead of "
+        f"{format_rate(expect)}.{limit}",
         confidence=0.5 if limit else 0.9,
         remedy="look at what all share (switch, access, settings of the interfaces), or expect less",
     )  # fmt: skip
@@ -386,7 +223,7 @@ def _all_crowded(ratio: float, when: str) -> Finding:
         evidence={"times_slower_than_alone": round(ratio, 2)},
         text=f"While {when}, transfers take {ratio:.1f} times as long as their wires allow: all share something.",
         confidence=0.6,
-        remedy="look at what all wires share: the switch, its way up, or the processor where replicas share one machine",
+        remedy="look at what all wires share: the switch, its way up, or the processor where replicas share a machine",
     )  # fmt: skip
 
 
@@ -398,7 +235,8 @@ def _crowd(measured: Measured, flows: Mapping[Cell, Flow], explained: Explanatio
         evidence={
             "times_slower_than_alone": round(ratio, 2), "rate_bits_per_s": rate, "links": _links(explained.cells),
         },
-        text=f"While {when}, transfers over {named} take {ratio:.1f} times as long as what both ends carry alone allows.",
+        text=f"While {when}, transfers over {named} take {ratio:.1f} times as long as what both ends carry alone "
+        "allows.",
         confidence=0.8 * _confidence(explained), probe=probe_for(explained.places),
         remedy="look for a half-duplex interface, a small queue or other traffic there",
     )  # fmt: skip

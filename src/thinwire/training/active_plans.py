@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from thinwire.diagnosis.active import Flow, PairTest
+from thinwire.diagnosis.active_results import Flow, PairTest
 from thinwire.errors import PayloadError
 from thinwire.training.active_wires import MOST_BYTES
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.diagnosis.active import Flow, rate_of
+from thinwire.diagnosis.active_results import Flow, rate_of
 from thinwire.errors import PayloadError, TransportError
 from thinwire.transport.base import Envelope, Kind, Pending, Transport
 
@@ -181,8 +181,9 @@ def together(
     while len(done) < len(out) and time.perf_counter() < end_s:
         for cell in [cell for cell, word in ready.items() if word.done()]:
             ready.pop(cell)
-            sends[cell] = time.perf_counter(), transport.send(
-                blocks[cell], to=cell[1], envelope=envelope(cell, flows[cell], 1)
+            sends[cell] = (
+                time.perf_counter(),
+                transport.send(blocks[cell], to=cell[1], envelope=envelope(cell, flows[cell], 1)),
             )
         for cell, (began_s, pending) in list(sends.items()):
             if pending.done():

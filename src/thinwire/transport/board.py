@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from thinwire.errors import ConnectError
 from thinwire.transport.addresses import Address, Station, host_identity
@@ -271,9 +271,7 @@ def _introduce(own: Station, board: Board, *, deadline_s: float) -> dict[int, St
     return stations
 
 
-def _reach(
-    transport: WireTransport, stations: Mapping[int, Station], *, rank: int
-) -> tuple[tuple[int, ...], float]:
+def _reach(transport: WireTransport, stations: Mapping[int, Station], *, rank: int) -> tuple[tuple[int, ...], float]:
     """Dial all others; nobody is waited for ten times as long as the slowest that answered, and 5 s."""
     others = sorted(set(stations) - {rank})
     began_s, latest_s, count = time.monotonic(), 0.0, 0

@@ -59,6 +59,7 @@ class JobPlace:
 
     @property
     def name(self) -> str:
+        """Where the ranks meet."""
         return f"{self.master_address}:{self.master_port}"
 
 
