@@ -42,7 +42,7 @@ class TestOptions:
     expect: str | None = None
     """What each wire should carry alone, such as 100mbit. Default: wires are compared with each other."""
 
-    budget: str = "15s"
+    budget: str = "10s"
     """About how long all pairs take together, where all is well."""
 
     secret: Path | None = None
@@ -162,7 +162,11 @@ def _show(tested: Tested, measured: Measured, expect: float | None, *, as_json: 
     from thinwire.diagnosis.findings import report
 
     if as_json:
-        told = {"findings": [finding.to_json() for finding in tested.findings], "measured": _values(measured)}
+        told: dict[str, Any] = {
+            "findings": [finding.to_json() for finding in tested.findings],
+            "measured": _values(measured),
+        }
+        told["seconds"] = round(tested.seconds, 3)
         print(json_format.dumps(told))
         return
     for line in _table(measured):
@@ -170,6 +174,7 @@ def _show(tested: Tested, measured: Measured, expect: float | None, *, as_json: 
     print()
     for line in report(tested.findings).splitlines():
         print(plain(line))
+    _say(f"tested in {format_seconds(tested.seconds)}")
     if len(measured.hosts) == 2 and expect is None:
         print("Two ranks have only each other to compare with; --expect RATE says what their wire should carry.")
 

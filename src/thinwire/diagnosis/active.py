@@ -8,7 +8,7 @@ expects; neighbours and all-to-all against what the same pairs did alone; the al
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from thinwire.diagnosis.active_results import Flow, Measured, all_reduce_s, expected_s, reference_rate
 from thinwire.diagnosis.changes import median
@@ -34,7 +34,7 @@ def judge(measured: Measured, *, expect_bits_per_s: float | None = None) -> list
     found += _faulty(measured, "dead") + _faulty(measured, "corrupt")
     found += _slow_loopbacks(measured) + _slow_pairs(measured, expect_bits_per_s)
     if not any(finding.kind == "communication hang" for finding in found):
-        found += _crowded(measured)
+        found += _crowded(measured, {rank for finding in found for rank in _ranks(finding, measured)})
     return found + _all_reduce(measured, found)
 
 
@@ -199,8 +199,19 @@ def _all_slow(measured: Measured, reference: float, expect: float) -> Finding:
     )  # fmt: skip
 
 
-def _crowded(measured: Measured) -> list[Finding]:
-    """Return what is slow only where others send at the same time."""
+def _ranks(finding: Finding, measured: Measured) -> set[int]:
+    """Return the ranks that a finding names, by their number or their host."""
+    ranks = {rank for place in finding.places for rank in place.ranks}
+    hosts = {host for place in finding.places for host in place.hosts}
+    return ranks | {rank for rank, host in measured.host_of.items() if host in hosts}
+
+
+def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
+    """Return what is slow only where others send at the same time.
+
+    Whose wire is named already is left out: acknowledgements wait in a queue that is full, so the other way of a slow
+    wire becomes slow too.
+    """
     # the plainest test that shows it is told; the other one would tell the same
     for flows, when in ((measured.neighbours, "all neighbours send"), (measured.everyone, "everyone sends to all")):
         if not flows:
@@ -211,7 +222,9 @@ def _crowded(measured: Measured) -> list[Finding]:
         middle = median(list(excess.values()))
         if middle >= least and len(excess) > 2:
             return [_all_crowded(math.exp(middle), when)]
-        places = _places(excess, measured, least=least)
+        places = [
+            one for one in _places(excess, measured, least=least) if not all(named & set(cell) for cell in one.cells)
+        ]
         if places:
             return [_crowd(measured, flows, one, when) for one in places]
     return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +44,7 @@ from thinwire.transport.board import Gathering
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _NUMBERS = 1 << 16
-_LEAST_S, _MOST_S = 0.05, 0.5
+_LEAST_S, _MOST_S = 0.05, 0.3
 _LATER = 10.0
 _BLOCKS = 5  # what a pair sends takes about so many times its longest transfer, each way
 _ALL_REDUCES = 2
@@ -58,16 +59,18 @@ class Tested:
         measured: On rank 0 only.
         findings: On rank 0 only.
         num_findings: The same on all ranks.
+        seconds: How long it took since the ranks had met.
     """
 
     rank: int
     measured: Measured | None
     findings: tuple[Finding, ...]
     num_findings: int
+    seconds: float
 
 
 def run_test(
-    gathering: Gathering, *, budget_s: float = 15.0, expect_bits_per_s: float | None = None,
+    gathering: Gathering, *, budget_s: float = 10.0, expect_bits_per_s: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Tested:  # fmt: skip
     """Test all wires of a job that has met; all ranks must call this together.
@@ -81,14 +84,20 @@ def run_test(
     Raises:
         TransportError: The store, or rank 0, is gone.
     """
-    rank = _Rank(gathering)
+    rank, began_s = _Rank(gathering), time.monotonic()
     if gathering.rank != 0:
-        return Tested(rank=gathering.rank, measured=None, findings=(), num_findings=rank.obey())
+        count = rank.obey()
+        return Tested(
+            rank=gathering.rank, measured=None, findings=(), num_findings=count, seconds=time.monotonic() - began_s
+        )  # fmt: skip
     leader = _Leader(gathering, rank, budget_s=budget_s, expect_bits_per_s=expect_bits_per_s, tell=tell)
     measured = leader.measure()
     findings = judge(measured, expect_bits_per_s=expect_bits_per_s)
     leader.end(len(findings))
-    return Tested(rank=0, measured=measured, findings=tuple(findings), num_findings=len(findings))
+    return Tested(
+        rank=0, measured=measured, findings=tuple(findings), num_findings=len(findings),
+        seconds=time.monotonic() - began_s,
+    )  # fmt: skip
 
 
 class _Rank:
