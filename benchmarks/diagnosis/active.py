@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "diagnosis_active.jsonl"
 HOSTS, RATE = 4, 50.0
 VICTIM, OTHER = 2, 1
 SEVERITIES = (1.5, 3.0)
-LATENCY_S = 0.02
+KEYS = ("kind", "where", "text", "confidence", "evidence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def run(one: Scenario, *, latency_s: float) -> dict[str, Any]:
     told = [] if found is None else found["findings"]
     return {
         "fault": one.fault, "severity": one.severity, "latency_s": latency_s, "verdict": judged(one, found),
-        "told": [{key: finding[key] for key in ("kind", "where", "text", "confidence", "evidence")} for finding in told],
+        "told": [{key: finding[key] for key in KEYS} for finding in told],
         "exit_codes": [result.exit_code for result in results],
         "command_s": round(seconds, 1), "test_s": None if found is None else round(found["seconds"], 1),
         "load": round(os.getloadavg()[0], 1), "said": "" if found else results[0].stderr[-400:],
