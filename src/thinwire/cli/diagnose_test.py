@@ -19,7 +19,7 @@ from thinwire.units import format_rate, format_seconds, parse_rate, parse_second
 
 if TYPE_CHECKING:
     from thinwire.diagnosis.active_results import Measured, PairTest
-    from thinwire.training.active_test import Tested
+    from thinwire.training.active_test import Outcome
 
 FOUND, USAGE, FAILED = 3, 2, 1
 _MOST_ROWS = 56
@@ -28,7 +28,7 @@ _PROG = "thinwire diagnose test"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestOptions:
+class ActiveTestOptions:
     """Test every wire between the hosts of a job now, and name the link, sender, receiver or host that is at fault.
 
     Loopback, pairs, neighbours, all-to-all and all-reduce, each against what is expected. Start it on every host by
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     # where the store goes, torch's own log is a page of C++ frames beside our one line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        options = read_words(TestOptions, arguments, prog=_PROG)
+        options = read_words(ActiveTestOptions, arguments, prog=_PROG)
         _check(options)
         if options.replicas is not None:
             return _start(arguments, options.replicas)
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(FAILED, error)
 
 
-def _check(options: TestOptions) -> None:
+def _check(options: ActiveTestOptions) -> None:
     """Refuse what makes no sense, before anything is started."""
     ranks = world_size()
     if options.replicas is not None and ranks is not None:
@@ -136,7 +136,7 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
                 rank.wait()
 
 
-def _test(options: TestOptions) -> int:
+def _test(options: ActiveTestOptions) -> int:
     from thinwire.training.active_test import run_test
     from thinwire.transport.board import gather
 
@@ -157,7 +157,7 @@ def _test(options: TestOptions) -> int:
     return FOUND if tested.num_findings else 0
 
 
-def _show(tested: Tested, measured: Measured, expect: float | None, *, as_json: bool) -> None:
+def _show(tested: Outcome, measured: Measured, expect: float | None, *, as_json: bool) -> None:
     from thinwire.cli.tables import plain
     from thinwire.diagnosis.findings import report
 

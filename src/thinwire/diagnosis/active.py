@@ -47,15 +47,18 @@ def suspects(measured: Measured, *, expect_bits_per_s: float | None = None) -> l
 
 def _absent(rank: int, why: str, measured: Measured) -> Finding:
     host = measured.hosts[rank]
+    # all meet at rank 0, so from there a rank that is dead looks as one that cannot reach it
+    way = () if rank == 0 else (Place(kind="link both ways", ranks=(0, rank)),)
     return Finding(
         kind="non-communication hang",
-        places=(Place(kind="rank", ranks=(rank,)),),
+        places=(Place(kind="rank", ranks=(rank,)), *way),
         since_s=0.0,
         evidence={"host": host, "rank": rank} if host else {"rank": rank},
         text=f"Rank {rank}{f' on {host}' if host else ''} {why}.",
-        confidence=0.9,
+        confidence=0.5,
         remedy="see whether its process and host are alive, and whether it reaches MASTER_ADDR and MASTER_PORT: "
         "thinwire doctor HOST:PORT there",
+        probe="test again with another host as MASTER_ADDR and rank 0: if all come then, the link is at fault",
     )
 
 

@@ -51,7 +51,7 @@ _ALL_REDUCES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tested:
+class Outcome:
     """What an active test came to.
 
     Attributes:
@@ -72,7 +72,7 @@ class Tested:
 def run_test(
     gathering: Gathering, *, budget_s: float = 10.0, expect_bits_per_s: float | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> Tested:  # fmt: skip
+) -> Outcome:  # fmt: skip
     """Test all wires of a job that has met; all ranks must call this together.
 
     Args:
@@ -87,14 +87,14 @@ def run_test(
     rank, began_s = _Rank(gathering), time.monotonic()
     if gathering.rank != 0:
         count = rank.obey()
-        return Tested(
+        return Outcome(
             rank=gathering.rank, measured=None, findings=(), num_findings=count, seconds=time.monotonic() - began_s
         )  # fmt: skip
     leader = _Leader(gathering, rank, budget_s=budget_s, expect_bits_per_s=expect_bits_per_s, tell=tell)
     measured = leader.measure()
     findings = judge(measured, expect_bits_per_s=expect_bits_per_s)
     leader.end(len(findings))
-    return Tested(
+    return Outcome(
         rank=0, measured=measured, findings=tuple(findings), num_findings=len(findings),
         seconds=time.monotonic() - began_s,
     )  # fmt: skip
