@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"
     # where the store goes, torch's own log is a page of C++ frames beside our one line
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         options = read_words(ActiveTestOptions, arguments, prog=_PROG)
         _check(options)
@@ -218,10 +218,8 @@ def _table(measured: Measured) -> list[str]:
     cells = sorted(measured.pairs, key=lambda cell: (measured.pairs[cell].rate_bits_per_s, cell))
     shown = cells if len(cells) <= _MOST_ROWS else cells[:_MOST_ROWS]
     reference = reference_rate(list(measured.rates.values()))
-    lines += [
-        "",
-        f"{'from':>4} {'to':>4} {'latency':>9} {'alone':>13} {'of usual':>9} {'in a ring':>10} {'all at once':>12}",
-    ]
+    head = f"{'from':>4} {'to':>4} {'latency':>9} {'alone':>13} {'of usual':>9} {'in a ring':>10} {'all at once':>12}"
+    lines += ["", head] if cells else []
     lines += [
         _row(measured, cell, measured.pairs[cell], reference) for cell in (sorted(shown) if shown == cells else shown)
     ]

@@ -31,7 +31,7 @@ MOST_NOTE_BYTES = 1 << 20
 # A beat may be late by this: the store answers in round trips, and processors are busy.
 GRACE_S = 5.0
 _FAREWELL_S = 5.0
-_LOOK_S = 0.02
+_LOOK_S, _MOST_PROMISED_S = 0.02, 3600.0
 
 
 class Board:
@@ -228,18 +228,23 @@ def gather(
 def _shared_key(board: Board, *, deadline_s: float) -> Secret:
     if board.rank == 0:
         board.leave("key", secrets.token_bytes(SECRET_BYTES).hex())
-    end = time.monotonic() + deadline_s
-    while (text := board.read("key")) is None:
-        if time.monotonic() > end:
-            raise ConnectError(f"rank 0 did not begin within {deadline_s:g} s; start it, and see its log")
-        time.sleep(POLL_S)
     try:
-        key = bytes.fromhex(text)
+        key = bytes.fromhex(_from_rank_0(board, "key", deadline_s=deadline_s))
     except ValueError:
         key = b""
     if len(key) != SECRET_BYTES:
         raise ConnectError("rank 0 left a key that is none; run the same thinwire on all hosts")
     return Secret(key=key)
+
+
+def _from_rank_0(board: Board, key: str, *, deadline_s: float) -> str:
+    """Return a note of rank 0, which may not have begun yet."""
+    end = time.monotonic() + deadline_s
+    while (text := board.read(key)) is None:
+        if time.monotonic() > end:
+            raise ConnectError(f"rank 0 did not begin within {deadline_s:g} s; start it, and see its log")
+        time.sleep(POLL_S)
+    return text
 
 
 def _introduce(own: Station, board: Board, *, deadline_s: float) -> dict[int, Station]:
@@ -252,6 +257,7 @@ def _introduce(own: Station, board: Board, *, deadline_s: float) -> dict[int, St
             here |= {rank for rank in range(board.world_size) if board.read(f"station/{rank}") is not None}
             time.sleep(POLL_S)
         board.leave("present", " ".join(map(str, sorted(here))))
+    _from_rank_0(board, "station/0", deadline_s=deadline_s)
     present = board.wait_for("present", whom=0).split()
     if not all(text.isdecimal() and int(text) < board.world_size for text in present):
         raise ConnectError("rank 0 left a list of ranks that is none; run the same thinwire on all hosts")
@@ -292,4 +298,4 @@ def _promised_s(text: str) -> float:
         seconds = float(text.split()[1])
     except (IndexError, ValueError):
         return 0.0
-    return seconds if 0 <= seconds < 3600 else 0.0
+    return min(seconds, _MOST_PROMISED_S) if seconds >= 0 else 0.0
