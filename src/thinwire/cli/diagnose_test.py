@@ -147,36 +147,38 @@ def _test(options: ActiveTestOptions) -> int:
     )  # fmt: skip
     try:
         tested = run_test(
-            gathering, budget_s=parse_seconds(options.budget), expect_bits_per_s=expect, tell=_say
+            gathering, budget_s=parse_seconds(options.budget), expect_bits_per_s=expect, tell=_say,
+            show=lambda outcome: _show(outcome, expect, as_json=options.json),
         )  # fmt: skip
-        if tested.measured is not None:
-            _show(tested, tested.measured, expect, as_json=options.json)
         gathering.board.part(gathering.stations)
     finally:
         gathering.transport.close()
     return FOUND if tested.num_findings else 0
 
 
-def _show(tested: Outcome, measured: Measured, expect: float | None, *, as_json: bool) -> None:
+def _show(tested: Outcome, expect: float | None, *, as_json: bool) -> None:
     from thinwire.cli.tables import plain
     from thinwire.diagnosis.findings import report
 
+    measured = tested.measured
+    assert measured is not None, "rank 0 shows what it measured"
     if as_json:
         told: dict[str, Any] = {
             "findings": [finding.to_json() for finding in tested.findings],
             "measured": _values(measured),
         }
         told["seconds"] = round(tested.seconds, 3)
-        print(json_format.dumps(told))
+        print(json_format.dumps(told), flush=True)
         return
     for line in _table(measured):
         print(plain(line))
     print()
     for line in report(tested.findings).splitlines():
         print(plain(line))
+    sys.stdout.flush()
     _say(f"tested in {format_seconds(tested.seconds)}")
     if len(measured.hosts) == 2 and expect is None:
-        print("Two ranks have only each other to compare with; --expect RATE says what their wire should carry.")
+        _say("two ranks have only each other to compare with; --expect RATE says what their wire should carry")
 
 
 def _values(measured: Measured) -> dict[str, Any]:

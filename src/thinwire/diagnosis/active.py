@@ -20,6 +20,7 @@ from thinwire.units import format_rate, format_seconds
 LEAST_SLOWER, LEAST_CROWDED = 1.3, 1.5
 _LEAST_LOOPBACK, _LEAST_SHARED_LOOPBACK, _LEAST_ALL_REDUCE, _MOST_OF_EXPECTED = 2.0, 4.0, 2.0, 0.8
 _MOST_FAULTS = 6
+_TURN_S = 0.02  # in each step of a ring, a rank waits for its turn on a busy processor
 _DEVIATIONS, _MAD = 3.0, 1.4826  # a normal distribution's standard deviation, in median deviations
 
 
@@ -275,7 +276,7 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
         ))  # fmt: skip
     due_s = all_reduce_s(done, measured)
     ratio = done.seconds / due_s
-    if ratio >= _LEAST_ALL_REDUCE and not found:
+    if done.seconds >= _LEAST_ALL_REDUCE * due_s + 2 * (len(done.order) - 1) * _TURN_S and not found:
         told.append(Finding(
             kind="communication slow", places=(Place(kind="job"),), since_s=0.0, confidence=0.5,
             evidence={"seconds": done.seconds, "expected_s": due_s, "num_bytes": done.num_bytes},

@@ -47,7 +47,7 @@ _NUMBERS = 1 << 16
 _LEAST_S, _MOST_S = 0.05, 0.3
 _LATER = 10.0
 _BLOCKS = 5  # what a pair sends takes about so many times its longest transfer, each way
-_ALL_REDUCES = 2
+_ALL_REDUCES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Outcome:
 
 def run_test(
     gathering: Gathering, *, budget_s: float = 10.0, expect_bits_per_s: float | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] = lambda line: None, show: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:  # fmt: skip
     """Test all wires of a job that has met; all ranks must call this together.
 
@@ -80,6 +80,7 @@ def run_test(
         budget_s: About how long all pairs take on wires that are well.
         expect_bits_per_s: What each wire should carry alone.
         tell: Called on rank 0 with what is being tested.
+        show: Called on rank 0 with what came out, before the others end: torchrun ends rank 0 with the first of them.
 
     Raises:
         TransportError: The store, or rank 0, is gone.
@@ -93,11 +94,13 @@ def run_test(
     leader = _Leader(gathering, rank, budget_s=budget_s, expect_bits_per_s=expect_bits_per_s, tell=tell)
     measured = leader.measure()
     findings = judge(measured, expect_bits_per_s=expect_bits_per_s)
-    leader.end(len(findings))
-    return Outcome(
+    outcome = Outcome(
         rank=0, measured=measured, findings=tuple(findings), num_findings=len(findings),
         seconds=time.monotonic() - began_s,
     )  # fmt: skip
+    show(outcome)
+    leader.end(len(findings))
+    return outcome
 
 
 class _Rank:
