@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.diagnosis.active import judge, slow_loopbacks, suspects
-from thinwire.diagnosis.active_results import AllReduce, Flow, Measured, PairTest, all_reduce_s, expected_s
+from thinwire.diagnosis.active_results import (
+    AllReduce,
+    Flow,
+    Measured,
+    PairTest,
+    all_reduce_s,
+    expected_s,
+    reference_rate,
+)
 from thinwire.diagnosis.findings import Finding
 from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost, TransportError
 from thinwire.training.active_plans import (
@@ -31,6 +39,7 @@ from thinwire.training.active_plans import (
 from thinwire.training.active_wires import (
     MOST_BYTES,
     PATIENCE_S,
+    ROUND_TRIPS,
     Line,
     follow,
     lead,
@@ -340,17 +349,23 @@ class _Leader:
         self._found = replace(self._found, pairs=pairs)
 
     def _again(self) -> None:
-        """Ask the pairs that look slow once more, each quite alone: nobody is blamed for what happened once."""
-        slow = [cell for cell in suspects(self._found, expect_bits_per_s=self._expect) if self._is_open(cell)]
-        if slow:
-            self._tell(f"pairs again: {len(slow)} that look slow")
-        for cell in slow:
-            self._pairs([cell])
+        """Ask the pairs that look slow once more, each quite alone: nobody is blamed for what happened once.
+
+        Those that are not even half as fast as usual need no third time.
+        """
+        for is_last in (False, True):
+            pairs, usual = self._found.pairs, reference_rate(list(self._found.rates.values()))
+            slow = [cell for cell in suspects(self._found, expect_bits_per_s=self._expect) if self._is_open(cell)]
+            slow = [cell for cell in slow if not is_last or 2 * pairs[cell].rate_bits_per_s > usual]
+            if slow:
+                self._tell(f"pairs again: {len(slow)} that look slow")
+            for cell in slow:
+                self._pairs([cell])
 
     def _flows(self, cells: Sequence[Cell], *, share: int) -> dict[Cell, Flow]:
         """Let all cells send at once for about as long as a pair did; return what came through in time."""
         pairs = self._found.pairs
-        longest_s = 2 * self._seconds
+        longest_s = max(2 * self._seconds, ROUND_TRIPS * 2 * max(pairs[cell].latency_s for cell in cells))
         sizes = {
             cell: max(1 << 14, min(MOST_BYTES, int(pairs[cell].rate_bits_per_s * longest_s / 8 / share)))
             for cell in cells

@@ -21,6 +21,8 @@ from thinwire.transport.base import Envelope, Kind, Pending, Transport
 # The first words of a wire have nothing to be judged by: as long as a lost packet is sent again a few times.
 PATIENCE_S = 5.0
 MOST_BYTES = 1 << 26
+# TCP begins anew with small windows after each pause: so many round trips later it sends as fast as the wire.
+ROUND_TRIPS = 15.0
 _LATER = 10.0
 _PINGS, _REPEATS, _SMALLEST_BYTES, _GROWTH = 5, 3, 1 << 14, 4
 _PRIME = 65_521
@@ -94,10 +96,13 @@ class Line:
 def lead(line: Line, *, seconds: float, seed: int) -> PairTimes:
     """Time words and blocks of growing size to a peer that calls `follow`, the longest for about so many seconds.
 
+    Over long ways it takes longer: some round trips.
+
     Raises:
         TransportError: The peer was lost, late, or says that it got other bytes.
     """
     pings, transfers = [_timed(line, 1, seed=0) for _ in range(_PINGS)], []
+    seconds = max(seconds, ROUND_TRIPS * min(pings))
     size, before_s = _SMALLEST_BYTES, 0.0
     while True:
         taken_s = _timed(line, size, seed=seed + size)
