@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thinwire.diagnosis.active import judge, slow_loopbacks, suspects
+from thinwire.diagnosis.active import LEAST_CROWDED, judge, slow_loopbacks, suspects
 from thinwire.diagnosis.active_results import (
     AllReduce,
     Flow,
@@ -56,7 +56,7 @@ _NUMBERS = 1 << 16
 _LEAST_S, _MOST_S = 0.05, 0.3
 _LATER = 10.0
 _BLOCKS = 5  # what a pair sends takes about so many times its longest transfer, each way
-_ALL_REDUCES = 3
+_ALL_REDUCES, _FLOWS = 3, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,7 +374,9 @@ class _Leader:
         due = expected_s(flows, self._found)
         limit_s = PATIENCE_S + _LATER * max(due.values())
         best: dict[Cell, Flow] = {}
-        for _ in range(2):  # the better of two: other work can hold a transfer up
+        for turn in range(_FLOWS):  # the best of them: other work can hold a transfer up
+            if turn > 1 and all(cell in best and best[cell].seconds < LEAST_CROWDED * due[cell] for cell in cells):
+                break
             said = self._ask({"do": "flows", "rows": [[*cell, sizes[cell]] for cell in cells], "limit_s": limit_s})
             for source, destination in cells:
                 seconds = said.get(source, {}).get("seconds")
