@@ -19,6 +19,7 @@ from thinwire.diagnosis.active_results import PairTest
 from thinwire.errors import ConnectError, PayloadError
 from thinwire.training import active_test, active_wires
 from thinwire.training.active_plans import cells_of, read_flow, read_object, read_pair, rounds_of, seconds_of
+from thinwire.training.active_rank import ActiveRank
 from thinwire.training.active_test import Outcome, run_test
 from thinwire.training.active_wires import Line, follow, lead, quickest_ring, ring_all_reduce
 from thinwire.transport import board as boards
@@ -137,7 +138,7 @@ def job(
 ) -> list[Outcome]:  # fmt: skip
     """Run a test between three ranks in threads, over real connections; deadlines are short."""
     if not has_loopback:
-        monkeypatch.setattr(active_test._Rank, "_loopback", lambda rank, plan, number: {"rate": 1e9})
+        monkeypatch.setattr(ActiveRank, "_loopback", lambda rank, plan, number: {"rate": 1e9})
     monkeypatch.setattr(active_wires, "PATIENCE_S", 0.4)
     monkeypatch.setattr(active_test, "PATIENCE_S", 0.4)
     monkeypatch.setattr(boards, "GRACE_S", 0.3)
