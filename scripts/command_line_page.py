@@ -17,19 +17,24 @@ stdout is data, logs go to stderr. The exit code is 0, 1 for a fault while it ra
 """
 
 
-def help_of(*words: str) -> str:
+# Commands below another one, which the help of that one tells of.
+NESTED = {"diagnose": ("diagnose test",)}
+
+
+def help_of(command: str = "") -> str:
     """Return the help of a command, as it looks in a terminal of 100 columns without colours."""
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
-    command = [sys.executable, "-c", "import sys; from thinwire.cli.main import main; sys.exit(main())"]
+    thinwire = [sys.executable, "-c", "import sys; from thinwire.cli.main import main; sys.exit(main())"]
     done = subprocess.run(
-        [*command, *words, "--help"], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [*thinwire, *command.split(), "--help"], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
 
 
 def commands() -> list[str]:
-    """Return the commands that the help of thinwire lists, one a line, indented by two."""
-    return re.findall(r"^  ([a-z][a-z-]*)  +\S", help_of(), re.MULTILINE)
+    """Return the commands that the help of thinwire lists, one a line, indented by two, and those below them."""
+    listed = re.findall(r"^  ([a-z][a-z-]*)  +\S", help_of(), re.MULTILINE)
+    return [name for command in listed for name in (command, *NESTED.get(command, ()))]
 
 
 def page() -> str:

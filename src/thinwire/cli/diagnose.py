@@ -25,7 +25,8 @@ class DiagnoseOptions:
 
     FILES are records of thinwire, dumps of torch's Flight Recorder as JSON (one file a rank), or the folder of a run of
     `thinwire train`, also while it trains. All files are of one job. The exit code is 0 where nothing is found, 3 where
-    something is.
+    something is. `thinwire diagnose test` tests the wires now instead; see thinwire diagnose test --help. A folder of
+    that name is ./test.
     """
 
     files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES")]
@@ -52,6 +53,14 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         0 where nothing is found, 3 where something is, 1 for files that cannot be read, 2 for wrong options.
     """
+    if list(arguments[:1]) == ["test"]:
+        from thinwire.cli.diagnose_test import main as test
+
+        return test(arguments[1:])
+    return _diagnose(arguments)
+
+
+def _diagnose(arguments: Sequence[str]) -> int:
     from thinwire.diagnosis.diagnose import findings_of
     from thinwire.diagnosis.findings import report
     from thinwire.diagnosis.sources import read_files

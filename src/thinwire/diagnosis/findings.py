@@ -18,6 +18,7 @@ Kind = Literal[
     "flapping link",
     "slowing compute",
     "clock",
+    "corrupt data",
 ]
 
 PlaceKind = Literal[
@@ -132,7 +133,8 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def _paragraph(finding: Finding) -> str:
-    since = f"since {finding.since_s:.3f} s"
+    # what a test measured just now has no beginning
+    since = f"since {finding.since_s:.3f} s" if finding.since_s or finding.since_round >= 0 else "measured now"
     if finding.since_round >= 0:
         since += f", round {finding.since_round}"
     if finding.until_s is not None:

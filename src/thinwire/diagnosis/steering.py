@@ -32,6 +32,7 @@ HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
     "periodic stall": (),
     "flapping link": (),
     "clock": (),
+    "corrupt data": (),
 }
 # Who is slower than this is told of only: others hardly wait for it, and other load soon makes a machine half as fast.
 _LEAST_TIMES = 3.0

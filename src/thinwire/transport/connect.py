@@ -47,7 +47,7 @@ REACH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class JobPlace:
     """What torchrun's environment says about this process."""
 
     rank: int
@@ -59,6 +59,7 @@ class _Place:
 
     @property
     def name(self) -> str:
+        """Where the ranks meet."""
         return f"{self.master_address}:{self.master_port}"
 
 
@@ -73,7 +74,7 @@ class _Stores:
         self._found: dict[tuple[str, int], Any] = {}
         self._meetings: Counter[str] = Counter()
 
-    def open(self, place: _Place, *, serve: bool, deadline_s: float) -> tuple[Any, str]:
+    def open(self, place: JobPlace, *, serve: bool, deadline_s: float) -> tuple[Any, str]:
         """Return the store at a place and the prefix of its next meeting."""
         key = (place.master_address, place.master_port)
         if key not in self._found:
@@ -83,7 +84,7 @@ class _Stores:
         return self._found[key], f"{place.prefix}/{number}"
 
 
-_stores = _Stores()
+stores = _Stores()
 
 
 def connect(
@@ -139,14 +140,14 @@ def connect(
     if job is None and dist.is_available() and dist.is_initialized():
         chosen = _chosen_interface(interface=interface, address=address)
         return RecordingTransport(_own_group(ranks_per_replica, chosen, deadline_s=deadline_s), log=log)
-    place = _read_environment(os.environ)
+    place = job_place()
     if place is None:
         _check_divides(ranks_per_replica, world_size=1)
         from thinwire.transport.loopback import LoopbackWorld
 
         return RecordingTransport(LoopbackWorld(1).transports[0], log=log)
     _check_divides(ranks_per_replica, world_size=place.world_size)
-    own_address = _own_address(place, interface=interface, address=address)
+    own_address = address_at(place, interface=interface, address=address)
     if job is not None:
         return RecordingTransport(_join_by_wire(place, own_address, job, deadline_s=deadline_s), log=log)
     transport = _join(place, own_address, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
@@ -168,7 +169,16 @@ def _check_secret(path: Path, *, ranks_per_replica: int) -> Secret:
     return read_secret(path)
 
 
-def _read_environment(environment: Mapping[str, str]) -> _Place | None:
+def job_place() -> JobPlace | None:
+    """Return what this process's environment says, or None where no variable of torchrun's is set.
+
+    Raises:
+        ValueError: Only some are set, or one is no number in its range.
+    """
+    return _read_environment(os.environ)
+
+
+def _read_environment(environment: Mapping[str, str]) -> JobPlace | None:
     missing = [name for name in REQUIRED if not environment.get(name)]
     if len(missing) == len(REQUIRED):
         return None
@@ -178,7 +188,7 @@ def _read_environment(environment: Mapping[str, str]) -> _Place | None:
             f"{', '.join(missing)} must be set where {', '.join(present)} is; start with torchrun, which sets all of "
             f"{', '.join(REQUIRED)}, or unset them all to run in this process alone"
         )
-    place = _Place(
+    place = JobPlace(
         rank=_integer(environment, "RANK", low=0),
         world_size=_integer(environment, "WORLD_SIZE", low=1),
         master_address=environment["MASTER_ADDR"],
@@ -218,14 +228,20 @@ def _chosen_interface(*, interface: str | None, address: str | None) -> str | No
     return None if address is None else interface_of(resolve(address))
 
 
-def _own_address(place: _Place, *, interface: str | None, address: str | None) -> str:
+def address_at(place: JobPlace, *, interface: str | None, address: str | None) -> str:
+    """Return the IPv4 address by which the others of a job reach this host.
+
+    Raises:
+        ValueError: The interface or address named is not this host's.
+        ConnectError: There is no route to MASTER_ADDR.
+    """
     if address is None and interface is None and os.environ.get(GLOO_INTERFACE):
         # gloo takes a list of interfaces; the first is the one it starts with.
         interface = os.environ[GLOO_INTERFACE].split(",")[0]
     return own_address(address=address, interface=interface, towards=place.master_address)
 
 
-def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: float) -> ProcessGroupTransport:
+def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: float) -> ProcessGroupTransport:
     interface = interface_of(address)
     meeting, store, prefix = _meet(place, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
     try:
@@ -252,7 +268,7 @@ def _join(place: _Place, address: str, *, ranks_per_replica: int, deadline_s: fl
             raise
 
 
-def _join_by_wire(place: _Place, address: str, secret: Secret, *, deadline_s: float) -> WireTransport:
+def _join_by_wire(place: JobPlace, address: str, secret: Secret, *, deadline_s: float) -> WireTransport:
     """Meet as for gloo; from there on, nothing that was read in the store is believed but where to try."""
     from thinwire.transport.wire import WireTransport
 
@@ -277,10 +293,10 @@ def _join_by_wire(place: _Place, address: str, secret: Secret, *, deadline_s: fl
     return transport
 
 
-def _meet(place: _Place, *, ranks_per_replica: int, deadline_s: float) -> tuple[Meeting, Any, str]:
+def _meet(place: JobPlace, *, ranks_per_replica: int, deadline_s: float) -> tuple[Meeting, Any, str]:
     end = time.monotonic() + deadline_s
     serve = place.rank == 0 and not place.agent_serves_store
-    store, prefix = _stores.open(place, serve=serve, deadline_s=deadline_s)
+    store, prefix = stores.open(place, serve=serve, deadline_s=deadline_s)
     meeting = Meeting(
         prefixed(store, f"{prefix}/meeting"),
         rank=place.rank,
@@ -292,7 +308,7 @@ def _meet(place: _Place, *, ranks_per_replica: int, deadline_s: float) -> tuple[
     return meeting, store, prefix
 
 
-def _station(place: _Place, address: str, *, port: int, ranks_per_replica: int, secret: str = "") -> Station:
+def _station(place: JobPlace, address: str, *, port: int, ranks_per_replica: int, secret: str = "") -> Station:
     return Station(
         rank=place.rank,
         replica=place.rank // ranks_per_replica,

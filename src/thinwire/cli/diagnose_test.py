@@ -1,0 +1,263 @@
+"""`thinwire diagnose test`: tests all wires of a job now, and names the link, sender, receiver or host at fault."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinwire.cli.train_options import world_size
+from thinwire.cli.words import read_words
+from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds
+
+if TYPE_CHECKING:
+    from thinwire.diagnosis.active_results import Measured, PairTest
+    from thinwire.training.active_test import Outcome
+
+FOUND, USAGE, FAILED = 3, 2, 1
+_MOST_ROWS = 56
+_STOP_S = 10.0
+_PROG = "thinwire diagnose test"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActiveTestOptions:
+    """Test every wire between the hosts of a job now, and name the link, sender, receiver or host that is at fault.
+
+    Loopback, pairs, neighbours, all-to-all and all-reduce, each against what is expected. Start it on every host by
+    torchrun, as `thinwire train`; in a lab: thinwire lab --hosts 4 -- thinwire diagnose test; or rehearse it on this
+    machine with --replicas. The exit code is 0 where nothing is found, 3 where something is.
+    """
+
+    replicas: int | None = None
+    """Start so many ranks on this machine instead, as a rehearsal."""
+
+    expect: str | None = None
+    """What each wire should carry alone, such as 100mbit. Default: wires are compared with each other."""
+
+    budget: str = "10s"
+    """About how long all pairs take together, where all is well."""
+
+    secret: Path | None = None
+    """The job's secret, the same file on all hosts; see thinwire secret."""
+
+    interface: str | None = None
+    """Network interface that the other hosts reach, such as eth0."""
+
+    address: str | None = None
+    """Address of this host that the other hosts reach."""
+
+    deadline: str = "60s"
+    """How long a rank may take to come."""
+
+    json: bool = False
+    """Print one JSON object on stdout instead of text."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire diagnose test --help`.
+
+    Returns:
+        0 where nothing is found, 3 where something is, 1 where it could not be tested, 2 for wrong options.
+    """
+    from thinwire.errors import ThinwireError
+
+    is_told = os.environ.get("LOCAL_RANK", "0") == "0"
+    # where the store goes, torch's own log is a page of C++ frames beside our one line
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    try:
+        options = read_words(ActiveTestOptions, arguments, prog=_PROG)
+        _check(options)
+        if options.replicas is not None:
+            return _start(arguments, options.replicas)
+        return _test(options)
+    except ValueError as error:
+        return _fail(USAGE, error, is_told=is_told)
+    except ThinwireError as error:
+        return _fail(FAILED, error)
+
+
+def _check(options: ActiveTestOptions) -> None:
+    """Refuse what makes no sense, before anything is started."""
+    ranks = world_size()
+    if options.replicas is not None and ranks is not None:
+        raise ValueError(f"--replicas starts ranks, and torchrun has started {ranks}; leave it out")
+    if options.replicas is None and ranks in (None, 1):
+        raise ValueError(
+            "a test is between at least 2 hosts; start it by torchrun on each of them, in a lab (thinwire lab "
+            "--hosts 3 -- thinwire diagnose test), or rehearse it on this machine with --replicas 3"
+        )
+    if options.replicas is not None and not 2 <= options.replicas <= 64:
+        raise ValueError(f"--replicas must be 2 to 64, got {options.replicas}")
+    if options.expect is not None:
+        parse_rate(options.expect)
+    for name in ("budget", "deadline"):
+        if parse_seconds(getattr(options, name)) <= 0:
+            raise ValueError(f"--{name} must be above 0s, got {getattr(options, name)}")
+
+
+def _start(arguments: Sequence[str], replicas: int) -> int:
+    """Run the ranks as processes of this machine; the first one prints."""
+    words, skipped = [], False
+    for word in arguments:
+        if word == "--replicas" or skipped:
+            skipped = not skipped
+        elif not word.startswith("--replicas="):
+            words.append(word)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "thinwire.cli.diagnose_rank", str(os.getpid()), *words]
+    job = {"WORLD_SIZE": str(replicas), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(replicas):
+            own = {**os.environ, **job, "RANK": str(number), "LOCAL_RANK": str(number)}
+            out = None if number == 0 else subprocess.DEVNULL
+            ranks.append(subprocess.Popen(command, env=own, stdout=out))
+        return max(rank.wait() for rank in ranks)
+    except KeyboardInterrupt:
+        return _fail(FAILED, "stopped; all ranks have ended")
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGTERM)
+        for rank in ranks:
+            try:
+                rank.wait(timeout=_STOP_S)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                rank.wait()
+
+
+def _test(options: ActiveTestOptions) -> int:
+    from thinwire.training.active_test import run_test
+    from thinwire.transport.board import gather
+
+    expect = None if options.expect is None else parse_rate(options.expect)
+    gathering = gather(
+        interface=options.interface, address=options.address, secret=options.secret,
+        deadline_s=parse_seconds(options.deadline),
+    )  # fmt: skip
+    try:
+        tested = run_test(
+            gathering, budget_s=parse_seconds(options.budget), expect_bits_per_s=expect, tell=_say,
+            show=lambda outcome: _show(outcome, expect, as_json=options.json),
+        )  # fmt: skip
+        gathering.board.part(gathering.stations)
+    finally:
+        gathering.transport.close()
+    return FOUND if tested.num_findings else 0
+
+
+def _show(tested: Outcome, expect: float | None, *, as_json: bool) -> None:
+    from thinwire.cli.tables import plain
+    from thinwire.diagnosis.findings import report
+
+    measured = tested.measured
+    assert measured is not None, "rank 0 shows what it measured"
+    if as_json:
+        told: dict[str, Any] = {
+            "findings": [finding.to_json() for finding in tested.findings],
+            "measured": _values(measured),
+        }
+        told["seconds"] = round(tested.seconds, 3)
+        print(json_format.dumps(told), flush=True)
+        return
+    for line in _table(measured):
+        print(plain(line))
+    print()
+    for line in report(tested.findings).splitlines():
+        print(plain(line))
+    sys.stdout.flush()
+    _say(f"tested in {format_seconds(tested.seconds)}")
+    if len(measured.hosts) == 2 and expect is None:
+        _say("two ranks have only each other to compare with; --expect RATE says what their wire should carry")
+
+
+def _values(measured: Measured) -> dict[str, Any]:
+    def named(cells: Any) -> list[dict[str, Any]]:
+        return [{"from": cell[0], "to": cell[1], **values} for cell, values in sorted(cells)]
+
+    def flow(found: Any) -> Any:
+        return ((cell, {"num_bytes": one.num_bytes, "seconds": one.seconds}) for cell, one in found.items())
+
+    done = measured.all_reduce
+    pairs = (
+        (cell, {
+            "rate_bits_per_s": pair.rate_bits_per_s, "latency_s": pair.latency_s, "overhead_s": pair.overhead_s,
+            "fault": pair.fault, "detail": pair.detail,
+        })
+        for cell, pair in measured.pairs.items()
+    )  # fmt: skip
+    return {
+        "hosts": list(measured.hosts),
+        "absent": {str(rank): why for rank, why in measured.absent.items()},
+        "loopback_bits_per_s": {str(rank): rate for rank, rate in measured.loopback_bits_per_s.items()},
+        "pairs": named(pairs), "neighbours": named(flow(measured.neighbours)),
+        "everyone": named(flow(measured.everyone)),
+        "all_reduce": None if done is None else {
+            "order": list(done.order), "num_bytes": done.num_bytes, "seconds": done.seconds,
+            "wrong": [list(link) for link in done.wrong],
+        },
+    }  # fmt: skip
+
+
+def _table(measured: Measured) -> list[str]:
+    """Return what was measured as lines: hosts, then pairs, the slowest first where there are many."""
+    from thinwire.diagnosis.active_results import all_reduce_s, reference_rate
+
+    lines = [
+        f"rank {rank} on {measured.hosts[rank]}: {format_rate(rate)} to itself"
+        for rank, rate in sorted(measured.loopback_bits_per_s.items())
+    ]
+    cells = sorted(measured.pairs, key=lambda cell: (measured.pairs[cell].rate_bits_per_s, cell))
+    shown = cells if len(cells) <= _MOST_ROWS else cells[:_MOST_ROWS]
+    reference = reference_rate(list(measured.rates.values()))
+    head = f"{'from':>4} {'to':>4} {'latency':>9} {'alone':>13} {'of usual':>9} {'in a ring':>10} {'all at once':>12}"
+    lines += ["", head] if cells else []
+    lines += [
+        _row(measured, cell, measured.pairs[cell], reference) for cell in (sorted(shown) if shown == cells else shown)
+    ]
+    if shown != cells:
+        lines.append(f"... and {len(cells) - len(shown)} quicker ones")
+    done = measured.all_reduce
+    if done is not None:
+        due_s = all_reduce_s(done, measured)
+        lines += ["", f"all-reduce of {4e-6 * (done.num_bytes // 4):.1f} MB around {' '.join(map(str, done.order))}: "
+                  f"{format_seconds(done.seconds)}, its wires allow {format_seconds(due_s)}, "
+                  f"{'a wrong sum' if done.wrong else 'the exact sum'}"]  # fmt: skip
+    return lines
+
+
+def _row(measured: Measured, cell: tuple[int, int], pair: PairTest, reference: float) -> str:
+    def seconds_beside(flows: Any) -> str:
+        from thinwire.diagnosis.active_results import expected_s
+
+        if cell not in flows or not pair.rate_bits_per_s:
+            return "-"
+        return f"{flows[cell].seconds / expected_s(flows, measured)[cell]:.2f} x"
+
+    if pair.fault:
+        return f"{cell[0]:>4} {cell[1]:>4} {pair.fault}: {pair.detail}"
+    share = f"{pair.rate_bits_per_s / reference:.0%}" if reference else "-"
+    return (
+        f"{cell[0]:>4} {cell[1]:>4} {format_seconds(pair.latency_s):>9} {format_rate(pair.rate_bits_per_s):>13} "
+        f"{share:>9} {seconds_beside(measured.neighbours):>10} {seconds_beside(measured.everyone):>12}"
+    )
+
+
+def _fail(code: int, reason: object, *, is_told: bool = True) -> int:
+    if is_told:
+        _say(str(reason))
+    return code
+
+
+def _say(words: str) -> None:
+    print(f"{_PROG}: {words}", file=sys.stderr, flush=True)

@@ -1,0 +1,63 @@
+"""`thinwire diagnose test`: its options, what it says to wrong ones, and one test between real processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.cli.diagnose import main
+from thinwire.cli.diagnose_test import FOUND, ActiveTestOptions
+
+JOB = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def test_the_options_of_the_test_are_those_that_were_agreed_on() -> None:
+    options = sorted("--" + field.name for field in dataclasses.fields(ActiveTestOptions))
+    frozen = Path(__file__).with_name("options_of_diagnose_test.txt").read_text().splitlines()
+    assert options == frozen, "an option is a promise: change options_of_diagnose_test.txt and CHANGELOG.md too"
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        ([], {}, "a test is between at least 2 hosts; start it by torchrun on each of them"),
+        ([], {**JOB, "WORLD_SIZE": "1"}, "a test is between at least 2 hosts"),
+        (["--replicas", "1"], {}, "--replicas must be 2 to 64, got 1"),
+        (["--replicas", "65"], {}, "--replicas must be 2 to 64, got 65"),
+        (["--replicas", "2"], JOB, "--replicas starts ranks, and torchrun has started 2; leave it out"),
+        (["--expect", "fast"], JOB, "fast"),
+        (["--budget", "0s"], JOB, "--budget must be above 0s, got 0s"),
+        (["--deadline", "soon"], JOB, "a duration must look like '40ms' or '2s', got 'soon'"),
+        (["--interface", "a", "--address", "b"], JOB, "give interface or address, not both"),
+        (["--secret", "/no/such/file"], JOB, "there is no secret /no/such/file on this host"),
+        (["--replicsa", "2"], {}, "--replicas"),
+    ],
+)
+def test_wrong_options_of_the_test_are_refused_in_one_line(
+    words: list[str], environment: dict[str, str], said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["test", *words]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and said in told.err and told.err.count("\n") == 1, told.err
+
+
+def test_a_rehearsal_on_one_machine_measures_all_pairs_of_real_processes() -> None:
+    command = [sys.executable, "-m", "thinwire.cli.main", "diagnose", "test", "--replicas", "2", "--json"]
+    done = subprocess.run([*command, "--budget", "0.2s"], capture_output=True, text=True, timeout=120)
+    told = json.loads(done.stdout)
+    assert done.returncode == (FOUND if told["findings"] else 0), done.stderr
+    # other work on this machine may make a wire slow; bytes arrive all the same, and are the right ones
+    assert {finding["kind"] for finding in told["findings"]} <= {"communication slow"}
+    measured = told["measured"]
+    assert [(pair["from"], pair["to"], pair["fault"]) for pair in measured["pairs"]] == [(0, 1, ""), (1, 0, "")]
+    assert all(pair["rate_bits_per_s"] > 1e6 and 0 < pair["latency_s"] < 1 for pair in measured["pairs"])
+    assert measured["all_reduce"]["wrong"] == [] and len(measured["neighbours"]) == 2 and not measured["absent"]
+    assert "all-reduce: around the ring" in done.stderr and done.stderr.count("pairs: 2 ways") == 1
