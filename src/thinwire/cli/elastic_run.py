@@ -19,6 +19,7 @@ from thinwire.training.elastic.launch import Role, launch
 from thinwire.training.elastic.steering import ElasticHands, LostTime
 from thinwire.transport.secret import Secret
 
+CUT_OFF_S = 10.0
 _ASK_S, _TELL_S, _COMMAND_S = 1.0, 15.0, 5.0
 
 
@@ -39,6 +40,7 @@ class Watch:
         self.lost = LostTime()
         self._told: list[str] = []
         self._ask_s = self._tell_s = 0.0
+        self._heard_s = time.monotonic()
 
     def look(self) -> None:
         """Ask again when it is time, and tell what has come."""
@@ -64,7 +66,11 @@ class Watch:
 
     def _hear(self, message: Message) -> None:
         if message["kind"] == "answer":
-            self._latest = message["status"]
+            self._latest, self._heard_s = message["status"], time.monotonic()
+
+    def is_cut_off(self) -> bool:
+        """Tell whether the coordinator has not answered for a while."""
+        return time.monotonic() - self._heard_s > CUT_OFF_S
 
 
 def describe(status: dict[str, Any]) -> str:
@@ -86,8 +92,12 @@ def _new(told: list[str], findings: list[str]) -> list[str]:
 def run_here(
     roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool,
     part: Callable[[], None] = lambda: None, on_finding: str = "warn", steer_dry_run: bool = False, batch_size: int = 1,
+    is_joined: bool = False,
 ) -> int:  # fmt: skip
-    """Run this host's processes to the end; return the exit code."""
+    """Run this host's processes to the end; return the exit code.
+
+    The first host judges the replicas of all. One that joined judges its own only while no coordinator is heard of.
+    """
     say = _say_nothing if is_quiet else tell
     watch = Watch(invitation, secret=secret, say=say)
 
@@ -96,7 +106,10 @@ def run_here(
         return str(answer["text"]) if answer["ok"] else f"failed: {answer['text']}"
 
     hands = ElasticHands(run_dir, status=lambda: watch.status, tell=command)
-    diagnosis = diagnosis_of(run_dir, on_finding=on_finding, is_dry_run=steer_dry_run, hands=hands, say=tell)
+    diagnosis = diagnosis_of(
+        run_dir, on_finding=on_finding, is_dry_run=steer_dry_run, hands=hands, say=tell,
+        is_mine=watch.is_cut_off if is_joined else lambda: True,
+    )  # fmt: skip
     began_s = time.time()
     try:
         with diagnosis or contextlib.nullcontext():

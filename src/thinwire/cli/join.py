@@ -106,7 +106,9 @@ def _join(options: JoinOptions) -> int:
     if not options.quiet:
         tell(f"asking {invitation.host}, port {invitation.port}, to let this host join")
     roles = replica_roles(options.replicas)
-    return run_here(roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet)
+    return run_here(
+        roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet, is_joined=True
+    )
 
 
 def job_secret(told: Secret | None, path: Path | None, *, run_dir: Path) -> tuple[Secret, Path]:

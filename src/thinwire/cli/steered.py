@@ -15,13 +15,14 @@ DOWNTIME_FILE = "downtime.json"
 
 
 def diagnosis_of(
-    run_dir: Path, *, on_finding: str, is_dry_run: bool, hands: Hands, say: Callable[[str], None]
-) -> LiveDiagnosis | None:
-    """Return what judges a run, None where that is off."""
+    run_dir: Path, *, on_finding: str, is_dry_run: bool, hands: Hands, say: Callable[[str], None],
+    is_mine: Callable[[], bool] = lambda: True,
+) -> LiveDiagnosis | None:  # fmt: skip
+    """Return what judges a run, None where that is off; `is_mine` tells whether this host is to judge now."""
     if on_finding == "off":
         return None
     steering = Steering(Policy(on_finding=on_finding))  # type: ignore[arg-type]
-    return LiveDiagnosis(run_dir, say=say, steering=steering, hands=hands, is_dry_run=is_dry_run)
+    return LiveDiagnosis(run_dir, say=say, steering=steering, hands=hands, is_dry_run=is_dry_run, is_mine=is_mine)
 
 
 def tell_end(run_dir: Path, diagnosis: LiveDiagnosis, downtime: Downtime, *, say: Callable[[str], None]) -> None:

@@ -34,7 +34,7 @@ class Coordinator(Counter):
         """
         kind = message["kind"]
         if kind == "command":
-            self._obey(token, verb=message["verb"], target=message["target"])
+            self._obey(token, verb=message["verb"], target=message["target"], now_s=now_s)
             return
         member = self.roster.by_token(token)
         if kind == "join":

@@ -12,20 +12,24 @@ from thinwire.membership.roster import Member
 class Counter(Memory):
     """A desk that people can turn to; see `Desk`."""
 
-    def status(self) -> dict[str, Any]:
-        """Return what people are shown."""
+    def status(self, *, now_s: float | None = None) -> dict[str, Any]:
+        """Return what people are shown; with the time, also how long each replica was not heard of."""
+        members = [member.describe() for member in self.roster]
+        for one, member in zip(members, self.roster, strict=True):
+            if now_s is not None:
+                one["silent_s"] = round(max(0.0, now_s - member.heard_s), 3)
         return {
             "thinwire": self._job.get("thinwire"), "unix_s": self._clock(),
             "loss": round(self.roster.loss(), 4),
             "step": self.book.step, "started": self.has_started, "paused": self.is_paused,
-            "rounds": len(self.book.decisions), "members": [member.describe() for member in self.roster],
+            "rounds": len(self.book.decisions), "members": members,
             "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
             "sites": [list(site) for site in self.places.sites], "findings": self.findings[-20:],
             "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
             "vote_s": round(self.book.vote_s, 3), "silence_s": round(self.roster.silence_s, 3),
         }  # fmt: skip
 
-    def _obey(self, token: bytes, *, verb: str, target: str) -> None:
+    def _obey(self, token: bytes, *, verb: str, target: str, now_s: float) -> None:
         verbs = {
             "status": self._do_status, "pause": self._do_pause, "resume": self._do_resume, "leave": self._do_leave,
             "expel": self._do_expel,
@@ -33,7 +37,7 @@ class Counter(Memory):
         if verb not in verbs:
             raise PayloadError(f"there is no command {verb[:40]!r}")
         is_done, text = verbs[verb](target)
-        self._send(token, "answer", {"ok": is_done, "text": text, "status": self.status()})
+        self._send(token, "answer", {"ok": is_done, "text": text, "status": self.status(now_s=now_s)})
 
     def _do_status(self, target: str) -> tuple[bool, str]:
         return True, ""

@@ -67,6 +67,7 @@ class LiveDiagnosis:
         steering: Decides what is done.
         hands: Do it.
         is_dry_run: Whether actions are only told.
+        is_mine: Whether this host is to judge now; where another one does, records are read and nothing is said.
 
     Attributes:
         news: All that was new or over, with the time in seconds since 1970.
@@ -77,7 +78,7 @@ class LiveDiagnosis:
 
     def __init__(
         self, run_dir: Path, *, say: Callable[[str], None], steering: Steering, hands: Hands, is_dry_run: bool = False,
-        judge: LiveJudge | None = None,
+        judge: LiveJudge | None = None, is_mine: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._run_dir = run_dir
         self._say = say
@@ -85,6 +86,7 @@ class LiveDiagnosis:
         self._hands = hands
         self._is_dry_run = is_dry_run
         self._judge = judge or LiveJudge()
+        self._is_mine = is_mine
         self._tails: dict[Path, RecordTail] = {}
         self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
         self._stop = threading.Event()
@@ -116,7 +118,7 @@ class LiveDiagnosis:
         """Read what came, judge it, tell and act; called by the thread."""
         began_s = time.thread_time()
         self._read()
-        if self._tails:
+        if self._tails and self._is_mine():
             self.num_looks += 1
             members = self._hands.members()
             for news in self._judge.look(without=self._without(members)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,13 @@ from thinwire.diagnosis.live import News
 from thinwire.diagnosis.steering import Action, target_of
 from thinwire.files import write_whole
 from thinwire.training.live_diagnosis import Members
+from thinwire.training.record_file import record_paths
 
 Tell = Callable[[str, str], str]
+# A replica beats, and the coordinator is asked, once a second: one that was heard of so lately lives.
+_HEARD_S = 2.5
+# A recorder beats once a second, and what it writes is forwarded four times a second.
+_LATE_S = 3.0
 # Why a replica goes without any fault, as the coordinator tells it.
 _GOOD_REASONS = ("was told to leave", "left", "has come to the end", "came too late")
 
@@ -56,12 +62,22 @@ class ElasticHands:
         status = self._status()
         if status is None:
             return None
-        active = [one for one in status["members"] if one["standing"] == "active"]
-        present = frozenset(int(one["replica"]) for one in active)
+        active = {int(one["replica"]): one for one in status["members"] if one["standing"] == "active"}
+        present = frozenset(active)
         return Members(
-            present=present, resting=frozenset(int(one["replica"]) for one in active if one["paused"]),
-            local=frozenset(number for number in present if read_pid(self._run_dir, number) is not None),
+            present=present, local=frozenset(n for n in present if read_pid(self._run_dir, n) is not None),
+            resting=frozenset(n for n, one in active.items() if one["paused"] or self._is_late(n, one)),
         )  # fmt: skip
+
+    def _is_late(self, replica: int, told: Mapping[str, Any]) -> bool:
+        """Tell whether a replica of another host lives and its records do not come: their silence is not its own."""
+        if "silent_s" not in told or told["silent_s"] >= _HEARD_S or read_pid(self._run_dir, replica) is not None:
+            return False
+        path, _ = record_paths(self._run_dir, rank=replica)
+        try:
+            return time.time() - path.stat().st_mtime > _LATE_S
+        except OSError:
+            return False
 
     def act(self, action: Action) -> str:
         """Do what was decided, and return what came of it."""
