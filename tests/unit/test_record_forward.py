@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from thinwire.training.elastic.forwarding import (
     MOST_WAITING_BYTES,
     RecordForward,
     TakenRecords,
+    pressed,
+    unpressed,
 )
 from thinwire.training.record_file import RecordFile
 
@@ -40,7 +43,7 @@ class Line:
         return not self.is_open
 
     def lines(self) -> list[str]:
-        return [line for one in self.said for line in one["text"].split("\n")]
+        return [line for one in self.said for line in unpressed(one["text"])]
 
 
 def beat(second: float, rank: int = 3) -> str:
@@ -60,16 +63,16 @@ def test_a_batch_goes_when_the_one_before_was_answered_and_nothing_goes_twice() 
 
 
 def test_no_more_is_sent_than_the_allowance() -> None:
-    line, time_s = Line(), [0.0]
+    line, time_s, values = Line(), [0.0], random.Random(2)
     forward = RecordForward(line, now=lambda: time_s[0])
     for turn in range(400):  # a hundred seconds of far too much
         time_s[0] = turn / 4
-        forward.add([beat(turn + part / 1000) for part in range(100)])
+        forward.add([beat(values.random()) for _ in range(200)])
         line.is_open = False
         forward.turn()
     assert forward.num_bytes <= 100 * BYTES_A_SECOND + 32768 + MOST_BATCH_BYTES
     assert forward.num_bytes >= 90 * BYTES_A_SECOND and forward.num_left_out > 0
-    assert all(len(one["text"]) <= MOST_BATCH_BYTES for one in line.said)
+    assert all(len("\n".join(unpressed(one["text"]))) <= MOST_BATCH_BYTES for one in line.said)
 
 
 def test_while_nobody_answers_steps_are_left_out_first() -> None:
@@ -104,51 +107,57 @@ def records(folder: Path, rank: int = 3) -> list[Record]:
 def test_what_arrives_stands_in_a_file_as_if_written_here_and_outlives_the_coordinator(
     taken: TakenRecords, tmp_path: Path
 ) -> None:
-    taken.take(3, "\n".join([to_line(PLACE), beat(1)]))
-    taken.take(3, beat(2))
-    TakenRecords(tmp_path, say=print).take(3, beat(3))
+    taken.take(3, pressed([to_line(PLACE), beat(1)]))
+    taken.take(3, pressed([beat(2)]))
+    TakenRecords(tmp_path, say=print).take(3, pressed([beat(3)]))
     assert records(tmp_path) == [PLACE, *(Beat(rank=3, at_s=float(second)) for second in (1, 2, 3))]
 
 
 def test_lines_of_other_ranks_and_lines_that_are_none_are_left_out(taken: TakenRecords, tmp_path: Path) -> None:
     other = Communicator(communicator="rounds", ranks=(3, 4), hosts=("a", "b"))
-    taken.take(
-        3, "\n".join([beat(1, rank=4), to_line(other), "{", "", '{"record":"beat","rank":3}', beat(2), "x" * 9000])
-    )
+    wrong = [beat(1, rank=4), to_line(other), "{", "", '{"record":"beat","rank":3}', "x" * 9000]
+    taken.take(3, pressed([*wrong, beat(2)]))
     assert records(tmp_path) == [Beat(rank=3, at_s=2.0)] and taken.num_refused == 6
-    taken.take(4, "\0")
+    taken.take(4, pressed(["\0"]))
     assert not (tmp_path / "records-rank-4.jsonl").exists()
 
 
 def test_a_flood_is_cut_off(taken: TakenRecords, tmp_path: Path) -> None:
-    batch = "\n".join(beat(second) for second in range(300))
-    for _ in range(200):
-        taken.take(3, batch)
-    assert (tmp_path / "records-rank-3.jsonl").stat().st_size < 3 * MOST_WAITING_BYTES and taken.num_refused > 20_000
-    taken.take(3, "x" * (MOST_BATCH_BYTES + 1))
+    values = random.Random(3)
+    for _ in range(400):
+        taken.take(3, pressed([beat(values.random()) for _ in range(300)]))
+    assert (tmp_path / "records-rank-3.jsonl").stat().st_size < 5 * MOST_WAITING_BYTES and taken.num_refused > 100
+
+
+def test_a_small_text_does_not_become_a_large_one(taken: TakenRecords, tmp_path: Path) -> None:
+    for bomb in (pressed(["0" * 50_000_000]), pressed([beat(1)] * 2000), pressed([beat(1)])[:-8]):
+        with pytest.raises(ValueError, match=r"a batch of records"):
+            unpressed(bomb)
+        taken.take(3, bomb)
+    assert taken.num_refused == 3 and not list(tmp_path.iterdir())
 
 
 def test_a_replica_of_this_host_writes_itself(taken: TakenRecords, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "replica-3.pid").write_text(f"{os.getpid()}\n")
-    taken.take(3, beat(1))
+    taken.take(3, pressed([beat(1)]))
     assert not (tmp_path / "records-rank-3.jsonl").exists() and taken.num_refused == 1
 
 
 def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     said: list[str] = []
     taken = TakenRecords(tmp_path / "gone" / "away", say=said.append)
-    taken.take(3, beat(1))
-    taken.take(3, beat(2))
+    taken.take(3, pressed([beat(1)]))
+    taken.take(3, pressed([beat(2)]))
     assert len(said) == 1 and "records of replica 3 are not kept any more" in said[0]
 
 
 def test_a_long_file_begins_anew_with_the_rank_s_place(taken: TakenRecords, tmp_path: Path, monkeypatch: Any) -> None:
     made = lambda *args, **more: RecordFile(*args, **more, most_bytes=2000)  # noqa: E731
     monkeypatch.setattr("thinwire.training.elastic.forwarding.RecordFile", made)
-    taken.take(3, to_line(PLACE))
+    taken.take(3, pressed([to_line(PLACE)]))
     for second in range(100):
-        taken.take(3, beat(second))
+        taken.take(3, pressed([beat(second)]))
     found = records(tmp_path)
     assert PLACE in found and found[-1] == Beat(rank=3, at_s=99.0) and len(found) < 100
 
@@ -158,4 +167,5 @@ def test_a_long_file_begins_anew_with_the_rank_s_place(taken: TakenRecords, tmp_
 def test_nothing_that_is_said_breaks_it(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("hostile")
     TakenRecords(folder, say=lambda text: None).take(3, text)
+    TakenRecords(folder, say=lambda text: None).take(3, pressed([text]))
     assert not list(folder.iterdir())

@@ -6,9 +6,12 @@ has gone wrong in between loses nothing but time. What is sent and what is kept 
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import os
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +24,14 @@ from thinwire.training.record_file import RecordFile
 
 # Of a wire of 5 Mbit/s, less than one part in a hundred.
 BYTES_A_SECOND, _BYTES_AT_ONCE = 4096.0, 32768.0
-MOST_BATCH_BYTES = 16384
+# Of the lines of a batch; pressed they are a fifth to a half of that.
+MOST_BATCH_BYTES = 32768
 # While the coordinator does not answer, so much waits; the oldest steps are left out first.
 MOST_WAITING_BYTES = 1 << 18
 _SPAN = '{"record":"span"'
 _FINISH_S, _FINISH_LOOK_S = 2.0, 0.02
 # At the coordinator: a replica that says the truth stays far below.
-_TAKEN_A_SECOND, _TAKEN_AT_ONCE = 2 * BYTES_A_SECOND, 2.0 * MOST_WAITING_BYTES
+_TAKEN_A_SECOND, _TAKEN_AT_ONCE = 2 * BYTES_A_SECOND, float(MOST_WAITING_BYTES)
 
 
 class Insists(Protocol):
@@ -51,7 +55,7 @@ class RecordForward:
 
     Attributes:
         num_left_out: Lines that were never sent, since too many waited.
-        num_bytes: Bytes of the lines that were.
+        num_bytes: Bytes of the batches that were, as they were sent.
     """
 
     def __init__(self, council: Insists, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -99,9 +103,10 @@ class RecordForward:
             self.num_left_out += 1
             return
         self._waiting_bytes -= num_bytes
-        self._left_bytes -= num_bytes
-        self.num_bytes += num_bytes
-        self._council.insist("records", number=self._number, text="\n".join(batch))
+        text = pressed(batch)
+        self._left_bytes -= len(text)
+        self.num_bytes += len(text)
+        self._council.insist("records", number=self._number, text=text)
         self._number += 1
 
     def _leave_out(self) -> None:
@@ -112,6 +117,32 @@ class RecordForward:
             kept_bytes -= len(kept.popleft()) + 1
         self.num_left_out += len(self._lines) - len(kept)
         self._lines, self._waiting_bytes = kept, kept_bytes
+
+
+def pressed(lines: list[str]) -> str:
+    """Return a batch of lines as the text of a message.
+
+    Example:
+        >>> unpressed(pressed(["a", "b"]))
+        ['a', 'b']
+    """
+    return base64.b85encode(zlib.compress("\n".join(lines).encode(), 6)).decode()
+
+
+def unpressed(text: str) -> list[str]:
+    """Return the lines of an untrusted message.
+
+    Raises:
+        ValueError: It holds none, or more than `MOST_BATCH_BYTES`.
+    """
+    try:
+        press = zlib.decompressobj()
+        raw = press.decompress(base64.b85decode(text), MOST_BATCH_BYTES + 1)
+    except (zlib.error, binascii.Error) as error:
+        raise ValueError(f"a batch of records that is none: {error}") from None
+    if len(raw) > MOST_BATCH_BYTES or not press.eof:
+        raise ValueError(f"a batch of records of more than {MOST_BATCH_BYTES} bytes, or without its end")
+    return raw.decode().split("\n")
 
 
 class TakenRecords:
@@ -126,7 +157,7 @@ class TakenRecords:
         now: Gives seconds that only grow.
 
     Attributes:
-        num_refused: Lines that were left out.
+        num_refused: Lines and batches that were left out.
     """
 
     def __init__(self, run_dir: Path, *, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
@@ -143,13 +174,17 @@ class TakenRecords:
 
         Args:
             replica: Who sent it, as its connection tells.
-            text: Lines without the last one's end.
+            text: As `pressed` made it.
         """
         allowance = self._allowances.setdefault(replica, Allowance(a_second=_TAKEN_A_SECOND, at_once=_TAKEN_AT_ONCE))
-        lines = text.split("\n")
-        is_bounded = len(text) <= MOST_BATCH_BYTES and allowance.take(now_s=self._now(), amount=len(text))
-        if replica in self._failed or not is_bounded or self._is_here(replica):
-            self.num_refused += len(lines)
+        is_allowed = allowance.take(now_s=self._now(), amount=len(text) + 1)
+        if replica in self._failed or not is_allowed or self._is_here(replica):
+            self.num_refused += 1
+            return
+        try:
+            lines = unpressed(text)
+        except ValueError:
+            self.num_refused += 1
             return
         told = [to_line(record) for line in lines if (record := self._checked(replica, line)) is not None]
         if told:
