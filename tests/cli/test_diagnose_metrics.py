@@ -11,7 +11,7 @@ from thinwire.diagnosis.diagnose import findings_of
 from thinwire.diagnosis.findings import Place
 from thinwire.diagnosis.metrics import findings_text
 from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.records import Communicator, Span
+from thinwire.diagnosis.records import Communicator, Span, header_line, to_line
 from thinwire.diagnosis.scenes import Fault
 from thinwire.diagnosis.timeline import build
 
@@ -46,3 +46,11 @@ def test_hostile_names_are_escaped_and_what_is_not_known_has_no_sample() -> None
     assert samples["thinwire_rank_work_seconds", labels] == 2.0
     assert samples["thinwire_findings", frozenset()] == 0 and samples["thinwire_diagnosed_records", frozenset()] == 1
     assert not any(name == "thinwire_rank_open_operations" for name, _ in samples)
+
+
+def test_a_kind_of_work_that_utf8_cannot_write_ends_no_heat_map(tmp_path: Path) -> None:
+    spans = [Span(rank=rank, kind="\ud800", step=1, started_s=0.0, done_s=1.0) for rank in (0, 1)]
+    path = tmp_path / "records-rank-0.jsonl"
+    path.write_text("\n".join([header_line(), *map(to_line, spans)]) + "\n")
+    assert main([str(path), "--heat", str(tmp_path / "heat.html")]) == 0
+    assert '<h2 id="kind-0">?</h2>' in (tmp_path / "heat.html").read_text()
