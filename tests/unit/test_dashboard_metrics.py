@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import re
 from typing import Any
 
+from tests.prometheus_text import read
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.metrics import findings_text
 from thinwire.diagnosis.reading import Records
+from thinwire.diagnosis.timeline import Job
 from thinwire.training.dashboard.metrics_text import metrics_text
-
-_NAME, _TEXT = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r'"(?:[^"\\\n]|\\["\\n])*"'
-_SAMPLE = re.compile(rf"({_NAME})(?:\{{((?:{_NAME}={_TEXT},?)*)\}})? (-?[0-9.e+-]+)")
-Sample = tuple[str, frozenset[tuple[str, str]]]
-
-
-def read(text: str) -> tuple[dict[Sample, float], dict[str, str]]:
-    """Read the text format as its rules say: each metric once, its type before its samples, no sample twice."""
-    samples: dict[Sample, float] = {}
-    types: dict[str, str] = {}
-    assert text.endswith("\n")
-    for line in text.splitlines():
-        if line.startswith("# TYPE "):
-            _, _, name, kind = line.split(" ")
-            assert name not in types and kind in ("gauge", "counter") and (kind == "counter") == name.endswith("_total")
-            types[name] = kind
-        elif not line.startswith("# HELP "):
-            found = _SAMPLE.fullmatch(line)
-            assert found is not None, line
-            pairs = re.findall(rf"({_NAME})=({_TEXT})", found[2] or "")
-            labels = frozenset((name, json.loads(told)) for name, told in pairs)
-            assert len(labels) == len(pairs) and found[1] == list(types)[-1]
-            assert (found[1], labels) not in samples
-            samples[found[1], labels] = float(found[3])
-    return samples, types
 
 
 def test_replicas_links_findings_and_lost_time_are_told() -> None:
@@ -73,13 +48,14 @@ def test_what_a_diagnosis_found_is_told_without_what_is_over_or_would_be_refused
     place = Place(kind="host", hosts=('a "b"\\',))
     finding = Finding(kind="clock", places=(place,), since_s=1.0, text="", confidence=0.5, remedy="")
     over = Finding(kind="desync", places=(place,), since_s=1.0, until_s=2.0, text="", confidence=0.5, remedy="")
-    text = findings_text([finding, over], Records(num_refused=3))
+    text = findings_text([finding, over], Records(num_refused=3), Job(), at=7.5)
     samples, types = read(text)
     labels = frozenset({("kind", "clock"), ("where", 'host a "b"\\')})
     none: frozenset[tuple[str, str]] = frozenset()
     assert samples == {
         ("thinwire_finding_confidence_ratio", labels): 0.5, ("thinwire_findings", none): 1,
         ("thinwire_diagnosed_records", none): 0, ("thinwire_refused_lines", none): 3,
+        ("thinwire_diagnosis_timestamp_seconds", none): 7.5,
     }  # fmt: skip
     assert set(types.values()) == {"gauge"}
-    assert read(findings_text([], Records()))[0]["thinwire_findings", none] == 0
+    assert read(findings_text([], Records(), Job(), at=0.0))[0]["thinwire_findings", none] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +109,7 @@ def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings:
         (options.flight_recorder is None or _write_dumps(records, options.flight_recorder))
         and (options.trace is None or _write_trace(job, findings, options.trace))
         and (options.heat is None or _write_heat(job, options.heat))
-        and (options.prometheus is None or _write_metrics(records, findings, options.prometheus))
+        and (options.prometheus is None or _write_metrics(records, job, findings, options.prometheus))
     )
 
 
@@ -147,10 +148,10 @@ def _write_heat(job: Job, path: Path) -> bool:
     return True
 
 
-def _write_metrics(records: Records, findings: Sequence[Finding], path: Path) -> bool:
+def _write_metrics(records: Records, job: Job, findings: Sequence[Finding], path: Path) -> bool:
     from thinwire.diagnosis.metrics import findings_text
 
-    return _write(path, findings_text(findings, records))
+    return _write(path, findings_text(findings, records, job, at=round(time.time(), 3)))
 
 
 def _write(path: Path, content: str) -> bool:

@@ -71,7 +71,7 @@ def words(one: HeatMap) -> str:
 
 
 def _section(one: HeatMap, number: int) -> Iterator[str]:
-    kind = escape(one.kind)
+    kind = escape(one.kind.encode("utf-8", "replace").decode("utf-8"))  # JSON may hold halves of letters
     left = f" {one.num_left_out} ranks that stand out less are left out." if one.num_left_out else ""
     yield f'<section aria-labelledby="kind-{number}">\n<h2 id="kind-{number}">{kind}</h2>\n<p>{words(one)}</p>'
     yield f'<div tabindex="0" role="region" aria-labelledby="kind-{number}"><table>'
