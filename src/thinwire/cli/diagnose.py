@@ -144,7 +144,7 @@ def _write_heat(job: Job, path: Path) -> bool:
         return False
     for one in maps:
         print(f"{_plain(one.kind)}: {words(one)}", file=sys.stderr)
-    print(f"{len(maps)} heat maps in {path}; open it in a browser", file=sys.stderr)
+    print(f"{len(maps)} heat map{'s' * (len(maps) != 1)} in {path}; open it in a browser", file=sys.stderr)
     return True
 
 
