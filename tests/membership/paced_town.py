@@ -74,6 +74,7 @@ class PacedEngine(Engine):
         self._in_flight: dict[int, Any] = {}
         self._taken_early: set[int] = set()
         self._reached_step = 0
+        self.is_whole, self.make_whole = lambda: True, lambda: None
         self.trained = 0
         self.counted = [0] * setting.num_fragments
         self.offered: dict[int, int] = {}

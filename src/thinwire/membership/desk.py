@@ -91,7 +91,7 @@ class Desk:
         self._corpus: tuple[str, int] | None = None
         self._used: dict[int, dict[int, dict[int, int]]] = {}
         self._notes: dict[int, dict[str, Any]] = {}
-        self._notices, self._recorded, self.keep_records = {}, {}, lambda replica, text: None
+        self._notices, self._recorded, self.keep_records = {}, {}, _keep_nothing
         self._finish: dict[str, Any] | None = None
         self._next_progress_s = 0.0
         self._lent: dict[int, tuple[int, Lease]] = {}
@@ -206,3 +206,7 @@ class Desk:
         """Offer a state that nobody shows: the seed's, that on a replica's own disk, or that which it holds itself."""
         fields = {"step": step, "root": root, "bytes": 0, "holders": [], "note": {}, "era": self._era}
         self._tell(replica, "state", fields)
+
+
+def _keep_nothing(replica: int, text: str) -> None:
+    """Let records go: a coordinator without a folder."""
