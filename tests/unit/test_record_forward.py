@@ -113,6 +113,20 @@ def test_what_arrives_stands_in_a_file_as_if_written_here_and_outlives_the_coord
     assert records(tmp_path) == [PLACE, *(Beat(rank=3, at_s=float(second)) for second in (1, 2, 3))]
 
 
+@pytest.mark.parametrize("num_bytes_lost", [0, 1, 9, 60])
+def test_a_batch_that_a_dead_coordinator_did_not_answer_stands_there_once(tmp_path: Path, num_bytes_lost: int) -> None:
+    batch = pressed([beat(second) for second in (2, 3, 4)])
+    before = TakenRecords(tmp_path, say=print)
+    before.take(3, pressed([to_line(PLACE), beat(1)]))
+    before.take(3, batch)
+    path = tmp_path / "records-rank-3.jsonl"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size - num_bytes_lost])
+    after = TakenRecords(tmp_path, say=print)
+    after.take(3, batch)
+    after.take(3, pressed([beat(5)]))
+    assert records(tmp_path) == [PLACE, *(Beat(rank=3, at_s=float(second)) for second in range(1, 6))]
+
+
 def test_lines_of_other_ranks_and_lines_that_are_none_are_left_out(taken: TakenRecords, tmp_path: Path) -> None:
     other = Communicator(communicator="rounds", ranks=(3, 4), hosts=("a", "b"))
     wrong = [beat(1, rank=4), to_line(other), "{", "", '{"record":"beat","rank":3}', "x" * 9000]

@@ -20,7 +20,7 @@ from typing import Protocol
 from thinwire.diagnosis.reading import parse_line
 from thinwire.diagnosis.records import Communicator, Record, to_line
 from thinwire.membership.callers import Allowance
-from thinwire.training.record_file import RecordFile
+from thinwire.training.record_file import RecordFile, record_paths
 
 # Of a wire of 5 Mbit/s, less than one part in a hundred.
 BYTES_A_SECOND, _BYTES_AT_ONCE = 4096.0, 32768.0
@@ -167,6 +167,7 @@ class TakenRecords:
         self._allowances: dict[int, Allowance] = {}
         self._places: dict[int, str] = {}
         self._failed: set[int] = set()
+        self._met: set[int] = set()
         self.num_refused = 0
 
     def take(self, replica: int, text: str) -> None:
@@ -187,6 +188,8 @@ class TakenRecords:
             self.num_refused += 1
             return
         told = [to_line(record) for line in lines if (record := self._checked(replica, line)) is not None]
+        if told and replica not in self._met:
+            told = self._beyond_the_last(replica, told)
         if told:
             self._write(replica, told)
 
@@ -213,6 +216,24 @@ class TakenRecords:
         except OSError as error:
             self._failed.add(replica)
             self._say(f"the records of replica {replica} are not kept any more: {error.strerror or error}")
+
+    def _beyond_the_last(self, replica: int, lines: list[str]) -> list[str]:
+        """Return what of a replica's first batch is not kept yet: a coordinator may have died before it answered.
+
+        What that one wrote last and not to the end of a line is cut off.
+        """
+        self._met.add(replica)
+        path, _ = record_paths(self._run_dir, rank=replica)
+        with contextlib.suppress(OSError), path.open("r+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 2 * MOST_BATCH_BYTES))
+            whole, torn = (end := file.read())[: end.rfind(b"\n") + 1], end[end.rfind(b"\n") + 1 :]
+            file.truncate(size - len(torn))
+            kept = whole.decode(errors="replace").splitlines()
+            for count in range(min(len(lines), len(kept)), 0, -1):
+                if kept[-count:] == lines[:count]:
+                    return lines[count:]
+        return lines
 
     def _is_here(self, replica: int) -> bool:
         """Tell whether a process of this host is that replica."""
