@@ -135,6 +135,7 @@ def test_all_is_waited_for_where_the_rest_may_not_come_late_or_would_come_too_la
     coming, parameters = case.fetched(may_begin_early=may_begin_early)
     assert has_been_let_go.is_set() and torch.equal(parameters["w"], case.state.parameters["w"])
     coming.hand_to(case.engine)
+    case.engine.make_whole()  # all is here, and may not have been unpacked yet
     assert case.engine.is_whole() and len(case.loaded) == 1
     coming.close()
 
