@@ -22,7 +22,7 @@ from chaos_job import ChaosJob
 
 from thinwire.lab import Lab
 
-_LOOK_S, _SOON_S = 0.1, 300.0
+_LOOK_S = 0.1
 
 
 def words(options: argparse.Namespace) -> list[str]:
@@ -36,17 +36,18 @@ def words(options: argparse.Namespace) -> list[str]:
 class Play:
     """The job, and what is waited for in it."""
 
-    def __init__(self, job: ChaosJob, *, folder: Path) -> None:
+    def __init__(self, job: ChaosJob, *, folder: Path, most_s: float) -> None:
         self.job = job
         self.folder = folder
+        self.most_s = most_s
         self.victim = job.hosts[-1]
 
     def wait(self, what: Callable[[], bool]) -> None:
-        until_s = time.monotonic() + _SOON_S
+        until_s = time.monotonic() + self.most_s
         while not what():
             self.job.look()
             if time.monotonic() > until_s:
-                raise RuntimeError(f"nothing came in {_SOON_S:g} s; see {self.folder}")
+                raise RuntimeError(f"nothing came in {self.most_s:g} s; see {self.folder}")
             time.sleep(_LOOK_S)
 
     def is_counted(self) -> bool:
@@ -80,7 +81,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         job.start_first()
         for host in range(1, options.hosts):
             job.join(host)
-        play = Play(job, folder=folder)
+        play = Play(job, folder=folder, most_s=options.most_s)
         play.wait(play.is_counted)
         for number in range(2 * options.times):
             play.kill(with_own=number % 2 == 0)
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--sync-interval", type=int, default=60)
     parser.add_argument("--step-s", type=float, default=0.5)
+    parser.add_argument("--most-s", type=float, default=300.0, help="longest wait for one thing, such as a state")
     parser.add_argument("--out", type=Path, default=Path("runs/rejoin"))
     options = parser.parse_args()
     shape = {name: getattr(options, name) for name in ("hosts", "rate", "model", "sync_interval", "step_s")}
