@@ -59,13 +59,16 @@ check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 		echo "$$tool"; $(BIN)/$$tool || status=1; \
 	done; exit $$status
 
-# The tests run also where a check failed: one run says all that is wrong. Files whose tests start processes stay whole
+# The tests run also where a check failed: one run says all that is wrong. The checks run beside them, since types need a
+# minute of one core and many tests wait; what they say comes last. Files whose tests start processes stay whole
 # on one worker (tests/dealing.py), so that what a file prepares is made once.
 .PHONY: test
 test: $(TEST_STAMP) ## All checks and all tests (ARGS="-k word" appends)
-	@status=0; \
-	$(MAKE) --no-print-directory check || status=1; \
+	@status=0; told=$$(mktemp); \
+	$(MAKE) --no-print-directory check > "$$told" 2>&1 & check=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS) || status=1; \
+	wait $$check || status=1; \
+	cat "$$told"; rm "$$told"; \
 	exit $$status
 
 # A target of its own: counting the lines takes half of the tests' time again.

@@ -63,8 +63,8 @@ class Play:
         return path.exists() and path.stat().st_mtime > began_s and time.time() > began_s + 15
 
     def kill(self, *, with_own: bool) -> None:
-        began_s, lives = time.time(), len(self.victim.lives)
-        self.wait(lambda: self.state_since(began_s))
+        lives, since_s = len(self.victim.lives), self.victim.lives[-1].live_s or time.time()
+        self.wait(lambda: self.state_since(since_s))
         if not with_own:
             (self.victim.folder / "kept" / "replica-process-0.state").unlink()
         self.job.kill(self.victim.number)

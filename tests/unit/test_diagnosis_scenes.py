@@ -36,8 +36,8 @@ def _judged(played: Iterable[Scene]) -> tuple[list[Judgement], int]:
 
 @pytest.fixture(scope="module")
 def judged() -> tuple[list[Judgement], int]:
-    played = [*scenes(seed=SEED, per_cell=6), *pairs_of_faults(seed=SEED, count=42)]
-    assert len(played) >= 300
+    played = [*scenes(seed=SEED, per_cell=4), *pairs_of_faults(seed=SEED, count=28)]
+    assert len(played) >= 200
     return _judged(played)
 
 
