@@ -236,3 +236,28 @@ def test_an_operation_that_takes_long_again_and_again_with_the_same_rank_last_is
     for rank in RANKS:
         records += _beats(rank, now_s + 7.0)
     assert _told(records) == []
+
+
+@pytest.mark.parametrize(
+    ("other_way_s", "said"), [(None, "link 1 <-> 2"), (40.3, "link 1 <-> 2"), (43.0, "link 1 -> 2")]
+)
+def test_a_connection_that_is_stuck_one_way_is_named_whole_unless_the_other_way_still_works(
+    other_way_s: float | None, said: str
+) -> None:
+    """What came the other way at about the same time may have come before the wire was cut."""
+
+    def message(source: int, to: int, number: int, posted_s: float, done_s: float | None) -> list[Record]:
+        return [
+            TransferEnd(communicator="rounds", rank=rank, peer=peer, direction=direction, operation=number,  # type: ignore[arg-type]
+                        num_bytes=1 << 20, posted_s=posted_s, done_s=done_s)
+            for rank, peer, direction in ((source, to, "sent"), (to, source, "received"))
+        ]  # fmt: skip
+
+    pairs = [(source, to) for source in RANKS for to in RANKS if source != to]
+    early = [one for number in range(40) for pair in pairs for one in message(*pair, number, number, number + 0.2)]
+    last = [one for pair in pairs if set(pair) != {1, 2} for one in message(*pair, 40, 40.0, 40.2)]
+    last += message(1, 2, 40, 40.0, None)
+    last += message(2, 1, 40, 40.0, other_way_s) if other_way_s is not None else []
+    inside = [_operation(rank, 40, 40.0, None) for rank in RANKS]
+    beats = [beat for rank in RANKS for beat in _beats(rank, 45.0)]
+    assert _told([*_rounds(40), *early, *last, *inside, *beats]) == [f"communication hang: {said}"]

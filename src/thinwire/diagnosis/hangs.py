@@ -7,8 +7,9 @@ message whose both ends are ready and that does not arrive shows the place. Who 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -256,6 +257,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     cells |= {(m.source, m.destination): 1.0 for m in stuck}
     explained = DelayMatrix(cells, job.host_of).explain() if stuck else None
     places = explained.places if explained is not None else (Place(kind="communicator"),)
+    places = tuple(dict.fromkeys(_whole_connection(job, place, stuck) for place in places))
     named = " or ".join(map(str, places))
     text = f"All ranks are in operation {still.sequence} of {still.communicator}, and it does not end"
     text += f": {len(stuck)} messages that both ends are ready for do not arrive ({named})." if stuck else "."
@@ -274,6 +276,31 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
         probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),
     )  # fmt: skip
+
+
+def _whole_connection(job: Job, place: Place, stuck: list[Message]) -> Place:
+    """Return both ways of a link that is stuck one way, unless the other way has been seen to work since.
+
+    A connection that is cut one way carries little the other way either, since acknowledgements are lost; and what
+    came that way at about the time when the stuck message should have come too may have come before the cut.
+    """
+    if place.kind not in ("link", "host link"):
+        return place
+    way = place.ranks or place.hosts
+
+    def is_of(message: Message, ends: Sequence[object]) -> bool:
+        own = (message.source, message.destination)
+        return (own if place.ranks else tuple(job.host_of[rank] for rank in own)) == tuple(ends)
+
+    since_s = min((m.begin_s for m in stuck if is_of(m, way) and m.begin_s is not None), default=math.inf)
+    usual_s = median([m.transfer_s for m in job.messages if m.transfer_s is not None and is_of(m, way)])
+    sure_s = since_s + _PERIODS * (0.0 if math.isnan(usual_s) else usual_s)
+    if any((m.received_done_s or 0.0) > sure_s for m in job.messages if is_of(m, way[::-1])):
+        return place
+    low, high = sorted(way)
+    if place.ranks:
+        return Place(kind="link both ways", ranks=(int(low), int(high)))
+    return Place(kind="host link both ways", hosts=(str(low), str(high)))
 
 
 def _place_of(job: Job, ranks: tuple[int, ...]) -> Place:
