@@ -147,6 +147,7 @@ class Library:
         self._timer_s = math.inf
         self._is_starting = False
         self._is_closed = False
+        self._bulk_wanted_s = -math.inf
         transport.on_want, transport.on_cancel, transport.on_lost = self._want, self._cancel, self._lose
 
     @property
@@ -154,6 +155,11 @@ class Library:
         """Bytes of the payloads that are published now."""
         with self._lock:
             return sum(blob.payload.numel() for blob in self._blobs.values())
+
+    @property
+    def bulk_unwanted_s(self) -> float:
+        """Seconds since another replica asked last for bulk that is here; infinite where none has."""
+        return time.monotonic() - self._bulk_wanted_s
 
     @property
     def num_waiting(self) -> int:
@@ -306,7 +312,8 @@ class Library:
             return
         with self._lock:
             if blob is not None and blob.is_bulk:
-                self._lanes.add(ask, now_s=time.monotonic())
+                self._bulk_wanted_s = time.monotonic()
+                self._lanes.add(ask, now_s=self._bulk_wanted_s)
                 return
             self._orders.pop((ask.peer, ask.number), None)
             if blob is not None:

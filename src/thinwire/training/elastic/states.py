@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from torch import nn
@@ -22,6 +23,8 @@ from thinwire.training.global_state import GlobalState, pack
 
 _NOTE_S = 20.0
 _KEPT = 2
+# Who fetches a state gives up after a minute without a chunk: what was not asked for in this time, nobody fetches.
+_UNWANTED_S, _LOOK_S = 150.0, 10.0
 
 
 class StateKeeper:
@@ -54,6 +57,7 @@ class StateKeeper:
         self._last_step = last_step
         self._warn = warn
         self._published: dict[int, tuple[bytes, int]] = {}
+        self._published_s = 0.0
         self._begun: set[int] = set()
         self._has_kept = False
         self._tasks: queue.SimpleQueue[tuple[GlobalState, bool] | None] = queue.SimpleQueue()
@@ -105,7 +109,14 @@ class StateKeeper:
             self._seated.council.tell("missed", step=cut)
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._forget_unwanted()
+                continue
+            if task is None:
+                return
             state, is_due = task
             try:
                 self._publish(state)
@@ -123,12 +134,22 @@ class StateKeeper:
         vector = pack(state)
         root = publish_state(self._seated.library, state_name(state.step), vector)
         self._published[state.step] = root, vector.numel()
+        self._published_s = time.monotonic()
         self._seated.council.tell("captured", step=state.step, root=root.hex(), bytes=vector.numel())
         for old in sorted(self._published)[:-_KEPT]:
             if old < self._seated.council.view.floor_step:
-                _, num_bytes = self._published.pop(old)
-                self._begun.discard(old)
-                withdraw_state(self._seated.library, state_name(old), num_bytes=num_bytes)
+                self._withdraw(old)
+
+    def _withdraw(self, step: int) -> None:
+        _, num_bytes = self._published.pop(step)
+        self._begun.discard(step)
+        withdraw_state(self._seated.library, state_name(step), num_bytes=num_bytes)
+
+    def _forget_unwanted(self) -> None:
+        """Let states go that nobody fetches: each is as large as the parameters and the outer momenta."""
+        since_s = min(time.monotonic() - self._published_s, self._seated.library.bulk_unwanted_s)
+        for step in [*self._published] if since_s > _UNWANTED_S else []:
+            self._withdraw(step)
 
     def _write(self, state: GlobalState) -> None:
         """Write a checkpoint with what the coordinator says of the data."""
