@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -286,21 +286,21 @@ def _whole_connection(job: Job, place: Place, stuck: list[Message]) -> Place:
     """
     if place.kind not in ("link", "host link"):
         return place
-    way = place.ranks or place.hosts
+    host_of = job.host_of
 
-    def is_of(message: Message, ends: Sequence[object]) -> bool:
+    def is_of(message: Message, ends: tuple[object, ...]) -> bool:
         own = (message.source, message.destination)
-        return (own if place.ranks else tuple(job.host_of[rank] for rank in own)) == tuple(ends)
+        return (own if place.ranks else tuple(host_of[rank] for rank in own)) == ends
 
+    way: tuple[object, ...] = place.ranks or place.hosts
     since_s = min((m.begin_s for m in stuck if is_of(m, way) and m.begin_s is not None), default=math.inf)
     usual_s = median([m.transfer_s for m in job.messages if m.transfer_s is not None and is_of(m, way)])
     sure_s = since_s + _PERIODS * (0.0 if math.isnan(usual_s) else usual_s)
     if any((m.received_done_s or 0.0) > sure_s for m in job.messages if is_of(m, way[::-1])):
         return place
-    low, high = sorted(way)
     if place.ranks:
-        return Place(kind="link both ways", ranks=(int(low), int(high)))
-    return Place(kind="host link both ways", hosts=(str(low), str(high)))
+        return Place(kind="link both ways", ranks=tuple(sorted(place.ranks)))
+    return Place(kind="host link both ways", hosts=tuple(sorted(place.hosts)))
 
 
 def _place_of(job: Job, ranks: tuple[int, ...]) -> Place:
