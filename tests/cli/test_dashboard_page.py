@@ -163,6 +163,19 @@ def test_the_page_shows_the_trouble_first_and_every_chart_has_words_and_a_table(
 
 
 @NEEDS_NODE
+def test_the_heat_map_shows_the_time_that_was_chosen() -> None:
+    row = {"rank": 0, "times_s": [0.1], "times_longer": [1.0]}
+    maps = [{"kind": kind, "windows": [[0, 9]], "rows": [row], "num_left_out": 0} for kind in ("compute", "backward")]
+    choose = 'byId("heat-kind").value = "backward", byId("heat-kind").onchange(), byId("heat").textContent'
+    page = in_node({"now": 1e9, "sections": {"heat": maps}}, values=['byId("heat").textContent', choose])
+    assert [words.partition(":")[0] for words in page["values"]] == ["compute", "backward"]
+    assert page["text"]["heat-kind"] == "the whole work of a stepthe backward passes"
+    assert not page["hidden"]["heat-choice"]
+    # a map that is the only one needs no choice
+    assert in_node({"now": 1e9, "sections": {"heat": maps[:1]}})["hidden"]["heat-choice"]
+
+
+@NEEDS_NODE
 def test_a_section_that_changes_is_drawn_again_with_those_that_depend_on_it(tmp_path: Path) -> None:
     write_run(tmp_path, is_finished=False)
     before = told(tmp_path)

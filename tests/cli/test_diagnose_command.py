@@ -13,7 +13,7 @@ import pytest
 
 from thinwire.cli.diagnose import FOUND, DiagnoseOptions, main
 from thinwire.diagnosis.findings import Place
-from thinwire.diagnosis.records import Communicator, header_line, to_line
+from thinwire.diagnosis.records import Communicator, Span, header_line, to_line
 from thinwire.diagnosis.rehearsal import rehearse
 from thinwire.diagnosis.scenes import Fault, Scene
 
@@ -224,6 +224,21 @@ def test_the_heat_map_is_one_page_that_needs_nothing_from_elsewhere(
     assert page.count('<th scope="row">rank ') == 3 and "://" not in page and "<script" not in page
     assert main([*files, "--heat", str(tmp_path / "none" / "heat.html")]) == 1
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_the_heat_map_is_of_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, heat = tmp_path / "records-rank-0.jsonl", tmp_path / "heat.html"
+    spans = [Span(rank=rank, kind="compute", step=1, started_s=0.0, done_s=2.0, forward_s=0.5) for rank in (0, 1)]
+    path.write_text("\n".join([header_line(), *map(to_line, spans)]) + "\n")
+    assert main([str(path), "--heat", str(heat), "--heat-of", "forward"]) == 0
+    assert heat.read_text().count("<h2") == 1 and "500 ms" in heat.read_text()
+    assert main([str(path), "--heat", str(heat)]) == 0
+    assert heat.read_text().count("<h2") == 2
+    capsys.readouterr()
+    assert main([str(path), "--heat", str(heat), "--heat-of", "backward"]) == 1
+    assert "--heat-of backward: no rank timed that; timed were: compute, forward; give" in capsys.readouterr().err
+    assert main([str(path), "--heat-of", "backward"]) == 2
+    assert "--heat-of backward needs --heat FILE" in capsys.readouterr().err
 
 
 def test_metrics_are_written_whole_and_a_run_without_a_fault_says_none(tmp_path: Path) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.rehearsed_run import write_records
+from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.findings import Place
 from thinwire.diagnosis.heat import HeatMap, heat_maps
 from thinwire.diagnosis.heat_page import to_page, words
 from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.records import Span
-from thinwire.diagnosis.scenes import Fault
+from thinwire.diagnosis.records import Record, Span
+from thinwire.diagnosis.rehearsal import rehearse
+from thinwire.diagnosis.scenes import Fault, Scene
 from thinwire.diagnosis.sources import read_files
 from thinwire.diagnosis.timeline import build
 from thinwire.training.dashboard.snapshot import snapshot
@@ -59,8 +63,55 @@ def test_forward_and_backward_are_maps_of_their_own_and_whole_steps_are_none() -
         *spans({0: [0.1], 1: [0.1], 2: [0.1]}, "forward"), *spans({0: [0.2], 1: [0.2], 2: [0.8]}, "backward"),
         *spans({0: [0.9], 1: [0.9], 2: [0.9]}, "step"),
     ])  # fmt: skip
-    assert [one.kind for one in found] == ["backward", "forward"]
-    assert found[0].times_longer[2] == (pytest.approx(4.0),) and found[1].times_longer[2] == (pytest.approx(1.0),)
+    assert [one.kind for one in found] == ["forward", "backward"]
+    assert found[1].times_longer[2] == (pytest.approx(4.0),) and found[0].times_longer[2] == (pytest.approx(1.0),)
+
+
+def timed(records: list[Record], draw: random.Random) -> list[Record]:
+    """Return records whose spans tell of their passes, and of one rank's wildly."""
+    return [
+        replace(one, forward_s=draw.choice((0.0, 0.01, 9.0)), backward_s=draw.random() * (1 + 50 * (one.rank == 2)))
+        if isinstance(one, Span)
+        else one
+        for one in records
+    ]
+
+
+def test_passes_that_a_span_tells_of_are_maps_after_that_of_the_whole_work() -> None:
+    records = [
+        Span(rank=rank, kind="compute", step=step, started_s=float(step), done_s=step + 0.5,
+             forward_s=0.1, backward_s=0.3 if rank == 1 else 0.15)
+        for rank in range(3) for step in range(4)
+    ]  # fmt: skip
+    found = maps_of(records)
+    assert [one.kind for one in found] == ["compute", "forward", "backward"]
+    assert [one.times_longer[1][0] for one in found] == [1.0, 1.0, pytest.approx(2.0)]
+    assert maps_of([replace(one, forward_s=None) for one in records])[1].kind == "backward"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(kind="slow work", place=Place(kind="rank", ranks=(1,)), begin=20, severity=4.0),
+        Fault(kind="stalls", place=Place(kind="rank", ranks=(0,)), begin=8, severity=8.0, period=5),
+        Fault(kind="growing work", place=Place(kind="rank", ranks=(2,)), begin=8, severity=6.0),
+        Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=20, severity=5.0),
+        Fault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=30),
+        None,
+    ],
+    ids=lambda fault: fault.kind if fault else "no fault",
+)
+def test_what_passes_take_changes_no_finding(fault: Fault | None) -> None:
+    records = rehearse(Scene(hosts=("a", "b", "c"), rounds=64, seed=3, faults=(fault,) if fault else ()))
+    told = diagnose(from_records(records))
+    assert bool(told) == bool(fault)
+    # also where they come as spans of their own, of whatever wrote them
+    apart = [
+        Span(rank=one.rank, kind=kind, step=one.step, started_s=one.started_s, done_s=one.done_s)
+        for one in records if isinstance(one, Span) for kind in ("forward", "backward")
+    ]  # fmt: skip
+    for more in (timed(records, random.Random(1)), [*records, *apart]):
+        assert [one.to_json() for one in diagnose(from_records(more))] == [one.to_json() for one in told]
 
 
 def test_of_many_ranks_those_that_stand_out_are_shown() -> None:

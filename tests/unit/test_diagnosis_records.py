@@ -35,6 +35,7 @@ ONE_OF_EACH: list[Record] = [
     TransferEnd(communicator="world", rank=1, peer=0, direction="received", operation=3, num_bytes=9, posted_s=1.0,
                 started_s=1.25, done_s=2.0, retries=2, error="lost"),
     Span(rank=0, kind="compute", step=4, started_s=0.5, done_s=1.5, loss=2.25),
+    Span(rank=0, kind="compute", step=4, started_s=0.5, done_s=1.5, forward_s=0.25, backward_s=0.0),
     Beat(rank=1, at_s=-3.0),
 ]  # fmt: skip
 
@@ -78,6 +79,9 @@ BAD = {
     b'{"record":"beat","rank":1,"at_s":"1"}': "at_s is no number of seconds",
     b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":1}': "times run backwards",
     b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":null}': "a span has no end",
+    b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":3,"forward_s":-1}': "less than nothing",
+    b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":3,"backward_s":"1"}':
+        "backward_s is no number of seconds",
     b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":3,"loss":1' + b"0" * 400 + b"}":
         "loss is no",
     b'{"record":"communicator","communicator":"w","ranks":[0,0],"hosts":["a","b"]}': "some are there twice",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from thinwire.diagnosis.sources import read_files
 from thinwire.methods import masha2
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.assembly import make_inner_optimizer
@@ -19,6 +21,8 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler
 from thinwire.training.loop import Training
 from thinwire.training.metrics import Meter
+from thinwire.training.passes import Passes
+from thinwire.training.recorder import Recorder
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
 
@@ -44,8 +48,9 @@ class Watched(nn.Module):
 
 
 def training_of(
-    run_dir: Path, model: nn.Module, *, seen: Callable[[Any, int], None] = lambda loss, tokens: None, **options: Any
-) -> Training:
+    run_dir: Path, model: nn.Module, *, seen: Callable[[Any, int], None] = lambda loss, tokens: None,
+    recorder: Recorder | None = None, **options: Any,
+) -> Training:  # fmt: skip
     config = TrainConfig(
         replicas=1, steps=4, batch_size=2, seq_len=SEQ_LEN, inner_optimizer="plain-sgd", warmup_steps=0,
         schedule="constant", out=run_dir, **options,
@@ -57,7 +62,7 @@ def training_of(
     meter = Meter(run_dir, replica=0, log=transport.log)
     meter.train_step = lambda loss, tokens: seen(loss, tokens)  # type: ignore[method-assign]
     return Training(
-        config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"),
+        config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"), recorder=recorder,
         checkpoints=Checkpoints(run_dir, identity=Identity(replica=0, num_replicas=1, config_digest=config.digest())),
         batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=SEQ_LEN, seed=0),
         held_out=lambda count: [],
@@ -109,3 +114,32 @@ def test_every_evaluation_is_clipped_before_the_method_reads_it(tmp_path: Path, 
     moved = (nn.utils.parameters_to_vector(model.parameters()).detach() - before).norm().item()
     assert (moved <= 0.5 * 3 * 1e-3) == (clip_norm > 0)
     assert moved > 0
+
+
+class Weighted(Watched):
+    """Takes its time, a known one in each direction."""
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        time.sleep(0.01)
+        loss, nll = super().loss(tokens, targets)
+        loss.register_hook(lambda gradient: time.sleep(0.03))
+        return loss, nll
+
+
+def test_a_step_tells_what_its_forward_and_its_backward_passes_took_of_it(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, rank=0)
+    steps(training_of(tmp_path, Weighted(dropout=0.0), recorder=recorder, lr=1e-3, weight_decay=0.0), 3)
+    recorder.close()
+    spans = read_files([tmp_path]).spans
+    assert [(span.kind, span.step) for span in spans] == [("compute", step) for step in (1, 2, 3)]
+    for span in spans:  # the method evaluates twice in a step
+        assert span.forward_s is not None and span.backward_s is not None
+        assert span.forward_s >= 0.02 and span.backward_s >= 0.06
+        assert span.forward_s + span.backward_s <= span.done_s - span.started_s + 1e-5
+
+
+def test_passes_on_a_gpu_are_not_timed_since_their_calls_return_before_it_has_computed() -> None:
+    passes = Passes(torch.device("cuda"), clock=lambda: pytest.fail("timed"))
+    with passes.forward(), passes.backward():
+        pass
+    assert passes.take() == (None, None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -41,6 +41,8 @@ class DiagnoseOptions:
     """Also write the timeline of all ranks on one clock, for ui.perfetto.dev or chrome://tracing."""
     heat: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write a heat map of each rank's work against that of all ranks, as one page of HTML."""
+    heat_of: Literal["all", "compute", "forward", "backward"] = "all"
+    """What the heat map is of: a step's whole work (compute), its forward or backward passes, or a map of each."""
     prometheus: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Also write the findings as metrics, for the textfile collector of Prometheus's node_exporter (a .prom file)."""
 
@@ -72,6 +74,8 @@ def _diagnose(arguments: Sequence[str]) -> int:
         options = read_words(DiagnoseOptions, arguments, prog="thinwire diagnose")
         if not options.files:
             raise ValueError("name at least one file; see thinwire diagnose --help")
+        if options.heat is None and options.heat_of != "all":
+            raise ValueError(f"--heat-of {options.heat_of} needs --heat FILE, where the heat map goes")
     except ValueError as error:
         print(f"thinwire diagnose: {error}", file=sys.stderr)
         return 2
@@ -108,7 +112,7 @@ def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings:
     return (
         (options.flight_recorder is None or _write_dumps(records, options.flight_recorder))
         and (options.trace is None or _write_trace(job, findings, options.trace))
-        and (options.heat is None or _write_heat(job, options.heat))
+        and (options.heat is None or _write_heat(job, options.heat, kind=options.heat_of))
         and (options.prometheus is None or _write_metrics(records, job, findings, options.prometheus))
     )
 
@@ -135,11 +139,20 @@ def _write_trace(job: Job, findings: Sequence[Finding], path: Path) -> bool:
     return True
 
 
-def _write_heat(job: Job, path: Path) -> bool:
+def _write_heat(job: Job, path: Path, *, kind: str) -> bool:
     from thinwire.diagnosis.heat import heat_maps
     from thinwire.diagnosis.heat_page import to_page, words
 
     maps = heat_maps(job)
+    if kind != "all":
+        known = [one.kind for one in maps]
+        maps = [one for one in maps if one.kind == kind]
+        if not maps:
+            timed = f"; timed were: {_plain(', '.join(known))}" if known else ""
+            print(
+                f"thinwire diagnose: --heat-of {kind}: no rank timed that{timed}; give --heat-of all", file=sys.stderr
+            )
+            return False
     if not _write(path, to_page(maps)):
         return False
     for one in maps:

@@ -18,7 +18,8 @@ MOST_RANKS = 32
 _MOST_KINDS = 8
 # A whole step holds the waiting for others, so that all ranks show the same.
 _WITH_WAITING = "step"
-_COMPUTE = "compute"
+_COMPUTE, _FORWARD, _BACKWARD = "compute", "forward", "backward"
+_FIRST = (_COMPUTE, _FORWARD, _BACKWARD)
 _Times = dict[int, list[tuple[int, float]]]  # steps and their seconds, by rank
 
 
@@ -76,7 +77,8 @@ class HeatMap:
 def heat_maps(job: Job, *, most_windows: int = MOST_WINDOWS, most_ranks: int = MOST_RANKS) -> list[HeatMap]:
     """Return a map for each kind of work that the ranks timed, or of what lay between operations where they timed none.
 
-    Ranks whose clock was set are left out. With an even number of ranks the lower of the two middle ones is the median,
+    The whole work, `compute`, comes first, then the forward and the backward passes in it, where they were timed. Ranks
+    whose clock was set are left out. With an even number of ranks the lower of the two middle ones is the median,
     so that of two ranks the slower one stands out.
 
     Args:
@@ -95,15 +97,22 @@ def heat_maps(job: Job, *, most_windows: int = MOST_WINDOWS, most_ranks: int = M
     for span in job.spans:
         if span.kind not in (_WITH_WAITING, _COMPUTE):
             _note(kinds[span.kind], span.rank, span.step, span.done_s - span.started_s)
+        for kind, time_s in ((_FORWARD, span.forward_s), (_BACKWARD, span.backward_s)):
+            if time_s is not None:
+                _note(kinds[kind], span.rank, span.step, time_s)
     for rank, works in work_of(job).items():
         for work in works:
             _note(kinds[_COMPUTE], rank, work.step, work.time_s)
     maps = [
         _map(kind, {rank: own for rank, own in kinds[kind].items() if rank not in job.unsteady},
              most_windows=most_windows, most_ranks=most_ranks)
-        for kind in sorted(kinds, key=lambda kind: (kind != _COMPUTE, -len(kinds[kind]), kind))[:_MOST_KINDS]
+        for kind in sorted(kinds, key=lambda kind: (_place(kind), -len(kinds[kind]), kind))[:_MOST_KINDS]
     ]  # fmt: skip
     return [one for one in maps if one.windows]
+
+
+def _place(kind: str) -> int:
+    return _FIRST.index(kind) if kind in _FIRST else len(_FIRST)
 
 
 def _note(times: _Times, rank: int, step: int, time_s: float) -> None:

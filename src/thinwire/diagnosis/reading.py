@@ -298,6 +298,13 @@ def _maybe_seconds(name: str, found: object) -> float | None:
     return None if found is None else _seconds(name, found)
 
 
+def _maybe_length(name: str, found: object) -> float | None:
+    length_s = _maybe_seconds(name, found)
+    if length_s is not None and length_s < 0:
+        raise ValueError(f"{name} is less than nothing: {_short(found)}")
+    return length_s
+
+
 def _loss(name: str, found: object) -> float | None:
     if found is None:
         return None
@@ -345,6 +352,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "rank": _rank, "peer": _rank, "direction": _direction, "sequence": _whole, "operation": _whole, "part": _whole,
     "kind": _text, "dtype": _text, "count": _or_unknown, "round": _or_unknown, "num_bytes": _whole, "retries": _whole,
     "step": _whole, "error": _text, "loss": _loss, "is_last": _flag,
+    "forward_s": _maybe_length, "backward_s": _maybe_length,
     "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
 }  # fmt: skip
 

@@ -109,6 +109,8 @@ class Span:
         started_s: When it began.
         done_s: When it was done.
         loss: The loss of the step; none where unknown.
+        forward_s: Seconds of it that the forward passes took; none where they were not timed.
+        backward_s: Seconds of it that the backward passes took; none where they were not timed.
     """
 
     rank: int
@@ -117,6 +119,8 @@ class Span:
     started_s: float
     done_s: float
     loss: float | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

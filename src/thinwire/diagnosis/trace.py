@@ -65,8 +65,9 @@ def to_trace(job: Job, findings: Sequence[Finding] = (), *, most_events: int = M
 def _slices(job: Job) -> Iterator[_Slice]:
     """Yield begin, end, rank, group, name and details of all that lasts."""
     for span in job.spans:
-        loss = {} if span.loss is None or not math.isfinite(span.loss) else {"loss": span.loss}
-        yield span.started_s, span.done_s, span.rank, "work", f"step {span.step}", loss
+        told = {"loss": span.loss, "forward_s": span.forward_s, "backward_s": span.backward_s}
+        known = {name: value for name, value in told.items() if value is not None and math.isfinite(value)}
+        yield span.started_s, span.done_s, span.rank, "work", f"step {span.step}", known
     for (communicator, sequence), ops in job.operations.items():
         for rank, op in ops.items():
             name = f"{op.kind} {sequence}" + ("" if op.done_s is not None else " (not done)")

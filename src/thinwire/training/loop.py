@@ -20,6 +20,7 @@ from thinwire.training.checkpoint import Checkpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import Watch
 from thinwire.training.metrics import Meter, Reading
+from thinwire.training.passes import Passes
 from thinwire.training.recorder import Recorder
 from thinwire.training.run_parts import note_cost
 
@@ -68,6 +69,7 @@ class Training:
     ) -> None:  # fmt: skip
         self.step = 0
         self._recorder = recorder
+        self._passes = Passes(device)
         self._step_s = 0.0
         self._config = config
         self._model = model
@@ -208,7 +210,10 @@ class Training:
             done_s = now_s - (self._optimizer.statistics.exchanging_s - exchanged_s)
             # the value of a loss on a GPU would have to be waited for
             loss = float(nll) if nll.device.type == "cpu" else None
-            self._recorder.add_step(self.step, started_s=began_s, done_s=done_s, loss=loss)
+            forward_s, backward_s = self._passes.take()
+            self._recorder.add_step(
+                self.step, started_s=began_s, done_s=done_s, loss=loss, forward_s=forward_s, backward_s=backward_s
+            )
         if self._last_step_s is not None:
             self._deadlines.observe_step(now_s - self._last_step_s)
             self._step_s = now_s - began_s
@@ -243,9 +248,10 @@ class Training:
             return self._loss(tokens, targets)[1]
 
     def _backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        with self._autocast():
+        with self._passes.forward(), self._autocast():
             loss, nll = self._loss(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self._passes.backward():
+            loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), nll.detach()
 
     def _clip(self) -> None:

@@ -110,7 +110,10 @@ class Recorder:
             self.num_dropped += 1
         self._events.append(event)
 
-    def add_step(self, step: int, *, started_s: float, done_s: float, loss: float | None = None) -> None:
+    def add_step(
+        self, step: int, *, started_s: float, done_s: float, loss: float | None = None,
+        forward_s: float | None = None, backward_s: float | None = None,
+    ) -> None:  # fmt: skip
         """Record a stretch of this rank's own work.
 
         Args:
@@ -118,10 +121,14 @@ class Recorder:
             started_s: When it began, on the recorder's clock.
             done_s: When it would have been done if nothing had been waited for.
             loss: Of the step, where it is known.
+            forward_s: Seconds that its forward passes took, where they were timed.
+            backward_s: Seconds that its backward passes took, where they were timed.
         """
         self.add(Span(
             rank=self._rank, kind="compute", step=step, started_s=_rounded(started_s),
             done_s=_rounded(max(started_s, done_s)), loss=loss,
+            forward_s=None if forward_s is None else _rounded(forward_s),
+            backward_s=None if backward_s is None else _rounded(backward_s),
         ))  # fmt: skip
 
     def close(self, *, error: str = "") -> None:

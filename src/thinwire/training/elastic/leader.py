@@ -15,6 +15,7 @@ from thinwire.sync.deadlines import Deadlines
 from thinwire.training.assembly import check_device, make_model
 from thinwire.training.config import TrainConfig, to_json
 from thinwire.training.elastic.shard import ModelShard
+from thinwire.training.passes import Passes
 
 if TYPE_CHECKING:
     from thinwire.transport.inner_group import InnerGroup  # imports FSDP, which takes a second
@@ -62,6 +63,11 @@ class Crew:
             self._shard = ModelShard(self._group, config, vocab_size=vocab_size)
         self._indices = {name: index for index, name in enumerate(self._shard.parameters.names)}
         return self._shard.model, self._shard.inner
+
+    @property
+    def passes(self) -> Passes:
+        """What times this rank's passes."""
+        return self._made.passes
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
         """Begin a step on all ranks; `clip` must follow, and the inner optimizer's step.

@@ -62,6 +62,8 @@ class ElasticTraining(Training):
         self._own_work = own_work
         self._crew = crew
         self._own_steps = 0
+        if crew is not None:  # which knows how its own ranks go forward and back
+            self._passes = crew.passes
         if not step:
             seated.council.others.begin(now_s=time.monotonic())
         self._ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step and is_fresh else 0

@@ -14,6 +14,7 @@ from thinwire.shared_random import derive_seed
 from thinwire.sync.blocks import find_blocks
 from thinwire.training.assembly import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, from_json
+from thinwire.training.passes import Passes
 from thinwire.transport.sharded_parameters import ShardedParameters
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class ModelShard:
         model: This rank's part; its parameters are DTensors.
         inner: Over it.
         parameters: The shards of all ranks.
+        passes: What times this rank's passes, its waits for other ranks' shards among them.
     """
 
     def __init__(self, group: InnerGroup, config: TrainConfig, *, vocab_size: int) -> None:
@@ -46,6 +48,7 @@ class ModelShard:
         group.shard(self.model, blocks=block_modules(self.model))
         self.inner = make_inner_optimizer(config, self.model)
         self.parameters = ShardedParameters(group, self.model)
+        self.passes = Passes(group.device)
         if group.rank:  # ranks see other rows, and drop out other numbers
             torch.manual_seed(derive_seed(config.seed, "rank", group.rank))
 
@@ -61,10 +64,11 @@ class ModelShard:
         """
         self.model.train()
         rows, share = own_rows(tokens.shape[0], rank=self._group.rank, size=self._group.size)
-        with self._autocast():
+        with self.passes.forward(), self._autocast():
             loss, nll = self._loss(tokens[rows], targets[rows])
         # FSDP2 averages the ranks' gradients alike, so each weighs its own by its rows
-        (loss * (share * self._group.size)).backward()  # type: ignore[no-untyped-call]
+        with self.passes.backward():
+            (loss * (share * self._group.size)).backward()  # type: ignore[no-untyped-call]
         both = self._group.add_up(torch.stack([loss.detach() * share, nll.detach() * share]))
         return both[0], both[1]
 

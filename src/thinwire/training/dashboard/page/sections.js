@@ -117,11 +117,30 @@ function heatKeys(coolWords) {
   return [[swatch(0), coolWords], ...HEAT_BOUNDS.map((bound, index) => [swatch(index + 1), `${bound}× and more`])];
 }
 
+const KINDS = { compute: "the whole work of a step", forward: "the forward passes", backward: "the backward passes" };
+let heatKinds = ""; // what there is to choose from; drawn anew only when it changes, so that a choice keeps the focus
+let heatKind = "";
+
+function showHeatChoice(maps) {
+  const choice = byId("heat-kind");
+  byId("heat-choice").hidden = maps.length < 2;
+  if (!maps.some((map) => map.kind === heatKind)) heatKind = maps[0]?.kind ?? "";
+  const kinds = JSON.stringify(maps.map((map) => map.kind));
+  if (kinds === heatKinds) return;
+  heatKinds = kinds;
+  show("heat-kind", maps.map(({ kind }) => make("option", { value: kind, selected: kind === heatKind ? "" : null }, KINDS[kind] ?? kind)));
+  choice.onchange = () => {
+    heatKind = choice.value;
+    showHeat(known.heat);
+  };
+}
+
 // Ranks down, windows of steps across: the rank that computes ever slower is a row that grows hot.
 function showHeat(maps) {
   missing("heat");
+  showHeatChoice(maps);
   const named = namedBy(known.findings?.findings ?? []).ranks;
-  show("heat", maps.map((map) => make("table", { class: "heat small" },
+  show("heat", maps.filter((map) => map.kind === heatKind).map((map) => make("table", { class: "heat small" },
     make("caption", {}, make("span", {}, `${map.kind}: how many times the median of all ranks each rank takes. Columns begin with the step `
       + `above them.${map.num_left_out ? ` ${map.num_left_out} ranks that stand out less are left out.` : ""}`)),
     make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "step"), map.windows.map(([first]) => make("th", { scope: "col" }, first)))),
