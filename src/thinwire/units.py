@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TIME_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
@@ -55,6 +56,22 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"
+
+
+def format_moment(at_s: float | None) -> str:
+    """Write when something was, with its date, the same for readers everywhere.
+
+    Args:
+        at_s: Seconds since 1970; none where unknown. What no calendar holds is unknown too.
+
+    Example:
+        >>> format_moment(1e9), format_moment(1e18)
+        ('2001-09-09 01:46:40 UTC', 'an unknown time')
+    """
+    try:
+        return "an unknown time" if at_s is None else f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, OSError, ValueError):
+        return "an unknown time"
 
 
 def parse_rate(text: str) -> float:

@@ -213,6 +213,8 @@ def test_numbers_are_told_in_units_that_fit() -> None:
         "inSeconds(0)": "0 s",
         "inSeconds(12e-6)": "12 µs", "inTimes(4.68)": "4.7×", "inTimes(40)": "40×", "inPercent(0.995)": "100 %",
         "ago(0.4)": "just now", "ago(45)": "45 s ago", "ago(4700)": "78 min ago", "ago(200000)": "2 days ago",
+        "moment(1e9, 1e12 + 5) === new Date(1e12).toLocaleTimeString()": True, "moment(null, 0)": "–",
+        "moment(1e9, 1e12 + 864e5) === new Date(1e12).toLocaleString()": True, "moment(1e99, 0)": "an unknown time",
         "heatLevel(null)": 0, "heatLevel(1.2)": 0, "heatLevel(1.3)": 1, "heatLevel(2)": 2, "heatLevel(3)": 3,
         "heatLevel(9)": 4,
         "ticks(0, 10, 5).join()": "0,2,4,6,8,10", "ticks(0.31, 0.32, 3).length": 3, "ticks(3, 3, 5).join()": "3",

@@ -14,11 +14,12 @@ import pytest
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
 from thinwire.diagnosis.findings import Place
+from thinwire.diagnosis.growing import GrowingFile
+from thinwire.diagnosis.reading import MOST_LINE_BYTES
 from thinwire.diagnosis.records import Operation, TransferEnd
 from thinwire.diagnosis.scenes import Fault
 from thinwire.errors import DataError
 from thinwire.training.dashboard.curve import Curve
-from thinwire.training.dashboard.growing import MOST_LINE_BYTES, GrowingFile
 from thinwire.training.dashboard.snapshot import RunFollower, snapshot
 from thinwire.training.dashboard.window import RankWindow
 
@@ -258,6 +259,20 @@ def test_what_is_read_of_a_growing_file_is_read_once_and_whole_lines_only(tmp_pa
     assert file.look() == (False, [(2, b"two"), (4, b"four")])
     path.write_bytes(b"new\n")
     assert file.look() == (True, [(1, b"new")])
+
+
+def test_of_a_long_file_the_head_and_the_end_are_read_again_where_it_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    file = GrowingFile(path, most_bytes=20, head_bytes=10)
+    for name in (b"a", b"b"):
+        fresh = tmp_path / "fresh"
+        fresh.write_bytes(b"".join(b"%s%03d\n" % (name, number) for number in range(20)))
+        fresh.replace(path)
+        assert file.look() == (name == b"b", [(1, name + b"000"), (2, name + b"001")])
+        # the first line of the end has lost its begin, or may have
+        assert file.look() == (False, [(3 + n, b"%s%03d" % (name, 17 + n)) for n in range(3)])
+        assert file.look() == (False, [])
+    assert file.num_skipped_bytes == 2 * 70
 
 
 def test_a_case_that_becomes_exact_is_no_second_finding(tmp_path: Path) -> None:

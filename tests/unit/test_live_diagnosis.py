@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def test_a_finding_is_written_told_and_acted_on_once(tmp_path: Path, dry: bool) 
     assert action["result"] == ("nothing, since this is a dry run" if dry else "done")
     assert len(said) == 2 and said[0].startswith("finding: non-communication hang: rank 1 (confidence 0.90).")
     assert "exclude 1: " in end_report(diagnosis)[0]
+    assert datetime.strptime(end_report(diagnosis)[0][:23], "%Y-%m-%d %H:%M:%S %Z").year > 2000
 
 
 def test_a_warning_is_told_and_nothing_is_done(tmp_path: Path) -> None:

@@ -22,8 +22,17 @@ def test_what_broke_what_was_done_and_what_it_cost_stand_in_the_report(tmp_path:
     (run / "actions.jsonl").write_text(json.dumps(action) + "\n")
     (run / "downtime.json").write_text(json.dumps({"detection_s": 1.5, "total_s": 2.0, "run_s": 40.0}))
     page = write_report(run).read_text()
-    told = "communication slow: link 0 -&gt; 2", "Messages take longer.", "times longer: 4.7", "97 %", "over at"
-    for words in (*told, "look at the cable", "exclude (dry run: not done)", "replica 2", "2.0 s of 40.0 s, 5.0 %"):
+    told = (
+        "communication slow: link 0 -&gt; 2",
+        "Messages take longer.",
+        "times longer: 4.7",
+        "97 %",
+        "look at the cable",
+    )
+    done = "exclude (dry run: not done)", "replica 2", "2.0 s of 40.0 s, 5.0 %"
+    # with the date, and the same wherever it is read
+    when = [f"{words}2001-09-09 01:46:{second} UTC" for words, second in (("told at ", 40), ("over at ", 49), ("", 41))]
+    for words in (*told, *done, *when):
         assert words in page, words
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.tables import plain
-from thinwire.units import format_bytes, format_count, format_rate, format_seconds
+from thinwire.units import format_bytes, format_count, format_moment, format_rate, format_seconds
 
 _MOST_FINDINGS = 5
 _MOST_REPLICAS = 32
@@ -66,7 +66,7 @@ def _refused(sections: Mapping[str, Any]) -> list[str]:
 
 def _finding_line(finding: Mapping[str, Any]) -> str:
     at = finding.get("at")
-    when = [time.strftime("%H:%M:%S", time.localtime(at))] if at is not None and at < 1e11 else []
+    when = [] if at is None else [format_moment(at)]
     when += [f"since round {finding['since_round']}"] if finding["since_round"] >= 0 else []
     when += [f"{100 * finding['confidence']:.0f} % sure"]
     return f"{finding['kind']}: {finding['where']} ({', '.join(when)})"

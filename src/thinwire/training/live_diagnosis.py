@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from thinwire.diagnosis.live import LiveJudge, News
 from thinwire.diagnosis.steering import Action, Steering
 from thinwire.diagnosis.tail import RecordTail
+from thinwire.units import format_moment
 
 FINDINGS_FILE = "findings.jsonl"
 ACTIONS_FILE = "actions.jsonl"
@@ -216,8 +217,7 @@ def end_report(diagnosis: LiveDiagnosis) -> list[str]:
         done = [line for line in diagnosis.actions if line["case"] == news.case and line["action"] != "warn"]
         what = f"; {done[0]['action']} {done[0]['target']}: {done[0]['result']}" if done else ""
         lasted = f"over after {over_s[news.case] - at_s:.0f} s" if news.case in over_s else "not over"
-        clock = time.strftime("%H:%M:%S", time.localtime(at_s))
-        lines.append(f"{clock} {news.finding.kind}: {news.finding.where}; {lasted}{what}")
+        lines.append(f"{format_moment(at_s)} {news.finding.kind}: {news.finding.where}; {lasted}{what}")
     return lines
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from thinwire.diagnosis.growing import GrowingFile
 from thinwire.diagnosis.reading import check_header, parse_line, parse_object
 from thinwire.diagnosis.records import TransferEnd
 from thinwire.errors import DataError
 from thinwire.training.dashboard.elastic import AppliedRounds, Journal
-from thinwire.training.dashboard.growing import GrowingFile
 from thinwire.training.dashboard.links import LinkTotals
 from thinwire.training.dashboard.refused import Refused
 from thinwire.training.dashboard.replicas import Replica

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from thinwire.diagnosis.growing import GrowingFile
 from thinwire.diagnosis.reading import parse_object
-from thinwire.training.dashboard.growing import GrowingFile
 from thinwire.training.dashboard.one_object import ObjectFile
 from thinwire.training.dashboard.refused import Refused
 from thinwire.training.dashboard.told import Actions, Findings, downtime_told
 from thinwire.training.reporting.page import facts, grid
+from thinwire.units import format_moment
 
 _NOTHING = "Nobody wrote down a finding: nothing broke, or nobody judged the run while it went on."
 _ROWS = {
@@ -39,8 +39,11 @@ def trouble(folder: Path) -> list[str]:
         parts.append(f"<p>{_NOTHING}</p>")
     if done:
         head = ("when", "what was done", "why", "to whom and with which result")
-        rows = [(_clock(one["at"]), f"{one['action']}{' (dry run: not done)' if one['is_dry_run'] else ''}", one["why"],
-                 ": ".join(filter(None, (one["target"], one["result"])))) for one in reversed(done)]  # fmt: skip
+        rows = [
+            (format_moment(one["at"]), f"{one['action']}{' (dry run: not done)' if one['is_dry_run'] else ''}",
+             one["why"], ": ".join(filter(None, (one["target"], one["result"]))))
+            for one in reversed(done)
+        ]  # fmt: skip
         parts += ["<h3>What was done</h3>", grid(head, rows)]
     parts += _lost(folder / "downtime.json", refused)
     return [*parts, *(f'<p class="note">{escape(f"Not read: {words}")}</p>' for words in refused.told())]
@@ -60,10 +63,10 @@ def _read(path: Path, told: Findings | Actions, refused: Refused) -> None:
 
 
 def _finding(one: Mapping[str, Any]) -> str:
-    over = f"over at {_clock(one['over_at'])}" if one["is_over"] else "not over at the end"
+    over = f"over at {format_moment(one['over_at'])}" if one["is_over"] else "not over at the end"
     since = f", since round {one['since_round']}" if one["since_round"] >= 0 else ""
     rows = [
-        ("when", f"told at {_clock(one['at'])}{since}; {over}"),
+        ("when", f"told at {format_moment(one['at'])}{since}; {over}"),
         ("what", one["text"]),
         ("evidence", "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in one["evidence"])),
         ("how sure", f"{100 * one['confidence']:.0f} %"),
@@ -89,10 +92,3 @@ def _lost(path: Path, refused: Refused) -> list[str]:
         share = f" of {run_s:.1f} s, {100 * total_s / run_s:.1f} %" if run_s else ""
         rows.append(("together", f"{total_s:.1f} s{share}"))
     return ["<h3>Time lost</h3>", facts(rows)] if rows else []
-
-
-def _clock(at_s: float | None) -> str:
-    try:
-        return "an unknown time" if at_s is None else time.strftime("%H:%M:%S", time.localtime(at_s))
-    except (OverflowError, OSError, ValueError):
-        return "an unknown time"

@@ -43,6 +43,14 @@ function ago(seconds) {
   return `${Math.round(seconds / size)} ${unit} ago`;
 }
 
+// When something was, on the reader's clock; with its date where that is not the reader's own day.
+function moment(at, now) {
+  if (!isNumber(at)) return NONE;
+  const [then, today] = [new Date(at * 1000), new Date(now)];
+  if (Number.isNaN(then.getTime())) return "an unknown time";
+  return then.toDateString() === today.toDateString() ? then.toLocaleTimeString() : then.toLocaleString();
+}
+
 // How hot a cell of the delay matrix is, from its time beside its usual one.
 const HEAT_BOUNDS = [1.25, 1.5, 3, 6];
 

@@ -38,9 +38,9 @@ function showHeadline(headline) {
 
 function findingElement(finding) {
   const when = [];
-  if (isNumber(finding.at)) when.push(`told ${new Date(finding.at * 1000).toLocaleTimeString()}`);
+  if (isNumber(finding.at)) when.push(`told ${moment(finding.at, Date.now())}`);
   if (finding.since_round >= 0) when.push(`since round ${finding.since_round}`);
-  if (isNumber(finding.over_at)) when.push(`over ${new Date(finding.over_at * 1000).toLocaleTimeString()}`);
+  if (isNumber(finding.over_at)) when.push(`over ${moment(finding.over_at, Date.now())}`);
   when.push(`${inPercent(finding.confidence)} sure`);
   return make("article", { class: finding.is_over ? "finding is-over" : "finding" },
     make("h3", {}, make("span", { "aria-hidden": "true" }, finding.is_over ? "✓ " : "▲ "), `${finding.kind}: ${finding.where}`),
@@ -233,7 +233,7 @@ function showLinks({ links, num_left_out: numLeftOut, recent_s: recentS }) {
 
 function showActions({ actions }) {
   missing("actions");
-  const rows = actions.map((one) => [new Date(one.at * 1000).toLocaleTimeString(), one.is_dry_run ? `${one.action} (dry run: not done)` : one.action,
+  const rows = actions.map((one) => [moment(one.at, Date.now()), one.is_dry_run ? `${one.action} (dry run: not done)` : one.action,
     one.target || NONE, one.why || NONE, one.result || NONE]);
   show("actions", rows.length ? table("What was done about findings, the latest first.", [["When"], ["Action"], ["Target"], ["Why", "words"], ["Result", "words"]], rows) : null);
 }
@@ -260,7 +260,7 @@ function showElastic(elastic) {
   byId("elastic-section").hidden = !elastic;
   if (!elastic) return;
   const rows = elastic.rounds.map((one) => [one.round, one.fragment, one.launch_step, one.members.join(", "), one.is_counted ? "yes" : "no",
-    new Date(one.at * 1000).toLocaleTimeString()]);
+    moment(one.at, Date.now())]);
   show("elastic-rounds", table("The latest rounds that replicas of this host applied.",
     [["Round"], ["Fragment", "number"], ["Launched at step", "number"], ["Made by replicas"], ["Own part counted"], ["Applied"]], rows));
   show("elastic-said", elastic.said.map((words) => make("li", {}, words)));

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import BinaryIO
 
+from thinwire.diagnosis.reading import MOST_LINE_BYTES
 from thinwire.files import open_regular
 
 MOST_BYTES = 1 << 20
-MOST_LINE_BYTES = 256 * 1024
 Line = bytes | None
 
 
@@ -20,22 +21,30 @@ class GrowingFile:
 
     Args:
         path: The file; it may come later.
+        most_bytes: Bytes that one look reads.
+        head_bytes: Where a file is longer than this and `most_bytes` when it is begun, so much of its head is read at
+            the first look, and its end from the second one on; None reads all of any file.
 
     Attributes:
         path: The file.
         is_behind: Whether more is there than was read.
-        number: Number of the last line that was read, from 1.
+        number: How many lines were read: the number of the last one, from 1, where no bytes were skipped.
         changed_at: When the file was last written to, seconds since 1970; none while it is not there.
+        num_skipped_bytes: Bytes between the head and the end, which are never read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, most_bytes: int = MOST_BYTES, head_bytes: int | None = None) -> None:
         self.path = path
         self.is_behind = False
         self.number = 0
         self.changed_at: float | None = None
+        self.num_skipped_bytes = 0
+        self._most_bytes = most_bytes
+        self._head_bytes = head_bytes
         self._at = 0
         self._inode = -1
-        self._is_skipping = False
+        self._is_skipping = False  # what is left of a line that is too long
+        self._is_torn = False  # the line, since its begin was skipped
 
     def look(self) -> tuple[bool, list[tuple[int, Line]]]:
         """Return whether the file was begun anew, and its new lines with their numbers; none for one that is too long.
@@ -44,20 +53,28 @@ class GrowingFile:
         """
         try:
             with open_regular(self.path) as file:
-                is_anew = self._is_anew(file.fileno())
+                is_anew = self._is_anew(file)
+                size = file.seek(0, os.SEEK_END)
+                is_long = self._head_bytes is not None and not self._at and size > self._most_bytes + self._head_bytes
+                num_bytes = self._head_bytes if is_long and self._head_bytes is not None else self._most_bytes
                 file.seek(self._at)
-                content = file.read(MOST_BYTES)
-                self.is_behind = len(content) == MOST_BYTES
+                content = file.read(num_bytes)
         except OSError:
             self.is_behind = False
             return False, []
-        return is_anew, self._lines(content)
+        self.is_behind = len(content) == num_bytes
+        lines = self._lines(content)
+        if is_long:
+            end_at = size - self._most_bytes
+            self.num_skipped_bytes += end_at - num_bytes
+            self._at, self._is_skipping, self._is_torn = end_at, False, True
+        return is_anew, lines
 
-    def _is_anew(self, descriptor: int) -> bool:
-        found = os.fstat(descriptor)
+    def _is_anew(self, file: BinaryIO) -> bool:
+        found = os.fstat(file.fileno())
         is_anew = self._at > 0 and (found.st_size < self._at or found.st_ino != self._inode)
         if is_anew:
-            self._at, self.number, self._is_skipping = 0, 0, False
+            self._at, self.number, self._is_skipping, self._is_torn = 0, 0, False, False
         self._inode, self.changed_at = found.st_ino, found.st_mtime
         return is_anew
 
@@ -65,6 +82,9 @@ class GrowingFile:
         found: list[tuple[int, Line]] = []
         whole = content.rfind(b"\n") + 1
         for line in content[:whole].split(b"\n")[:-1]:
+            if self._is_torn:
+                self._is_torn = False
+                continue
             self.number += 1
             if self._is_skipping or len(line) > MOST_LINE_BYTES:
                 self._is_skipping = False
@@ -73,6 +93,6 @@ class GrowingFile:
                 found.append((self.number, line))
         self._at += whole
         if len(content) - whole > MOST_LINE_BYTES:  # nobody writes such a line: it is passed over, not kept
-            self._is_skipping = True
+            self._is_skipping = not self._is_torn
             self._at += len(content) - whole
         return found
