@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from thinwire.diagnosis.diagnose import diagnose
@@ -40,7 +41,7 @@ def write_rehearsed_run(folder: Path) -> None:
     """Write what a run on three hosts would have written whose link 0 -> 2 became slow in round 30."""
     fault = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
     scene = Scene(hosts=("oslo", "riga", "turin"), rounds=48, seed=3, noise=NOISES["calm"], faults=(fault,))
-    records = rehearse(scene)
+    records = [_with_passes(one) if isinstance(one, Span) else one for one in rehearse(scene)]
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"method": "diloco", "model": "35m", "data": "stdlib", "steps": 1200, "replicas": 3}
     _write(folder / "config.json", json.dumps(settings))
@@ -58,6 +59,12 @@ def write_rehearsed_run(folder: Path) -> None:
     lost = {"post_checkpoint_s": 1.8, "detection_s": 1.4, "diagnosis_s": 0.2, "reinitialisation_s": 0.0,
             "total_s": 3.4, "run_s": 16.9}  # fmt: skip
     _write(folder / "downtime.json", json.dumps(lost))
+
+
+def _with_passes(span: Span) -> Span:
+    """Let a third of the work be the forward pass and a half the backward one."""
+    work_s = span.done_s - span.started_s
+    return replace(span, forward_s=round(0.33 * work_s, 6), backward_s=round(0.5 * work_s, 6))
 
 
 def _metrics(records: list[Record], rank: int) -> str:

@@ -94,8 +94,15 @@ def test_landmarks_headings_and_live_regions_are_there(outline: Outline) -> None
         if tag == "section":
             assert attributes["aria-labelledby"] in ids
         if attributes.get("class") == "scroll":  # who has no mouse scrolls by keys
-            assert attributes["tabindex"] == "0" and attributes["role"] == "region"
+            # a group and no region: a landmark beside each section's own would be one too many
+            assert attributes["tabindex"] == "0" and attributes["role"] == "group"
             assert attributes.get("aria-label") or attributes.get("aria-labelledby") in ids
+        elif "tabindex" in attributes:  # the order of the keys is that of the page
+            assert (tag, attributes["tabindex"]) == ("main", "-1")
+    labels = [attributes["aria-labelledby"] for tag, attributes in outline.seen if tag == "section"]
+    assert len(labels) == len(set(labels))
+    named = {attributes["for"] for tag, attributes in outline.seen if tag == "label"}
+    assert {attributes["id"] for tag, attributes in outline.seen if tag in ("select", "input", "textarea")} == named
     assert any(attributes.get("aria-live") == "polite" for _, attributes in outline.seen)
     assert (tags.index("a"), dict(outline.seen)["a"]["href"]) == (tags.index("body") + 1, "#main")
 
@@ -106,6 +113,14 @@ def test_both_schemes_and_the_focus_have_a_style() -> None:
         set(re.findall(r"(--[\w-]+):", part)) for part in PAGE.split("@media (prefers-color-scheme: dark)")[:2]
     )
     assert light == {name for name in dark if name in light} and len(light) > 20
+
+
+def test_all_that_scrolls_can_have_the_focus_and_nothing_that_is_empty_has_it(outline: Outline) -> None:
+    for rule in re.findall(r"([^{}]+)\{[^{}]*overflow-[xy]: auto[^{}]*\}", PAGE):
+        assert rule.strip().split(", ")[-1] in (".scroll", "details > div"), rule
+    within = [after for (tag, _), (_, after) in zip(outline.seen, outline.seen[1:], strict=False) if tag == "summary"]
+    assert within and all(attributes.get("class") == "scroll" for attributes in within)
+    assert ".scroll:empty { display: none; }" in PAGE
 
 
 def luminance(colour: str) -> float:
@@ -128,6 +143,7 @@ def test_all_words_stand_out_from_what_is_behind_them(scheme: str) -> None:
     for words, behind in pairs:
         bright, dim = sorted((luminance(colours[words]), luminance(colours[behind])), reverse=True)
         assert (bright + 0.05) / (dim + 0.05) >= 4.5, (words, behind)  # WCAG 2, level AA
+    assert "opacity" not in PAGE  # which would bring words nearer to what is behind them
 
 
 def test_the_policy_allows_exactly_what_stands_in_the_page() -> None:

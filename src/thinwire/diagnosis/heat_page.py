@@ -6,17 +6,19 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from thinwire.diagnosis.heat import HeatMap
+from thinwire.units import format_seconds
 
 # From so many times the median on a cell is one level hotter; the dashboard's page has the same.
 BOUNDS = (1.25, 1.5, 3.0, 6.0)
 _STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --text: #18212d; --quiet: #566172; --cool: #f4f6f8;
+:root { color-scheme: light dark; --paper: #fff; --text: #18212d; --quiet: #566172; --cool: #f4f6f8; --link: #0b63a5;
   --h1: #fdf0d5; --h2: #fbd38a; --h3: #f49a52; --h4: #b3261e; --h3-text: #18212d; --h4-text: #fff; }
 @media (prefers-color-scheme: dark) { :root { --paper: #182029; --text: #e7ecf2; --quiet: #9fabba; --cool: #10151b;
-  --h1: #3a301a; --h2: #6b4a14; --h3: #9a4a18; --h4: #f0857b; --h3-text: #fff; --h4-text: #140503; } }
+  --link: #74bff5; --h1: #3a301a; --h2: #6b4a14; --h3: #9a4a18; --h4: #f0857b; --h3-text: #fff; --h4-text: #140503; } }
 body { margin: 24px; background: var(--paper); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 20px; } h2 { font-size: 17px; margin-top: 28px; }
-div { overflow-x: auto; } table { border-collapse: separate; border-spacing: 3px; font-variant-numeric: tabular-nums; }
+div { overflow-x: auto; } :focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
+table { border-collapse: separate; border-spacing: 3px; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--quiet); } th { font-weight: 600; white-space: nowrap; padding: 3px 5px; }
 td { background: var(--cool); border-radius: 5px; padding: 3px 8px; text-align: center; white-space: nowrap; }
 small { display: block; font-size: 12px; } .l1 { background: var(--h1); } .l2 { background: var(--h2); }
@@ -74,7 +76,7 @@ def _section(one: HeatMap, number: int) -> Iterator[str]:
     kind = escape(one.kind.encode("utf-8", "replace").decode("utf-8"))  # JSON may hold halves of letters
     left = f" {one.num_left_out} ranks that stand out less are left out." if one.num_left_out else ""
     yield f'<section aria-labelledby="kind-{number}">\n<h2 id="kind-{number}">{kind}</h2>\n<p>{words(one)}</p>'
-    yield f'<div tabindex="0" role="region" aria-labelledby="kind-{number}"><table>'
+    yield f'<div tabindex="0" role="group" aria-labelledby="kind-{number}"><table>'
     yield (
         "<caption>Rows are ranks, columns steps. Each cell: how many times the median of all ranks in these steps a "
         f"rank takes, and its own time.{left}</caption>"
@@ -91,7 +93,14 @@ def _cell(time_s: float | None, ratio: float | None) -> str:
     if time_s is None:
         return "<td>none</td>"
     told = "–" if ratio is None else f"{ratio:.1f}×"
-    return f'<td class="l{level(ratio)}">{told}<small>{1000 * time_s:.3g} ms</small></td>'
+    return f'<td class="l{level(ratio)}">{told}<small>{_length(time_s)}</small></td>'
+
+
+def _length(time_s: float) -> str:
+    """Return a time with three figures, as far as that can be read."""
+    if time_s >= 59.95:
+        return format_seconds(time_s)
+    return f"{time_s:.3g} s" if time_s >= 0.9995 else f"{1000 * time_s:.3g} ms"
 
 
 def _legend() -> str:

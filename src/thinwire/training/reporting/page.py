@@ -50,8 +50,10 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells = "".join(f"<td{kind[i + 1]}>{escape(cell)}</td>" for i, cell in enumerate(others))
         lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
     body = "\n".join(lines)
+    name = escape(", ".join(head))
     return (
-        f'<div class="card scroll" tabindex="0"><table class="many"><thead><tr>{top}</tr></thead>'
+        f'<div class="card scroll" tabindex="0" role="group" aria-label="{name}">'
+        f'<table class="many"><thead><tr>{top}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 

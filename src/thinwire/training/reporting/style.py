@@ -44,6 +44,7 @@ PAGE = """
 @media screen and (prefers-color-scheme:dark){:root{--paper:#12171e;--card:#1a212b;--edge:#2c3542;--text:#e8ecf1;
 --quiet:#9aa6b5;--strong:#6cb8f0}}
 *{box-sizing:border-box}
+:focus-visible{outline:3px solid var(--strong);outline-offset:2px}
 body{margin:0;background:var(--paper);color:var(--text);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,
 "DejaVu Sans",sans-serif}
 main{max-width:1220px;margin:0 auto;padding:32px 24px 48px}

@@ -206,7 +206,7 @@ function showCurve(id, what, series, options) {
   show(`${id}-legend`, keys.length ? legend(keys) : null);
   const rows = series.flatMap(({ replica, points }) => sampled(points, 12).map(([at, value]) => [replica, tickWords(Number(at.toPrecision(4))), options.yWords(value)]));
   (options.dots ?? []).forEach(([at, value]) => rows.push(["validation", at, options.yWords(value)]));
-  show(`${id}-table`, table(`${what}, at most 12 points a replica.`, [["Replica"], [options.xTitle, "number"], [options.yTitle, "number"]], rows));
+  show(`${id}-table`, !rows.length ? make("p", {}, "Nothing yet.") : table(`${what}, at most 12 points a replica.`, [["Replica"], [options.xTitle, "number"], [options.yTitle, "number"]], rows));
 }
 
 function showCurves(curves) {
