@@ -16,6 +16,7 @@ from test_elastic_run import runs as runs
 from test_elastic_run import texts as texts
 from training_runs import Started
 
+from thinwire.diagnosis.sources import read_files
 from thinwire.training.elastic.job import LocalSettings
 
 pytestmark = pytest.mark.multiprocess
@@ -72,3 +73,6 @@ def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_besid
     (back,) = set(rounds_in(run)) - lost
     ours, theirs = rounds_in(run)[back], rounds_in(other)[kept]
     assert set(ours) & set(theirs) and all(ours[number] == theirs[number] for number in set(ours) & set(theirs))
+    # the first host also knows what the passes of the other one took, and a replica of two ranks tells of its own
+    timed = {span.rank for span in read_files([run]).spans if span.forward_s and span.backward_s}
+    assert {back, kept} <= timed
