@@ -94,7 +94,7 @@ def test_an_end_is_slow_by_all_its_wires_where_none_of_them_alone_shows_it() -> 
                 number, float(number), math.exp(draw.gauss(0, 0.5)) * (1.8 if cell[0] == 2 and number >= 50 else 1)
             )
     assert not any(watch.change for watch in watches.values())
-    seen = {(end.rank, end.cells) for end in watch_ends(watches, watches) if end.watch.change is not None}
+    seen = {(end.rank, end.cells) for end in watch_ends(watches, {}) if end.watch.change is not None}
     assert (2, frozenset(cell for cell in CELLS if cell[0] == 2)) in seen
     assert {rank for rank, _ in seen} == {2}
 
@@ -105,12 +105,19 @@ def test_what_slows_all_wires_is_no_fault_of_an_end() -> None:
     for number in range(80):
         for watch in watches.values():
             watch.add(number, float(number), math.exp(draw.gauss(0, 0.2)) * (3.0 if number >= 50 else 1.0))
-    assert not any(end.watch.change for end in watch_ends(watches, watches))
+    assert not any(end.watch.change for end in watch_ends(watches, {}))
 
 
-@pytest.mark.parametrize(("back", "said"), [(1.8, "sender rank 1"), (2.9, "host b")])
+@pytest.mark.parametrize(("back", "said"), [(1.1, "sender rank 1"), (1.8, "host b"), (2.9, "host b")])
 def test_acknowledgements_that_wait_are_no_fault_of_the_way_back(back: float, said: str) -> None:
     cells = {cell: 3.0 if cell[0] == 1 else back if cell[1] == 1 else 0.0 for cell in CELLS}
+    explained = DelayMatrix(cells, HOSTS).explain()
+    assert explained is not None and [str(place) for place in explained.places] == [said]
+
+
+@pytest.mark.parametrize(("out", "said"), [(0.5, "receiver rank 1"), (0.9, "receiver rank 1"), (1.2, "host b")])
+def test_a_slow_way_in_holds_up_what_goes_out_and_a_slow_host_is_not_slower_in_than_out(out: float, said: str) -> None:
+    cells = {cell: 1.2 if cell[1] == 1 else out if cell[0] == 1 else 0.0 for cell in CELLS}
     explained = DelayMatrix(cells, HOSTS).explain()
     assert explained is not None and [str(place) for place in explained.places] == [said]
 

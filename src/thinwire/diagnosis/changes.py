@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 LEAST_HISTORY = 12
 MOST_HISTORY = 64
+# Of a baseline: faults that were too small to be told must not become what is usual.
+MOST_USUAL = 256
 # Of the logarithm: times that vary less are taken to vary by 8 %, so that a steady wire is no reason for alarms.
 LEAST_SCALE = 0.08
 CLIP = 3.0
@@ -67,7 +69,7 @@ class Baseline:
     __slots__ = ("_fresh", "_values", "middle", "scale", "shift")
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=MOST_HISTORY)
+        self._values: deque[float] = deque(maxlen=MOST_USUAL)
         self._fresh = 0
         self.middle = math.nan
         self.scale = LEAST_SCALE
@@ -82,7 +84,9 @@ class Baseline:
         """Take a logarithm in."""
         self._values.append(value)
         self._fresh += 1
-        if self.is_known and (len(self._values) <= 2 * LEAST_HISTORY or self._fresh >= _REFRESH):
+        if self.is_known and (
+            len(self._values) <= 2 * LEAST_HISTORY or self._fresh >= max(_REFRESH, len(self._values) // 16)
+        ):
             self._fresh = 0
             self.middle = median(self._values)
             # few values may lie close together by chance

@@ -19,6 +19,10 @@ Cell = tuple[int, int]
 # Logarithms: from four times as slow on, a way also delays the acknowledgements of the other.
 _HEAVY = math.log(4.0)
 _LESS = 2 / 3
+# What all of an end's wires of one way show, as a part of the other way's, where that one alone is slow: a slow way in
+# holds up the acknowledgements of all that goes out, and a host that is slow both ways is not slower in than out.
+_LESS_OUT, _LESS_IN = 0.85, 0.4
+_SLOW_IN = math.log(2.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +104,13 @@ class DelayMatrix:
         """
         back = frozenset((destination, source) for source, destination in cells)
         values = {cell: self._excess[cell] for cell in cells}
-        if back != cells or max(values.values()) < _HEAVY:
+        if back != cells:
             return cells
-        for way in by_cells:
+        for way, places in by_cells.items():
             other = cells - way
             if way < cells and other == frozenset((destination, source) for source, destination in way):
                 slow, less = [values[cell] for cell in way], [values[cell] for cell in other]
-                if min(slow) > max(less) and median(less) <= _LESS * median(slow):
+                if _is_way_alone({place.kind for place in places}, slow, less):
                     return way
         return cells
 
@@ -186,3 +190,12 @@ def probe_for(places: Iterable[Place]) -> str:
             "slow from the first only, the sender; slow to the second only, the receiver; neither, the link"
         )
     return "let each of these exchange the same bytes with a peer outside of them, one at a time"
+
+
+def _is_way_alone(kinds: set[str], slow: list[float], less: list[float]) -> bool:
+    """Return whether one way alone may be at fault where both are slow, from the logarithms of both."""
+    ratio = median(less) / median(slow) if median(slow) > 0.0 else math.inf
+    if kinds & {"receiver", "host receiver"}:
+        return ratio <= _LESS_OUT and median(slow) >= _SLOW_IN
+    is_clear = max(slow) >= _HEAVY and min(slow) > max(less)
+    return is_clear and ratio <= (_LESS_IN if kinds & {"sender", "host sender"} else _LESS)

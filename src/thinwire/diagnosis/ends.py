@@ -36,29 +36,28 @@ class End:
 _Rounds = dict[int, dict[Cell, tuple[float, float]]]  # seconds of the clock and logarithm of the ratio
 
 
-def watch_ends(watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch]) -> list[End]:
+def watch_ends(watches: Mapping[Cell, Watch], classes: Mapping[int, int]) -> list[End]:
     """Watch what each rank sends, what it receives, and both.
 
     Args:
-        watches: Of each wire's times.
-        alone: The same of what its messages would have taken alone; the lesser of both counts.
+        watches: Of what each wire's messages would have taken alone.
+        classes: The size class of each round: small messages scatter more, and say nothing of how large ones do.
     """
     rounds: _Rounds = defaultdict(dict)
     for cell, watch in watches.items():
-        shares = {number: excess for number, _, excess in alone.get(cell, watch).history()}
         for number, at_s, excess in watch.history():
-            rounds[number][cell] = at_s, min(excess, shares.get(number, excess))
+            rounds[number][cell] = at_s, excess
     found = []
     for rank in sorted({rank for cell in watches for rank in cell}):
         rows = frozenset(cell for cell in watches if cell[0] == rank)
         columns = frozenset(cell for cell in watches if cell[1] == rank)
         for cells in (rows, columns, rows | columns):
             if len(cells) >= _LEAST_CELLS:
-                found.append(End(rank=rank, cells=cells, watch=_watch(cells, rounds)))
+                found.append(End(rank=rank, cells=cells, watch=_watch(cells, rounds, classes)))
     return found
 
 
-def _watch(cells: frozenset[Cell], rounds: _Rounds) -> Watch:
+def _watch(cells: frozenset[Cell], rounds: _Rounds, classes: Mapping[int, int]) -> Watch:
     watch = Watch()
     for number, own in sorted(rounds.items()):
         ours = [seen for cell, seen in own.items() if cell in cells]
@@ -67,5 +66,6 @@ def _watch(cells: frozenset[Cell], rounds: _Rounds) -> Watch:
         others = [excess for cell, (_, excess) in own.items() if cell not in cells]
         common = max(0.0, median(others)) if others else 0.0
         mean = math.fsum(excess for _, excess in ours) / len(ours)
-        watch.add(number, max(at_s for at_s, _ in ours), math.exp(mean - common))
+        at_s = max(at_s for at_s, _ in ours)
+        watch.add(number, at_s, math.exp(mean - common), size_class=2 * classes.get(number, 0))
     return watch

@@ -62,8 +62,9 @@ def size_class(num_bytes: int) -> int:
 def link_times(job: Job) -> LinkTimes:
     """Watch every link, one value a round: the middle of its messages of the class with the most bytes."""
     found = LinkTimes()
-    shares = alone_s(job, job.messages)
+    shares, classes = alone_s(job, job.messages), dict[int, int]()
     for cell, round, classed, message in _samples(job):
+        classes[round] = max(classed, classes.get(round, 0))
         time_s = max(message.transfer_s or 0.0, 0.0)
         watch, alone = found.watches.setdefault(cell, Watch()), found.alone.setdefault(cell, Watch())
         at_s = message.received_done_s or 0.0
@@ -86,7 +87,7 @@ def link_times(job: Job) -> LinkTimes:
         if message.retries:
             cell = (message.source, message.destination)
             found.retries[cell] = found.retries.get(cell, 0) + message.retries
-    found.ends = watch_ends(found.watches, found.alone)
+    found.ends = watch_ends(found.alone, classes)
     return found
 
 
