@@ -16,6 +16,8 @@ from thinwire.diagnosis.timeline import Job
 # A job in which many messages take twice as long by nature still shows links that take four times as long.
 _BAD = (math.log(2.2), math.log(4.0))
 _GOOD = math.log(1.4)
+# Of so many messages: bad ones that lie further apart are what a busy machine does, or faults of their own.
+_WINDOW = 64
 _LEAST_EPISODES = 3
 _LEAST_BAD = 5
 _DENSE = 10  # of so many messages in a row most are bad: slow, not flapping
@@ -63,7 +65,7 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
         least: The logarithm of the ratio from which a message is bad.
         usual: Which share of its messages may be.
     """
-    values = list(watch.excess)
+    values = list(watch.excess)[-_WINDOW:]
     bad = [index for index, (_, _, excess) in enumerate(values) if excess >= least]
     # where it was slow for good for a while, only what came after that may be flapping
     dense = [late for early, late in zip(bad, bad[_MOST_BAD:], strict=False) if late - early < _DENSE]
