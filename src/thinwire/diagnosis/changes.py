@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 LEAST_HISTORY = 12
 MOST_HISTORY = 64
-# Of a baseline: faults that were too small to be told must not become what is usual.
-MOST_USUAL = 256
 # Of the logarithm: times that vary less are taken to vary by 8 %, so that a steady wire is no reason for alarms.
 LEAST_SCALE = 0.08
 CLIP = 3.0
@@ -64,12 +62,16 @@ def at_least(hits: int, trials: int, chance: float) -> float:
 
 
 class Baseline:
-    """What a time usually is: median and spread of the logarithms of the latest values that were not suspicious."""
+    """What a time usually is: median and spread of the logarithms of the latest values that were not suspicious.
+
+    Args:
+        most: How many of them.
+    """
 
     __slots__ = ("_fresh", "_values", "middle", "scale", "shift")
 
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=MOST_USUAL)
+    def __init__(self, most: int = MOST_HISTORY) -> None:
+        self._values: deque[float] = deque(maxlen=most)
         self._fresh = 0
         self.middle = math.nan
         self.scale = LEAST_SCALE
@@ -131,6 +133,7 @@ class Watch:
 
     Args:
         alarm: The sum that is an alarm.
+        most_usual: From how many of the latest values that were not suspicious the usual time is learnt.
 
     Attributes:
         change: The latest alarm, if any: one that lasts, or is over.
@@ -144,10 +147,12 @@ class Watch:
         (30, 35)
     """
 
-    __slots__ = ("_alarm", "_bases", "_begin", "_early", "_held", "_level", "_return", "_sum", "change", "excess")
+    __slots__ = ("_alarm", "_bases", "_begin", "_early", "_held", "_level", "_most_usual", "_return", "_sum", "change",
+                 "excess")  # fmt: skip
 
-    def __init__(self, *, alarm: float = ALARM) -> None:
+    def __init__(self, *, alarm: float = ALARM, most_usual: int = MOST_HISTORY) -> None:
         self._alarm = alarm
+        self._most_usual = most_usual
         self._bases: dict[int, Baseline] = {}
         self._early: list[tuple[int, float, float, Baseline]] = []
         self._sum = 0.0
@@ -169,7 +174,7 @@ class Watch:
             margin_s: By how much these two ways may differ.
         """
         value = math.log(max(time_s, _LEAST_TIME_S))
-        base = self._bases.setdefault(size_class, Baseline())
+        base = self._base(size_class)
         if not base.is_known:
             twin = self._bases.get(size_class ^ 1)
             sure = max(time_s - margin_s, _LEAST_TIME_S)
@@ -183,6 +188,12 @@ class Watch:
             self._step(round, at_s, value, base)
         else:
             self._step_back(self.change, round, at_s, value, base)
+
+    def _base(self, size_class: int) -> Baseline:
+        base = self._bases.get(size_class)
+        if base is None:
+            base = self._bases[size_class] = Baseline(self._most_usual)
+        return base
 
     def _step(self, round: int, at_s: float, value: float, base: Baseline) -> None:
         if self._sum == 0.0:

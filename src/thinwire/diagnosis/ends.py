@@ -16,6 +16,8 @@ from thinwire.diagnosis.changes import Watch, median
 from thinwire.diagnosis.delay_matrix import Cell
 
 _LEAST_CELLS = 2
+# All wires of an end show faults that are too small to be told soon: these must not become what is usual meanwhile.
+_MOST_USUAL = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ def watch_ends(watches: Mapping[Cell, Watch], classes: Mapping[int, int]) -> lis
 
 
 def _watch(cells: frozenset[Cell], rounds: _Rounds, classes: Mapping[int, int]) -> Watch:
-    watch = Watch()
+    watch = Watch(most_usual=_MOST_USUAL)
     for number, own in sorted(rounds.items()):
         ours = [seen for cell, seen in own.items() if cell in cells]
         if len(ours) < _LEAST_CELLS:
