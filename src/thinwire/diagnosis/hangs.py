@@ -25,6 +25,7 @@ SILENCE_S = 3.0
 _PERIODS = 3.0
 _DURATIONS = 1.5
 _LONGEST_CHAIN = 12
+_LATEST_MESSAGES = 256
 # Operations that are near each other are one stretch; operations whose times differ by less are alike.
 _RECENT = 8
 _LIKE = 1.5
@@ -151,12 +152,25 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     # whose calls have failed wait no longer: who has not come to them is gone
     is_left = bool(missing) and set(inside) <= job.left
     is_sure = is_left or still_s >= limit_s or (still_s >= LEAST_PATIENCE_S and _silent(job, gone_s)) or _survivors(job)
-    if not is_sure:
+    if not is_sure and not (still_s >= gone_s and _has_stuck(job, communicator, sequence)):
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
         patience_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
     )  # fmt: skip
+
+
+def _has_stuck(job: Job, communicator: str, sequence: int) -> bool:
+    """Return whether a message that both ends are ready for has not come in three times what the latest ones took.
+
+    How long operations take says nothing here: most of it is waiting for ranks that come late.
+    """
+    own = [m for m in job.messages if m.communicator == communicator]
+    stuck = [m.begin_s for m in own if m.operation == sequence and m.is_stuck and m.begin_s is not None]
+    if not stuck:
+        return False
+    took = [m.transfer_s for m in own[-_LATEST_MESSAGES:] if m.transfer_s is not None]
+    return job.now_s - min(stuck) >= max(LEAST_PATIENCE_S, _PERIODS * max(took, default=math.inf))
 
 
 def _waiting_in(ops: Mapping[int, Operation]) -> set[int]:

@@ -20,6 +20,7 @@ from thinwire.diagnosis.timeline import Job, Message
 
 PEERS_RATIO = 3.0
 _LEAST_SAMPLES = 2
+_LEAST_SHARE = 0.1
 _MOST_ERROR = 8.0
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
@@ -98,12 +99,27 @@ def _samples(job: Job) -> list[tuple[Cell, int, int, Message]]:
         if message.transfer_s is not None and not {message.source, message.destination} & job.unsteady:
             key = (message.operation, message.source, message.destination)
             rounds[key][size_class(message.num_bytes)].append(message)
+    told = _telling_sizes(rounds)
     found = []
     for (round, source, destination), classes in sorted(rounds.items()):
         classed = max(classes, key=lambda one: (len(classes[one]) * 2.0**one, one))
+        if classed not in told[source, destination]:
+            continue
         ordered = sorted(classes[classed], key=lambda message: message.transfer_s or 0.0)
         found.append(((source, destination), round, classed, ordered[len(ordered) // 2]))
     return found
+
+
+def _telling_sizes(rounds: Mapping[tuple[int, int, int], Mapping[int, list[Message]]]) -> dict[Cell, set[int]]:
+    """Return the size classes of each link that carry a tenth of its bytes: others tell of what they wait behind."""
+    sums: dict[Cell, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for (_, source, destination), classes in rounds.items():
+        for classed, messages in classes.items():
+            sums[source, destination][classed] += len(messages) * 2.0**classed
+    return {
+        cell: {classed for classed, own in classes.items() if own >= _LEAST_SHARE * sum(classes.values())}
+        for cell, classes in sums.items()
+    }
 
 
 def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
