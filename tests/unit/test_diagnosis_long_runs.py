@@ -1,0 +1,85 @@
+"""What long runs of the lab showed to be wrong: jobs whose messages differ in size, and that have had faults before."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from thinwire.diagnosis.changes import Watch
+from thinwire.diagnosis.diagnose import diagnose
+from thinwire.diagnosis.flapping import find_flapping
+from thinwire.diagnosis.reading import from_records
+from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, TransferEnd
+from thinwire.diagnosis.slow import LinkTimes, link_times
+from thinwire.diagnosis.timeline import Job, build
+
+RANKS = (0, 1, 2, 3)
+PAIRS = [(source, to) for source in RANKS for to in RANKS if source != to]
+PLACE = Communicator(communicator="rounds", ranks=RANKS, hosts=tuple("abcd"), clocks=("one",) * 4)
+
+
+def _message(
+    pair: tuple[int, int], number: int, posted_s: float, done_s: float | None, *, num_bytes: int = 685_047
+) -> list[Record]:
+    source, to = pair
+    return [
+        TransferEnd(communicator="rounds", rank=rank, peer=peer, direction=direction, operation=number,  # type: ignore[arg-type]
+                    num_bytes=num_bytes, posted_s=posted_s, done_s=done_s)
+        for rank, peer, direction in ((source, to, "sent"), (to, source, "received"))
+    ]  # fmt: skip
+
+
+def test_sizes_that_carry_few_of_a_link_s_bytes_say_nothing_of_it() -> None:
+    sizes = (685_047, 685_047, 25_542)  # three fragments of a model, the last one small
+    records = [
+        one
+        for number in range(60)
+        for pair in PAIRS
+        for one in _message(pair, number, float(number), number + 0.1, num_bytes=sizes[number % 3])
+    ]
+    times = link_times(build(from_records([PLACE, *records])))
+    assert {number % 3 for watch in times.watches.values() for number, _, _ in watch.history()} == {0, 1}
+    alone = link_times(build(from_records([PLACE, *(one for one in records if getattr(one, "operation", 2) % 3 == 2)])))
+    assert {number for watch in alone.watches.values() for number, _, _ in watch.history()} == set(range(2, 60, 3))
+
+
+def test_a_stuck_message_is_told_by_what_messages_take_and_not_by_ranks_that_came_late_before() -> None:
+    records: list[Record] = [PLACE]
+    now_s = 0.0
+    for number in range(41):
+        late_s = 15.0 if number in (10, 25) else 0.0  # rank 1 was slow twice: that was usual, for operations
+        for rank in RANKS:
+            posted_s = now_s + (late_s if rank == 1 else 0.0)
+            records.append(Operation(
+                communicator="rounds", rank=rank, sequence=number, kind="round", round=number, posted_s=posted_s,
+                done_s=now_s + late_s + 0.15 if number < 40 else None,
+            ))  # fmt: skip
+        for pair in PAIRS:
+            done_s = None if number == 40 and pair == (0, 2) else now_s + late_s + 0.1
+            records += _message(pair, number, now_s + late_s, done_s)
+        now_s += late_s + 0.4
+    begun_s = now_s - 0.4
+    assert _told(records, until_s=begun_s + 1.0) == []
+    assert _told(records, until_s=begun_s + 3.0) == ["communication hang: link 0 <-> 2"]
+
+
+def _told(records: list[Record], *, until_s: float) -> list[str]:
+    beats = [
+        Beat(rank=rank, at_s=until_s - 0.1 * rank - second) for second in range(int(until_s), -1, -1) for rank in RANKS
+    ]
+    return [f"{one.kind}: {one.where}" for one in diagnose(from_records([*records, *beats]))]
+
+
+def test_one_wire_that_flaps_beside_others_that_are_a_little_slow_makes_no_end_flap() -> None:
+    draw, bad = random.Random(3), {*range(44, 80, 6), *range(45, 80, 6)}
+    watches = {pair: Watch() for pair in PAIRS}
+    for number in range(80):
+        for (source, to), watch in watches.items():
+            longer = 1.0 if number not in bad or to != 2 else 6.0 if source == 0 else 2.0
+            watch.add(number, float(number), longer * math.exp(draw.gauss(0, 0.05)))
+    job = Job(host_of=dict(zip(RANKS, "abcd", strict=True)))
+    assert find_flapping(job, LinkTimes(watches=watches)) == []
+    sound = {
+        (source, to): watch if source == 0 or to != 2 else watches[1, 3] for (source, to), watch in watches.items()
+    }
+    assert [one.where for one in find_flapping(job, LinkTimes(watches=sound))] == ["link 0 -> 2"]
