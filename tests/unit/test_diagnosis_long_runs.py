@@ -83,3 +83,18 @@ def test_one_wire_that_flaps_beside_others_that_are_a_little_slow_makes_no_end_f
         (source, to): watch if source == 0 or to != 2 else watches[1, 3] for (source, to), watch in watches.items()
     }
     assert [one.where for one in find_flapping(job, LinkTimes(watches=sound))] == ["link 0 -> 2"]
+
+
+def test_a_link_that_was_slow_and_is_well_again_does_not_flap_for_that() -> None:
+    draw, found = random.Random(4), {}
+    for slow in (frozenset[int](), frozenset(range(40, 47))):
+        watches = {pair: Watch() for pair in PAIRS}
+        for number in range(70):
+            for pair, watch in watches.items():
+                is_bad = number in slow or number in (52, 58, 59, 65)  # too few times for a link that was never slow
+                longer = 20.0 if is_bad and pair == (0, 2) else 1.0
+                watch.add(number, float(number), longer * math.exp(draw.gauss(0, 0.05)))
+        assert (watches[0, 2].change is not None) == bool(slow)
+        job = Job(host_of=dict(zip(RANKS, "abcd", strict=True)))
+        found[bool(slow)] = [one.where for one in find_flapping(job, LinkTimes(watches=watches))]
+    assert found == {False: [], True: []}

@@ -67,6 +67,9 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
     """
     values = list(watch.excess)[-_WINDOW:]
     bad = [index for index, (_, _, excess) in enumerate(values) if excess >= least]
+    # what was told as slow, and is over, was no flapping
+    past = watch.change if watch.change is not None and watch.change.is_over else None
+    bad = [index for index in bad if past is None or not past.since_round <= values[index][0] < past.until_round]
     # where it was slow for good for a while, only what came after that may be flapping
     dense = [late for early, late in zip(bad, bad[_MOST_BAD:], strict=False) if late - early < _DENSE]
     bad = [index for index in bad if not dense or index > dense[-1]]
