@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_elastic_run import SOON_S, active, processes, start, wait_until
+from test_elastic_run import SOON_S, STEP_S, active, processes, start, wait_until
 from test_elastic_run import runs as runs
 from test_elastic_run import texts as texts
-from training_runs import Started
+from training_runs import Started, with_slow_steps
 
 from thinwire.diagnosis.sources import read_files
 from thinwire.training.elastic.job import LocalSettings
@@ -25,7 +26,10 @@ pytestmark = pytest.mark.multiprocess
 @contextlib.contextmanager
 def host_that_joins(settings: LocalSettings, folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
     words = ["join", settings.invitation, "--secret", settings.secret, "--out", str(folder), "--threads", "1", *more]
-    joining = subprocess.Popen([sys.executable, "-m", "thinwire.cli.main", *words], stderr=subprocess.PIPE, text=True)
+    joining = subprocess.Popen(
+        [sys.executable, "-m", "thinwire.cli.main", *words],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S)},
+    )  # fmt: skip
     try:
         yield joining
     finally:
@@ -46,12 +50,11 @@ def rounds_in(folder: Path) -> dict[int, dict[int, int]]:
 def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_beside_one_of_another_number_of_ranks(
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
-    run, other, steps = tmp_path / "run", tmp_path / "other", 180
-    more = ["--ranks-per-replica", "2", "--batch-size", "3"]
+    run, other, steps = tmp_path / "run", tmp_path / "other", 120
+    more = ["--ranks-per-replica", "2", "--batch-size", "2"]
     started = start(runs, texts, run, steps=steps, replicas=1, more=more)
     started.wait_for(run / "elastic.json")
-    # the other replica's batches are large, so that not all is over before the first one is back
-    with host_that_joins(LocalSettings.load(run), other, "--batch-size", "24") as joining:
+    with host_that_joins(LocalSettings.load(run), other, "--batch-size", "5") as joining:
         step = wait_until(run, lambda found: len(active(found)) == 2, started)["step"]
         wait_until(run, lambda found: found["step"] > step + 20, started)  # so that each holds all that it needs
         lost, (kept,) = set(rounds_in(run)), rounds_in(other)

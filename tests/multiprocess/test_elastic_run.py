@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started
+from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, with_slow_steps
 
 from thinwire.membership.invitation import read_invitation
 from thinwire.membership.line import ask_once
@@ -22,7 +22,7 @@ from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.global_checkpoints import GlobalCheckpoints
 from thinwire.transport.secret import read_secret
 
-SOON_S = 120.0
+SOON_S, STEP_S = 120.0, 0.2
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,8 @@ def start(
     options = [*OPTIONS]
     options[options.index("--checkpoint-every") + 1] = "20"  # a state is 24 MB here
     started = Started(
-        [*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options, *more]
+        [*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options, *more],
+        environment=with_slow_steps(STEP_S),
     )
     runs.append(started)
     return started
@@ -96,7 +97,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=600)
+    started = start(runs, texts, run, steps=150)
     wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
     os.kill(int((run / "logs" / "replica-process-1.pid").read_text()), signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
@@ -104,10 +105,10 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_p
     assert started.end() == 0, started.stderr
     summary = json.loads((run / "summary.json").read_text())
     # the summary is refused where replicas end with different parameters
-    assert summary["steps"] == 600 and summary["replicas"] == 2
+    assert summary["steps"] == 150 and summary["replicas"] == 2
     assert summary["elastic"]["replicas_ever"] == 3
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
-    assert latest is not None and latest.step == 600
+    assert latest is not None and latest.step == 150
     assert latest.note["data"]["counted"] > 0
 
 
@@ -123,7 +124,8 @@ def test_a_host_joins_a_running_job_and_leaves_it_and_a_wrong_secret_does_not_ge
     assert told.returncode == 1 and "no coordinator answered" in told.stderr, told
     joining = subprocess.Popen(
         [sys.executable, "-m", "thinwire.cli.main", "join", settings.invitation, "--secret", settings.secret, "--out",
-         str(other), "--threads", "1"], stderr=subprocess.PIPE, text=True,
+         str(other), "--threads", "1"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S)},
     )  # fmt: skip
     try:
         found = wait_until(run, lambda found: active(found) == {0, 1}, started)
@@ -145,17 +147,17 @@ def test_a_stopped_run_goes_on_from_its_checkpoint_with_another_number_of_replic
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
     run = tmp_path / "run"
-    started = start(runs, texts, run, steps=300)
+    started = start(runs, texts, run, steps=90)
     wait_until(run, lambda found: found["step"] > 42, started)
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == 128 + signal.SIGTERM
     assert not [one for one in started.family() if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     latest = GlobalCheckpoints(run / "checkpoints").latest().state
-    assert latest is not None and 0 < latest.step < 300
-    again = Started(["--resume", str(run), "--quiet", "--json"])
+    assert latest is not None and 0 < latest.step < 90
+    again = Started(["--resume", str(run), "--quiet", "--json"], environment=with_slow_steps(STEP_S))
     runs.append(again)
     assert again.end() == 0, again.stderr
-    assert json.loads((run / "summary.json").read_text())["steps"] == 300
+    assert json.loads((run / "summary.json").read_text())["steps"] == 90
     said = " ".join(path.read_text() for path in (run / "logs").glob("replica-process-*.err"))
     assert f"going on from the checkpoint of step {latest.step}" in said
 
@@ -165,7 +167,7 @@ def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for
 ) -> None:
     run = tmp_path / "run"
     # so long that the steps of this tiny model do not leave a state behind before it can be taken up
-    started = start(runs, texts, run, steps=100_000, more=("--sync-interval", "200"))
+    started = start(runs, texts, run, steps=100_000, more=("--sync-interval", "36"))
     kept, spare = run / "kept" / "replica-process-1.state", run / "logs" / "spare.err"
     wait_until(run, lambda found: kept.exists() and spare.exists() and found["step"] > 10, started)
     pid = run / "logs" / "replica-process-1.pid"

@@ -22,10 +22,17 @@ OPTIONS = (  # noqa: SIM905 - the words as a user types them
     "--final-eval-batches 2 --checkpoint-every 4 --log-every 4 --threads 1 --quiet --json"
 ).split()
 DEADLINE_S = 240
+_SLOW_STEPS = Path(__file__).parents[2] / "benchmarks" / "chaos" / "slow_steps"
 DOCUMENTS = [f"{number}: " + "a thin wire carries little, so say little. " * 40 for number in range(20)]
 
 
 MARK = "STARTED_BY_TEST"
+
+
+def with_slow_steps(step_s: float) -> dict[str, str]:
+    """Return the environment in which elastic replicas sleep at each step, and leave the cores to others meanwhile."""
+    paths = [str(_SLOW_STEPS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"CHAOS_STEP_S": str(step_s), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 class Started:
