@@ -61,12 +61,13 @@ check: $(TEST_STAMP) ## Lint, format, types, layers: seconds
 
 # The tests run also where a check failed: one run says all that is wrong. The checks run beside them, since types need a
 # minute of one core and many tests wait; what they say comes last. Files whose tests start processes stay whole
-# on one worker (tests/dealing.py), so that what a file prepares is made once.
+# on one worker (tests/dealing.py), so that what a file prepares is made once. Hundreds of processes start, so bytecode
+# is written also where the environment says that it should not be.
 .PHONY: test
 test: $(TEST_STAMP) ## All checks and all tests (ARGS="-k word" appends)
 	@status=0; told=$$(mktemp); \
 	$(MAKE) --no-print-directory check > "$$told" 2>&1 & check=$$!; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS) || status=1; \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(ARGS) || status=1; \
 	wait $$check || status=1; \
 	cat "$$told"; rm "$$told"; \
 	exit $$status

@@ -13,6 +13,14 @@ from xdist.workermanage import WorkerController
 # These start processes of their own, and make much of it once a file: a file's tests stay together on one worker.
 WITH_PROCESSES = ("tests/multiprocess/", "tests/cli/", "tests/lab/", "tests/docs/")
 
+# Their tests share what takes long to compute, which each worker that has one of them would compute again.
+SHARING = (
+    "tests/laws/test_method_laws.py",
+    "tests/membership/test_own_pace.py",
+    "tests/reference/test_dimat.py",
+    "tests/unit/test_diagnosis_scenes.py",
+)
+
 # The longest first, so that none of them is left over for the end: minutes of one worker.
 LONGEST = (
     "tests/multiprocess/test_training.py",
@@ -32,13 +40,13 @@ LONGEST = (
 
 
 def unit_of(nodeid: str) -> str:
-    """Return what is dealt out as one: a file that starts processes, or a single test."""
-    return nodeid.split("::", 1)[0] if nodeid.startswith(WITH_PROCESSES) else nodeid
+    """Return what is dealt out as one: a file that starts processes or whose tests share much, or a single test."""
+    return nodeid.split("::", 1)[0] if nodeid.startswith((*WITH_PROCESSES, *SHARING)) else nodeid
 
 
 def rank(unit: str) -> tuple[bool, int, bool]:
     """Return the place of a unit in the row: files that wait, the longest first; then tests that compute."""
-    is_long = unit.startswith(("tests/laws/", "tests/reference/"))
+    is_long = unit.startswith(("tests/laws/", "tests/reference/", *SHARING))
     return not unit.startswith(WITH_PROCESSES), LONGEST.index(unit) if unit in LONGEST else len(LONGEST), is_long
 
 

@@ -12,7 +12,7 @@ import torch
 from xdist.remote import Producer
 
 from tests.conftest import pytest_runtest_protocol
-from tests.dealing import LONGEST, Dealing, unit_of
+from tests.dealing import LONGEST, SHARING, Dealing, unit_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {"tests/cli/test_a.py": 9, "tests/multiprocess/test_wire.py": 2, "tests/lab/test_b.py": 1}
@@ -71,9 +71,9 @@ def test_one_of_three_workers_computes_first_and_the_others_begin_with_the_longe
     assert unit_of(also_waits[0]) == "tests/cli/test_a.py"
 
 
-def test_the_files_that_are_named_as_long_exist() -> None:
-    assert [name for name in LONGEST if not (ROOT / name).is_file()] == []
-    assert all(unit_of(f"{name}::test") == name for name in LONGEST)
+def test_the_files_that_are_named_exist() -> None:
+    assert [name for name in (*LONGEST, *SHARING) if not (ROOT / name).is_file()] == []
+    assert all(unit_of(f"{name}::test") == name for name in (*LONGEST, *SHARING))
 
 
 def test_a_test_that_sets_torch_s_threads_leaves_those_after_it_alone(request: pytest.FixtureRequest) -> None:
