@@ -98,3 +98,17 @@ def test_a_link_that_was_slow_and_is_well_again_does_not_flap_for_that() -> None
         job = Job(host_of=dict(zip(RANKS, "abcd", strict=True)))
         found[bool(slow)] = [one.where for one in find_flapping(job, LinkTimes(watches=watches))]
     assert found == {False: [], True: []}
+
+
+def test_the_way_back_of_a_slow_receiver_is_no_reason_to_doubt_it() -> None:
+    # of a job of the lab: logarithms of how many times as long messages took while rank 1 received at a fifth
+    longer = {(0, 1): 1.58, (0, 2): -0.62, (1, 0): 1.28, (1, 2): 0.74, (2, 0): -0.44, (2, 1): 1.55}
+    draw = random.Random(5)
+    place = Communicator(communicator="rounds", ranks=(0, 1, 2), hosts=tuple("abc"), clocks=("one",) * 3)
+    records: list[Record] = [place]
+    for number in range(110):
+        for pair, ratio in longer.items():
+            taken_s = 0.1 * math.exp(draw.gauss(0, 0.15) + (ratio if number >= 90 else 0.0))
+            records += _message(pair, number, float(number), number + taken_s)
+    (found,) = diagnose(from_records(records))
+    assert (found.kind, found.where) == ("communication slow", "receiver rank 1")

@@ -150,3 +150,12 @@ def test_stalls_stand_out_from_the_steps_around_them() -> None:
         stalling.add(step, float(step), 0.1 * busy * math.exp(draw.gauss(0, 0.1)))
     found = regular_stalls(stalling)
     assert found is not None and found[1] == 8
+
+
+def test_work_that_was_slow_and_is_not_any_more_hides_no_slow_wire_of_that_rank() -> None:
+    work = Fault(kind="slow work", place=Place(kind="rank", ranks=(1,)), begin=30, end=60, severity=8.0)
+    slow = Fault(kind="slow link", place=Place(kind="receiver", ranks=(1,)), begin=100, severity=5.0)
+    found = diagnose(from_records(rehearse(Scene(hosts=tuple("abcd"), rounds=140, faults=(work, slow), seed=3))))
+    assert [(one.kind, one.where, one.until_s is None) for one in found] == [
+        ("communication slow", "receiver rank 1", True), ("non-communication slow", "rank 1", False),
+    ]  # fmt: skip

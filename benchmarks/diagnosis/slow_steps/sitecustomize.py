@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 _FILE = os.environ.get("LAB_STEP_FILE", "")
+_REPLICAS = {f"thinwire.cli.{name}" for name in ("main", "worker", "elastic_worker", "elastic_spare")}
 
-if _FILE and "thinwire.cli.main" in sys.orig_argv:
+if _FILE and _REPLICAS.intersection(sys.orig_argv):
     from thinwire.training.loop import Training
 
     _backward = Training._backward

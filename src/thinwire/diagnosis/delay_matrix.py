@@ -43,6 +43,11 @@ class Explanation:
     fit: float
     lead: float
 
+    def following(self, excess: Mapping[Cell, float]) -> frozenset[Cell]:
+        """Return the cells of the way back that take longer because their acknowledgements wait on the way there."""
+        back = {(destination, source) for source, destination in self.cells} - self.cells
+        return frozenset(cell for cell in back if 0.0 < excess.get(cell, 0.0) <= _LESS_OUT * self.excess)
+
 
 class DelayMatrix:
     """Excess of each observed link.

@@ -50,7 +50,7 @@ def findings_of(job: Job) -> list[Finding]:
 def _is_beside(calls: Finding, slow_work: Sequence[Finding]) -> bool:
     """Return whether operations became slower by little beside what a rank's work did: who waits long wakes up late."""
     longer_s = _longer_s(calls)
-    return any(_SMALL_SHARE * _longer_s(work) > longer_s for work in slow_work)
+    return any(_SMALL_SHARE * _longer_s(work) > longer_s for work in slow_work if _is_at_once(calls, work))
 
 
 def _longer_s(finding: Finding) -> float:
@@ -84,6 +84,13 @@ def _touches(finding: Finding, others: Sequence[Finding], job: Job) -> bool:
     return any(own & _ranks_of(other, job) for other in others)
 
 
+def _is_at_once(one: Finding, other: Finding) -> bool:
+    """Return whether neither was over when the other one began: what was over explains nothing."""
+    return all(
+        first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
+    )
+
+
 def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
     """Return whether the slow end of wires is a rank whose work is slow too: who lacks time takes long to answer."""
     if any("link" in place.kind for place in finding.places):
@@ -93,7 +100,10 @@ def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
         other
         for other in slow_work
         # wires that are slowed more than the work have a fault of their own
-        if other.since_round > 0 and other.places[0].kind != "job" and 1.2 * other.evidence["times_longer"] >= longer
+        if other.since_round > 0
+        and other.places[0].kind != "job"
+        and 1.2 * other.evidence["times_longer"] >= longer
+        and _is_at_once(finding, other)
     ]
     return bool(own) and any(own <= _ranks_of(other, job) for other in told)
 

@@ -165,7 +165,7 @@ def _slow_places(
         if explained is None or not is_slow or not _stands_out(matrix, explained):
             refused.add(first)
             continue
-        cells = explained.cells | (first if len(first) == 1 else explained.cells)
+        cells = explained.cells | explained.following(matrix) | (first if len(first) == 1 else frozenset())
         one = _slow_link(job, times, explained, change.since_round, change.since_s, change.seen_round)
         found.append(replace(one, until_s=change.until_s) if is_over else one)
         told |= cells
@@ -204,7 +204,9 @@ def _matrix(
 
 def _stands_out(matrix: Mapping[Cell, float], explained: Explanation) -> bool:
     """Return whether links take longer by more than the others differ among each other."""
-    others = sorted(excess for cell, excess in matrix.items() if cell not in explained.cells)
+    # what waits for acknowledgements is neither at fault nor as usual
+    beside = explained.cells | explained.following(matrix)
+    others = sorted(excess for cell, excess in matrix.items() if cell not in beside)
     if len(others) < _LEAST_LINKS:
         return True
     # the lower half tells how links differ that have no fault, where others have one too
