@@ -7,10 +7,11 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Totals, Transfer, TransferLog
+from thinwire.training.line_file import LineFile
 
 WINDOW_S = 0.1
 _MAX_WINDOWS = 20_000
@@ -98,8 +99,7 @@ class Meter:
 
     def __init__(self, run_dir: Path, *, replica: int, log: TransferLog, loggers: tuple[Logger, ...] = ()) -> None:
         self._paths = run_dir / f"metrics-replica-{replica}.jsonl", run_dir / f"transfers-replica-{replica}.jsonl"
-        self._metrics: TextIO = self._paths[0].open("a", encoding="utf-8")
-        self._transfers: TextIO = self._paths[1].open("a", encoding="utf-8")
+        self._metrics, self._transfers = map(LineFile, self._paths)
         self._loggers = loggers
         self._log = log
         self._origin_s = time.monotonic()
@@ -225,7 +225,6 @@ class Meter:
     def start_over(self) -> None:
         """Begin both files anew, for a run that was stopped before its first checkpoint."""
         for file in (self._metrics, self._transfers):
-            file.flush()
             file.truncate(0)
 
     def close(self) -> None:
@@ -236,8 +235,7 @@ class Meter:
         self._transfers.close()
 
     def _write(self, line: dict[str, Any], *, step: int) -> None:
-        self._metrics.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self._metrics.flush()
+        self._metrics.write(json.dumps(line, separators=(",", ":")), is_last=True)
         self._transfers.flush()
         values = {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
         for logger in self._loggers:
@@ -252,7 +250,7 @@ class Meter:
         if transfer.direction == "sent" and not transfer.error:
             self._peak.add(started_s=started_s, finished_s=finished_s, wire_bytes=transfer.wire_bytes)
         own = replace(transfer, started_s=round(started_s, 6), finished_s=round(finished_s, 6))
-        self._transfers.write(own.to_json() + "\n")
+        self._transfers.write(own.to_json())
 
 
 def open_loggers(

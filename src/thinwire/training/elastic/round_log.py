@@ -12,6 +12,7 @@ from pathlib import Path
 from thinwire.averaging.delivery import Average
 from thinwire.sync.engine import Engine
 from thinwire.sync.schedule import Round
+from thinwire.training.line_file import LineFile
 
 
 class RoundLog:
@@ -25,7 +26,7 @@ class RoundLog:
 
     def __init__(self, run_dir: Path, *, replica: int, engine: Engine) -> None:
         # a line at a time, so that a replica that is killed leaves whole lines
-        self._file = (run_dir / f"rounds-replica-{replica}.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._file = LineFile(run_dir / f"rounds-replica-{replica}.jsonl")
         self._engine = engine
         engine.on_applied = self._note
 
@@ -40,7 +41,7 @@ class RoundLog:
             "members": list(average.members), "is_counted": average.is_counted,
             "crc": self._engine.view.parameters.reference_hash(round.fragment), "at_s": _milliseconds(time.time()),
         }  # fmt: skip
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.write(json.dumps(line, separators=(",", ":")), is_last=True)
 
 
 def _milliseconds(seconds: float) -> float:
