@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -250,3 +250,27 @@ def test_limits_that_make_no_sense_are_refused() -> None:
         LiveJudge(looks_until_new=0)
     with pytest.raises(ValueError, match="most_records must be at least 4, got 3"):
         Window(most_records=3)
+
+
+def heard(rank: int, times: Iterable[float]) -> list[Record]:
+    """Return what rank 0 wrote of messages from a rank that writes nothing itself."""
+    return [
+        TransferEnd(communicator="world", rank=0, peer=rank, direction="received", operation=number, num_bytes=1000,
+                    posted_s=at_s - 0.1, done_s=at_s)
+        for number, at_s in enumerate(times)
+    ]  # fmt: skip
+
+
+def test_a_rank_that_writes_nothing_any_more_and_is_still_heard_of_is_not_called_stopped() -> None:
+    judge = LiveJudge(looks_until_new=1)
+    judge.take([*beats(10.0, end=20.0), *heard(1, (9.5, 12.0, 15.0, 18.5))])
+    (news,) = judge.look()
+    assert (news.finding.kind, news.finding.where) == ("no records", "rank 1")
+    assert "received from it 0.5 s ago" in news.finding.text and "disk" in news.finding.remedy
+
+
+def test_a_rank_whose_last_message_was_on_its_way_when_it_stopped_has_stopped() -> None:
+    judge = LiveJudge(looks_until_new=1)
+    judge.take([*beats(10.0, end=20.0), *heard(1, (9.5, 10.5))])
+    (news,) = judge.look()
+    assert (news.finding.kind, news.finding.where) == ("non-communication hang", "rank 1")

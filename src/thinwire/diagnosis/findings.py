@@ -19,6 +19,7 @@ Kind = Literal[
     "slowing compute",
     "clock",
     "corrupt data",
+    "no records",
 ]
 
 PlaceKind = Literal[

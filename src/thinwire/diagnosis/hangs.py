@@ -17,6 +17,7 @@ from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.records import Operation
+from thinwire.diagnosis.silence import unrecorded
 from thinwire.diagnosis.timeline import Job, Message
 
 LEAST_PATIENCE_S = 1.0
@@ -58,8 +59,9 @@ def find_hangs(job: Job) -> list[Finding]:
     """
     failed = sorted((at_s, rank) for rank, (at_s, error) in job.goodbyes.items() if error)
     found = [_failed(job, rank) for _, rank in failed[:1]]
+    dark = unrecorded(job)  # where these are nobody knows
     for communicator in sorted({name for name, _ in job.operations}):
-        left_behind: set[int] = set()
+        left_behind = set(dark)
         while (still := _standstill(job, communicator, left_behind)) is not None:
             if not (failed and still.since_s <= failed[0][0] + still.gone_s):
                 found += _judge(job, still)

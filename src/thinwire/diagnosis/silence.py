@@ -1,9 +1,13 @@
 """Ranks that have fallen silent while others write on: stopped, killed or cut off, whoever waits for them.
 
-In a run that goes on without those who do not come, nothing stands still where one has stopped; its beats end.
+In a run that goes on without those who do not come, nothing stands still where one has stopped; its beats end. A rank
+whose messages still reach others works: its records are what has ended, as on a disk without room.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
 
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.timeline import Job
@@ -11,6 +15,7 @@ from thinwire.diagnosis.timeline import Job
 
 def find_silent(job: Job) -> list[Finding]:
     """Return one finding for each rank whose recorder has stopped, without a goodbye, while others write on."""
+    heard_s = _heard_s(job)
     found = []
     for rank, period_s in sorted(job.beat_s.items()):
         last_s = job.last_seen_s.get(rank)
@@ -18,6 +23,9 @@ def find_silent(job: Job) -> list[Finding]:
             continue
         silent_s, limit_s = job.now_s - last_s, job.silence_s(rank)
         if silent_s <= limit_s:
+            continue
+        if _works_on(job, rank, heard_s):
+            found.append(_no_records(job, rank, last_s, heard_s[rank]))
             continue
         found.append(Finding(
             kind="non-communication hang", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
@@ -40,3 +48,38 @@ def _other(job: Job, rank: int) -> str:
     if not host or not others or any(job.host_of[other] == host for other in others):
         return "."
     return f"; it has stopped, or nothing comes through from its host {host}."
+
+
+def unrecorded(job: Job) -> frozenset[int]:
+    """Return the ranks that work and write no records any more."""
+    heard_s = _heard_s(job)
+    return frozenset(
+        rank for rank in job.beat_s
+        if rank not in job.goodbyes and rank not in job.unsteady and _works_on(job, rank, heard_s)
+    )  # fmt: skip
+
+
+def _heard_s(job: Job) -> dict[int, float]:
+    """Return when the latest message of each rank reached another one, as that one wrote."""
+    heard_s: dict[int, float] = {}
+    for message in job.messages:
+        if message.received_done_s is not None and message.destination not in job.unsteady:
+            heard_s[message.source] = max(heard_s.get(message.source, -math.inf), message.received_done_s)
+    return heard_s
+
+
+def _works_on(job: Job, rank: int, heard_s: Mapping[int, float]) -> bool:
+    # what was on its way when a rank stopped comes soon after that
+    return heard_s.get(rank, -math.inf) > job.last_seen_s.get(rank, math.inf) + job.silence_s(rank) / 2
+
+
+def _no_records(job: Job, rank: int, last_s: float, heard_s: float) -> Finding:
+    return Finding(
+        kind="no records", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
+        evidence={"last_record_s": round(last_s, 3), "last_heard_s": round(heard_s, 3)},
+        text=f"Rank {rank} has written no records for {job.now_s - last_s:.1f} s, and others received from it "
+        f"{max(0.0, job.now_s - heard_s):.1f} s ago: it works, and its disk is full or its recorder has ended.",
+        confidence=0.9 * job.trust,
+        remedy="look for its warning in its log and make room on its disk; until its next start faults there are seen "
+        "from its peers only",
+    )  # fmt: skip

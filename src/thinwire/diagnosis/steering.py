@@ -33,6 +33,7 @@ HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
     "flapping link": (),
     "clock": (),
     "corrupt data": (),
+    "no records": (),
 }
 # Who is slower than this is told of only: others hardly wait for it, and other load soon makes a machine half as fast.
 _LEAST_TIMES = 3.0

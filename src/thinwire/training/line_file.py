@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 # What waits is written at the latest when it is so long.
 _MOST_WAITING = 1 << 16
-
-
-def warn(text: str) -> None:
-    """Tell the user on the standard error."""
-    sys.stderr.write(f"thinwire: warning: {text}\n")
-    sys.stderr.flush()
 
 
 class LineFile:
@@ -38,7 +31,7 @@ class LineFile:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, path: Path, *, warn: Callable[[str], None] = warn) -> None:
+    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda text: None) -> None:
         self._path = path
         self._warn = warn
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

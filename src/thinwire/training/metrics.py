@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,15 +92,19 @@ class Meter:
         replica: This replica.
         log: The transport's records, streamed to the file as they come.
         loggers: Take the same values.
+        warn: Told where there is no room for the files.
 
     Attributes:
         tokens: Tokens trained on so far.
         latest_loss: Mean over the steps of the latest line, NaN before the first.
     """
 
-    def __init__(self, run_dir: Path, *, replica: int, log: TransferLog, loggers: tuple[Logger, ...] = ()) -> None:
+    def __init__(
+        self, run_dir: Path, *, replica: int, log: TransferLog, loggers: tuple[Logger, ...] = (),
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
         self._paths = run_dir / f"metrics-replica-{replica}.jsonl", run_dir / f"transfers-replica-{replica}.jsonl"
-        self._metrics, self._transfers = map(LineFile, self._paths)
+        self._metrics, self._transfers = (LineFile(path, warn=warn) for path in self._paths)
         self._loggers = loggers
         self._log = log
         self._origin_s = time.monotonic()

@@ -163,8 +163,9 @@ class _Replica:
             after_step=step,
         )  # fmt: skip
         meter = Meter(
-            config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers)
-        )
+            config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers),
+            warn=warn,
+        )  # fmt: skip
         recorder = Recorder(config.run_dir, rank=self._transport.replica, warn=warn)
         training: Training | None = None
         why = ""

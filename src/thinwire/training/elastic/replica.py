@@ -277,9 +277,13 @@ class _Life:
         loggers = open_loggers(
             config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=seated.replica, after_step=step
         )
-        self._meter = Meter(config.run_dir, replica=seated.replica, log=seated.transport.log, loggers=loggers)
+        self._meter = Meter(
+            config.run_dir, replica=seated.replica, log=seated.transport.log, loggers=loggers, warn=self._tell
+        )
         self._meter.start()
-        self._round_log = RoundLog(config.run_dir, replica=seated.replica, engine=parts.optimizer.engine)
+        self._round_log = RoundLog(
+            config.run_dir, replica=seated.replica, engine=parts.optimizer.engine, warn=self._tell
+        )
         return ElasticTraining(
             config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from thinwire.averaging.delivery import Average
@@ -22,11 +23,14 @@ class RoundLog:
         run_dir: The run's folder on this host.
         replica: This replica.
         engine: Whose rounds; its `on_applied` is taken.
+        warn: Told where there is no room for the file.
     """
 
-    def __init__(self, run_dir: Path, *, replica: int, engine: Engine) -> None:
+    def __init__(
+        self, run_dir: Path, *, replica: int, engine: Engine, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
         # a line at a time, so that a replica that is killed leaves whole lines
-        self._file = LineFile(run_dir / f"rounds-replica-{replica}.jsonl")
+        self._file = LineFile(run_dir / f"rounds-replica-{replica}.jsonl", warn=warn)
         self._engine = engine
         engine.on_applied = self._note
 
