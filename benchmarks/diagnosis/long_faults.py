@@ -18,6 +18,8 @@ STALL_EVERY = 8
 SLOW = ("slow link", "slow link one way", "slow sender", "slow receiver", "slow host", "slow work")
 # How long each is left there at most, in seconds.
 LASTS_S = {"flapping": 24.0, "stalls": 18.0, "black hole": 9.0, "half-open": 9.0, "paused": 8.0}
+# What stalls for twenty times as long comes back as often only in twice the time.
+LONG_STALLS_S = 36.0
 KINDS = {
     "paused": ("non-communication hang",), "black hole": ("communication hang",), "half-open": ("communication hang",),
     **dict.fromkeys(SLOW[:5], ("communication slow",)), "slow work": ("non-communication slow",),
@@ -75,6 +77,13 @@ def _parts(fault: str, severity: float, hosts: int, draw: random.Random) -> list
         Part(fault=first, victim=victim, other=other, severity=severity),
         Part(fault=second, victim=third, other=draw.choice(others), severity=severity),
     ]
+
+
+def lasts_s(part: Part, usual_s: float) -> float:
+    """Return for how long a fault is left there at least, if it is not told rightly before."""
+    if part.fault == "stalls" and part.severity > 10:
+        return LONG_STALLS_S
+    return LASTS_S.get(part.fault, usual_s)
 
 
 class Strikes:

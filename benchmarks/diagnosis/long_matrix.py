@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lab_matrix import Run, prepare
-from long_faults import LASTS_S, MARKS, RATE, Part, Strikes, deal, mark, place_name
+from long_faults import LASTS_S, MARKS, RATE, Part, Strikes, deal, lasts_s, mark, place_name
 from long_report import report
 
 from thinwire.diagnosis.live import LiveJudge, News
@@ -201,11 +201,12 @@ class LongRun:
         verdict = Verdict(parts=parts, stale={news.case for news in told})
         for part in parts:
             self.strikes.strike(part)
-        lasts_s, right_since_s = max(LASTS_S.get(part.fault, USUAL_S) for part in parts), None
+        least_s, right_since_s = max(lasts_s(part, USUAL_S) for part in parts), None
+        most_s = max(MOST_S, least_s)
         is_hung = any(part.fault in LASTS_S for part in parts)
-        while (after_s := time.monotonic() - begun_s) < MOST_S and not self.has_ended:
+        while (after_s := time.monotonic() - begun_s) < most_s and not self.has_ended:
             # a wire that is very slow needs some rounds, whatever time they take
-            if after_s >= lasts_s and (is_hung or self.look.rounds - begun >= MOST_ROUNDS):
+            if after_s >= least_s and (is_hung or self.look.rounds - begun >= MOST_ROUNDS):
                 break
             for part in parts:
                 self.strikes.tick(part, after_s)
