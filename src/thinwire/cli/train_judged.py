@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import psutil
+
 from thinwire.cli.steered import diagnosis_of, tell_end
 from thinwire.diagnosis.steering import Action
 from thinwire.errors import Stopped
@@ -17,6 +19,8 @@ from thinwire.training.live_diagnosis import Members
 from thinwire.training.run_parts import RunParts, downtime_of, read_parts
 
 _LOOK_S = 0.5
+# The launcher has taken the signal by then.
+_STOPPED_S = 0.5
 
 
 class Judgement:
@@ -38,7 +42,17 @@ class Judgement:
         assert action.kind == "abort"
         self.why = action.why
         os.kill(os.getpid(), signal.SIGTERM)
+        threading.Timer(_STOPPED_S, end_stopped, [os.getpid()]).start()
         return "the run ends"
+
+
+def end_stopped(pid: int) -> None:
+    """Kill what a process has started and is stopped (SIGSTOP): it hears of no other signal, and is waited for."""
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.kill()
 
 
 @contextlib.contextmanager

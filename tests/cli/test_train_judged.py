@@ -1,0 +1,42 @@
+"""A run that is ended because of a finding: what is stopped hears of no signal, and nobody waits for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+
+from thinwire.cli.train_judged import end_stopped
+
+SLEEPERS = "import subprocess, time; [subprocess.Popen(['sleep', '60']) for _ in range(2)]; print(1, flush=True)"
+
+
+def test_what_is_stopped_is_killed_and_all_else_is_left_to_the_launcher() -> None:
+    line = [sys.executable, "-c", f"{SLEEPERS}; time.sleep(60)"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE) as launcher:
+        try:
+            assert launcher.stdout is not None and launcher.stdout.readline()
+            stopped, running = psutil.Process(launcher.pid).children()
+            os.kill(stopped.pid, signal.SIGSTOP)
+            while stopped.status() != psutil.STATUS_STOPPED:
+                assert stopped.is_running()
+            end_stopped(launcher.pid)
+            end_s = time.monotonic() + 20
+            while stopped.status() != psutil.STATUS_ZOMBIE:  # its parent has not asked for its end
+                assert time.monotonic() < end_s
+                time.sleep(0.01)
+            assert running.is_running() and running.status() != psutil.STATUS_ZOMBIE
+        finally:
+            for process in psutil.Process(launcher.pid).children():
+                process.kill()
+            launcher.kill()
+
+
+def test_who_is_gone_already_is_no_error() -> None:
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    end_stopped(gone.pid)
