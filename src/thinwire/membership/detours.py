@@ -19,8 +19,11 @@ from thinwire.membership.sites import FASTER
 
 Pair = tuple[int, int]
 
-# With its load shared, a way must be so many times as fast as the wire: when it is taken, and to stay.
-WORTH = 2.0
+# A way is taken that is `FASTER` times as fast as the wire, and left once it is less than so many times as fast. A wire
+# that is well again shares its ends with all others in a try, and looks up to half as fast as they are.
+STAYS = 3.0
+# With what it carries for others shared out, a way must still be so many times as fast.
+_WORTH = 2.0
 # Tries of slow wires are at most such a share of the parts that their two ends carry anyway.
 _TRIED_SHARE = 1 / 32
 _MOST_EVERY = 1 << 16
@@ -76,10 +79,10 @@ def find_ways(
     """Return over whom which wires are gone around: by source and destination, by replica between, bytes a second.
 
     A way is as fast as the slower one of its two wires, and taken where that is `FASTER` times as fast as the wire. It
-    must be `WORTH` times as fast even if all that may go over its replica does so in one round: n - 1 answers leave a
-    replica in a round, and each detour adds one. Those that are gone around already stay so from `WORTH` on, and their
-    load is in the rates. Of several ways those count that are at least half as fast as the best. The replica between
-    fetches the part itself: no two detours make a chain.
+    must be twice as fast even if all that may go over its replica does so in one round: n - 1 answers leave a replica
+    in a round, and each detour adds one. What is gone around already stays so from `STAYS` times on, and its load is in
+    the rates. Of several ways those count that are at least half as fast as the best. The replica between fetches the
+    part itself: no two detours make a chain.
 
     Args:
         rates: By replica and then by other replica, bytes a second from the one to the other.
@@ -99,22 +102,25 @@ def find_ways(
         is_current = (source, to) in current
         if (source, to) in between:
             continue
-        ways = {}
+        ways, rate = {}, known[source, to]
         for middle in sorted(active):
             if middle in (source, to) or (source, middle) in found:
                 continue
             first, second = known.get((source, middle), 0.0), known.get((middle, to), 0.0)
-            share = 1.0 if is_current else (len(active) - 1) / (len(active) + load[middle])
-            is_faster = is_current or min(first, second) >= FASTER * known[source, to]
-            if is_faster and min(first, second * share) >= WORTH * known[source, to]:
+            shared = second * (len(active) - 1) / (len(active) + load[middle])
+            if min(first, second) >= _least(is_current) * rate and (is_current or shared >= _WORTH * rate):
                 ways[middle] = min(first, second)
         best = sorted(ways, key=lambda middle: -ways[middle])[:_MOST_WAYS]
-        kept = {middle: ways[middle] for middle in sorted(best) if WORTH * ways[middle] >= ways[best[0]]}
+        kept = {middle: ways[middle] for middle in sorted(best) if 2 * ways[middle] >= ways[best[0]]}
         if kept:
             found[source, to] = kept
             between |= {(source, middle) for middle in kept}
             load.update(() if is_current else [*kept])
     return found
+
+
+def _least(is_current: bool) -> float:
+    return STAYS if is_current else FASTER
 
 
 def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
@@ -126,7 +132,7 @@ def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
         best_to[to] = max(rate, best_to.get(to, 0.0))
     slow = [
         pair for pair, rate in known.items()
-        if min(best_from[pair[0]], best_to[pair[1]]) >= (WORTH if pair in current else FASTER) * rate
+        if min(best_from[pair[0]], best_to[pair[1]]) >= _least(pair in current) * rate
     ]  # fmt: skip
     return sorted(slow, key=lambda pair: (pair not in current, known[pair], pair))[:_MOST_DETOURS]
 
@@ -207,7 +213,7 @@ class DetourBook:
         rate = _rate(self._rate_of(source, replica))
         return (
             f"replica {replica} fetches replica {source}'s parts itself again: the wire {source} -> {replica} carries "
-            f"{rate}, and no way is {WORTH:g} times as fast"
+            f"{rate}, and no way is {STAYS:g} times as fast"
         )
 
     def _rate_of(self, source: int, replica: int) -> float:

@@ -1,8 +1,8 @@
 """Sites: replicas that reach each other much faster than all others.
 
 Each replica measures how fast its answers reach the others, and tells the coordinator. That finds the sites in all
-rates and tells everyone. A part from elsewhere is then fetched over the thin wire once a site, by one replica of it, the
-relay; the others get it from there (`asking`).
+rates and tells everyone. A part from elsewhere is then fetched over the thin wire once a site, by one replica of it,
+the relay; the others get it from there (`asking`).
 """
 
 from __future__ import annotations
@@ -49,15 +49,24 @@ class Rates:
         if num_bytes >= LEAST_BYTES:
             self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
 
+    def forget(self, peer: int) -> None:
+        """Forget what was seen of the wire to a replica."""
+        self._seen.pop(peer, None)
+
     def keep(self, peers: Collection[int]) -> None:
         """Forget all but these replicas."""
         for peer in set(self._seen.copy()) - set(peers):
             self._seen.pop(peer, None)
 
     def told(self, *, latest: int = _SEEN) -> dict[str, int]:
-        """Return the rates as the coordinator is told them: of so many of the latest answers, the highest."""
-        kept = sorted(self._seen.copy().items())
-        seen = {peer: max(list(rates.copy())[-latest:], default=0.0) for peer, rates in kept}
+        """Return the rates as the coordinator is told them: of so many of the latest answers, the highest.
+
+        Args:
+            latest: Where there are fewer, nothing is told, but for the default.
+        """
+        kept = {peer: list(rates.copy()) for peer, rates in sorted(self._seen.copy().items())}
+        least = 1 if latest == _SEEN else latest
+        seen = {peer: max(rates[-latest:]) for peer, rates in kept.items() if len(rates) >= least}
         return {str(peer): min(_MOST_RATE, round(rate)) for peer, rate in seen.items()}
 
 
