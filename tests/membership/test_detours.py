@@ -15,6 +15,7 @@ from thinwire.membership.asking import relays, slow_to, tried
 from thinwire.membership.bid import Ask, Bid, Seen
 from thinwire.membership.council import Council
 from thinwire.membership.detours import Detour, DetourBook, find_ways
+from thinwire.membership.patience import Patience
 from thinwire.membership.proposal import round_of
 from thinwire.membership.rounds import Decision
 from thinwire.membership.sites import LATEST, Rates, SiteBook
@@ -32,7 +33,9 @@ def all_fast(num: int, *slow: tuple[int, int, float]) -> Told:
 
 def test_one_slow_wire_is_gone_around_that_way_only() -> None:
     assert find_ways(all_fast(3, (0, 2, SLOW)), (0, 1, 2)) == {(0, 2): {1: FAST}}
-    assert find_ways(all_fast(3, (0, 2, SLOW), (2, 0, SLOW)), (0, 1, 2)) == {(0, 2): {1: FAST}, (2, 0): {1: FAST}}
+    both = all_fast(3, (0, 2, SLOW), (2, 0, SLOW))
+    assert find_ways(both, (0, 1, 2)) == {(0, 2): {1: FAST}, (2, 0): {1: FAST}}
+    assert find_ways(both, (0, 1, 2), current={(2, 0)}) == find_ways(both, (0, 1, 2))
 
 
 def test_all_that_are_about_as_good_share_the_load_and_worse_ones_have_none() -> None:
@@ -213,6 +216,9 @@ def test_what_was_seen_against_a_slow_wire_is_measured_anew_once_that_is_gone_ar
     council.rates.observe(0, num_bytes=100_000, seconds=1.0)
     council.hear(told)
     assert council.rates.told() == {"0": 100_000, "1": 100_000}, "once only"
+    council.hear({**told, "detours": []})
+    council.hear({**told, "detours": [[0, 2, 16, 1], [2, 0, 16, 1]]})
+    assert council.rates.told() == {"0": 100_000, "1": 100_000}, "where both ways are slow nothing else would tell so"
 
 
 def test_whatever_was_told_all_ways_end_at_the_origin_in_few_steps() -> None:
@@ -299,7 +305,7 @@ class Triangle:
             self.town.coordinator._tell_pace()
         last = self.residents[2]
         last.shelf.get = partial(self._get, last.shelf.get)  # type: ignore[method-assign]
-        last.council.relayed.observe(0.01)
+        last.council.transfers = Patience(least_s=0.5, most_s=0.5)
         for resident in self.residents:
             active = resident.council.active
             resident.council.wait_for(

@@ -284,7 +284,8 @@ class Council:
         self.view.sites = tuple(numbers(site, what="a site") for site in message["sites"])
         before = slow_to(self.view.detours, replica=self.replica)
         self.view.detours = tuple(Detour.of(numbers(one, what="a detour")) for one in message["detours"])
-        for source in slow_to(self.view.detours, replica=self.replica) - before:
+        slow_there = {one.replica for one in self.view.detours if one.source == self.replica}
+        for source in slow_to(self.view.detours, replica=self.replica) - before - slow_there:
             self.rates.forget(source)  # receipts of what went there had to wait behind what came over the slow wire
 
     def _is_old(self, decision: Decision) -> bool:

@@ -94,7 +94,8 @@ def find_ways(
         >>> find_ways(rates, (0, 1, 2))
         {(0, 2): {1: 4000000.0}}
     """
-    known = {(one, to): rate for one in active for to, rate in rates.get(one, {}).items() if rate > 0 and to in active}
+    there = set(active)
+    known = {(one, to): rate for one in there for to, rate in rates.get(one, {}).items() if rate > 0 and to in there}
     found: dict[Pair, dict[int, float]] = {}
     between: set[Pair] = set()  # from whom a replica fetches for others, and so itself
     load: Counter[int] = Counter()
@@ -103,11 +104,11 @@ def find_ways(
         if (source, to) in between:
             continue
         ways, rate = {}, known[source, to]
-        for middle in sorted(active):
+        for middle in sorted(there):
             if middle in (source, to) or (source, middle) in found:
                 continue
             first, second = known.get((source, middle), 0.0), known.get((middle, to), 0.0)
-            shared = second * (len(active) - 1) / (len(active) + load[middle])
+            shared = second * (len(there) - 1) / (len(there) + load[middle])
             if min(first, second) >= _least(is_current) * rate and (is_current or shared >= _WORTH * rate):
                 ways[middle] = min(first, second)
         best = sorted(ways, key=lambda middle: -ways[middle])[:_MOST_WAYS]

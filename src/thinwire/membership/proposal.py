@@ -180,7 +180,10 @@ class Proposal:
                 neighbours=tuple(view.neighbours), limit_s=self._council.transfers.limit_s, quiet=self._council.quiet(),
                 relays=relays(view.sites, replica=me, round_id=self._round_id, active=active, detours=view.detours),
                 # a relay that is given up too early costs the thin wire the part a second time
-                relay_limit_s=self._council.relayed.limit_s + self._council.relayed.median_s,
+                relay_limit_s=min(
+                    self._council.relayed.limit_s + self._council.relayed.median_s,
+                    max(self._council.transfers.limit_s, self._borne_s()),  # then a vote would be cast without the part
+                ),
                 near=site_of(me, view.sites), slow=slow_to(view.detours, replica=me),
                 is_busy=self._council.is_busy(), borne_s=self._borne_s(),
                 ahead=sum(count for number, count in self._council.lacking.items() if number < self._round_id),
