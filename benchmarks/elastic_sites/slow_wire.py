@@ -2,8 +2,8 @@
 
     sudo python benchmarks/elastic_sites/slow_wire.py
 
-Three hosts of the lab, a replica each, all at 50 Mbit/s; after some rounds the wire from host 0 to host 2, that way
-only, carries 5 Mbit/s, and later 50 again. Real seats, councils and connections; a process a host, and the coordinator
+Three hosts of the lab, or more, a replica each, all at 50 Mbit/s; after some rounds the wire from host 0 to host 2,
+that way only, carries 5 Mbit/s, and later 50 again. Real seats, councils and connections; a process a host, and the coordinator
 beside the first one's. Nothing is trained: a round begins where the last one has ended. Seconds are the slowest
 replica's.
 """
@@ -32,8 +32,8 @@ from thinwire.transport.secret import Secret
 from thinwire.version import __version__
 
 RATE, SLOW_BITS, PORT, DEADLINE_S = "50mbit", 5e6, 4000, 300.0
-HOSTS, PART_BYTES, INTERVAL = 3, 1_000_000, 10
-HEALTHY, SLOW, MENDED = 14, 30, 48
+PART_BYTES, INTERVAL = 1_000_000, 10
+HEALTHY, SLOW, MENDED = 14, 24, 44
 ROUNDS = HEALTHY + SLOW + MENDED
 SECRET = Secret(key=bytes(32))
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "elastic_sites.jsonl"
@@ -49,7 +49,7 @@ def wait_for(path: Path) -> None:
 def coordinate(options: argparse.Namespace) -> None:
     hub = Hub(secret=SECRET, address=options.address, port=PORT, say=print)
     coordinator = Coordinator(
-        job={"thinwire": __version__}, planned=HOSTS, sync_interval=INTERVAL, overlap_steps=0, shard_windows=8,
+        job={"thinwire": __version__}, planned=options.hosts, sync_interval=INTERVAL, overlap_steps=0, shard_windows=8,
         send=hub.send, record=lambda what, fields: print(what, fields, flush=True), generation=hub.generation,
     )  # fmt: skip
     if not options.with_detours:
@@ -64,7 +64,11 @@ def sit_down(options: argparse.Namespace) -> Seated:
     if options.host:
         wait_for(Path(options.folder) / f"here-{options.host - 1}")  # so that host n is replica n
     seated, here = join(
-        invitation, secret=SECRET, planned=lambda job: (HOSTS, INTERVAL), address=options.address, deadline_s=60.0
+        invitation,
+        secret=SECRET,
+        planned=lambda job: (options.hosts, INTERVAL),
+        address=options.address,
+        deadline_s=60.0,
     )
     (Path(options.folder) / f"here-{options.host}").write_text("")
     assert seated.replica == options.host
@@ -73,7 +77,7 @@ def sit_down(options: argparse.Namespace) -> Seated:
     council.wait_for(lambda view: view.has_started and view.offer, deadline_s=DEADLINE_S, why="")
     council.step_s = 1.0  # nobody is late only because the last round came to it later
     council.insist("active", step=0)
-    council.wait_for(lambda view: len(council.active()) == HOSTS, deadline_s=DEADLINE_S, why="")
+    council.wait_for(lambda view: len(council.active()) == options.hosts, deadline_s=DEADLINE_S, why="")
     council.done_with("active")
     everyone = [number for number in council.active() if number != seated.replica]
     seated.transport.inner.wait_until_connected(everyone, deadline_s=DEADLINE_S)  # type: ignore[attr-defined]
@@ -118,29 +122,29 @@ def be_host(options: argparse.Namespace) -> None:
         thread.join()
 
 
-def measure(*, with_detours: bool, keep: str) -> dict[str, object]:
+def measure(hosts: int, *, with_detours: bool, keep: str) -> dict[str, object]:
     """Return one line."""
-    with tempfile.TemporaryDirectory() as name, Lab(hosts=HOSTS, rate=RATE) as lab:
+    with tempfile.TemporaryDirectory() as name, Lab(hosts=hosts, rate=RATE) as lab:
         folder, processes = Path(name), []
-        for host in range(HOSTS):
+        for host in range(hosts):
             words = {
                 "host": host, "folder": folder, "address": lab.address(host), "coordinator": lab.address(0),
-                "with-detours": int(with_detours),
+                "with-detours": int(with_detours), "hosts": hosts,
             }  # fmt: skip
             command = [sys.executable, __file__, *(f"--{word}={value}" for word, value in words.items())]
             with (folder / f"log{host}").open("w") as log:
                 processes.append(lab.start(command, host=host, stdout=log, stderr=log))
         for round_id, bits in ((0, None), (HEALTHY, SLOW_BITS), (HEALTHY + SLOW, None), (ROUNDS, None)):
-            for host in range(HOSTS):
+            for host in range(hosts):
                 try:
                     wait_for(folder / f"ready-{round_id}-{host}")
                 except AssertionError:
-                    print(*((folder / f"log{number}").read_text() for number in range(HOSTS)))
+                    print(*((folder / f"log{number}").read_text() for number in range(hosts)))
                     raise
             link = replace(lab.settings.between(0, 2), rate_bits_per_s=bits)
             lab.shape(lab.settings.with_link(0, 2, link))
             (folder / ("over" if round_id == ROUNDS else f"go-{round_id}")).write_text("")
-        parts = [json.loads((folder / f"part-{host}").read_text()) for host in range(HOSTS)]
+        parts = [json.loads((folder / f"part-{host}").read_text()) for host in range(hosts)]
         for process in processes:
             process.wait(deadline_s=DEADLINE_S)
         findings = [line for line in (folder / "log0").read_text().splitlines() if "fetches" in line]
@@ -157,12 +161,13 @@ def summary(parts: list[list[dict[str, Any]]], findings: list[str], *, with_deto
     until_direct = next((n for n in mended if not is_around[n]), ROUNDS) - mended[0]
     steady = [seconds[n] for n in slow if is_around[n] or not with_detours]
     return {
-        "wire": "0 -> 2", "rate": RATE, "slow_rate": "5mbit", "part_bytes": PART_BYTES, "with_detours": with_detours,
+        "hosts": len(parts), "wire": "0 -> 2", "rate": RATE, "slow_rate": "5mbit",
+        "part_bytes": PART_BYTES, "with_detours": with_detours,
         "healthy_s": spread(seconds[2:HEALTHY]), "slow_s": spread(steady),
         "mended_s": spread(seconds[mended[0] + until_direct + 1 :]), "rounds_until_detour": until_detour,
         "rounds_until_direct": until_direct, "said": findings,
         "detours_of_good_wires": sum(any(one[:2] != [0, 2] for one in line["detours"]) for line in parts[2]),
-        "incomplete": sum(line["parts"] < HOSTS for part in parts for line in part),
+        "incomplete": sum(line["parts"] < len(parts) for part in parts for line in part),
     }  # fmt: skip
 
 
@@ -181,6 +186,7 @@ def main() -> None:
     for name in ("folder", "address", "coordinator"):
         parser.add_argument(f"--{name}", default="")
     parser.add_argument("--keep", default="", help="a file for each round's times and rates")
+    parser.add_argument("--hosts", type=int, default=3)
     parser.add_argument("--times", type=int, default=1)
     options = parser.parse_args()
     if options.host >= 0:
@@ -188,7 +194,7 @@ def main() -> None:
         return
     for _ in range(options.times):
         for with_detours in (False, True):
-            line = json.dumps(measure(with_detours=with_detours, keep=options.keep))
+            line = json.dumps(measure(options.hosts, with_detours=with_detours, keep=options.keep))
             print(line, flush=True)
             with RESULTS.open("a") as file:
                 file.write(line + "\n")

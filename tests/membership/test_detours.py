@@ -48,8 +48,8 @@ def test_no_way_is_found_where_there_is_none() -> None:
     assert find_ways(all_fast(3, (0, 2, SLOW)), (0, 2)) == {}, "who has gone carries nothing"
     assert find_ways(all_fast(3, (0, 2, SLOW), (0, 1, SLOW)), (0, 1, 2)) == {}, "all that goes out is slow"
     assert find_ways(all_fast(3, (0, 2, SLOW), (1, 2, SLOW)), (0, 1, 2)) == {}, "all that comes in is slow"
-    assert find_ways(all_fast(3, (0, 2, FAST / 3.9)), (0, 1, 2)) == {}
-    assert find_ways(all_fast(3, (0, 2, FAST / 4.1)), (0, 1, 2)) == {(0, 2): {1: FAST}}
+    assert find_ways(all_fast(3, (0, 2, FAST / 2.95)), (0, 1, 2)) == {}
+    assert find_ways(all_fast(3, (0, 2, FAST / 3.05)), (0, 1, 2)) == {(0, 2): {1: FAST}}
     unknown = all_fast(3, (0, 2, SLOW))
     del unknown[1][2]
     assert find_ways(unknown, (0, 1, 2)) == {}
@@ -88,11 +88,11 @@ def test_no_detour_leads_over_another_one_for_the_same_part() -> None:
         assert not [pair for pair, ways in found.items() if any((pair[0], middle) in found for middle in ways)]
 
 
-def test_a_detour_stays_until_the_way_is_less_than_three_times_as_fast() -> None:
-    rates = all_fast(3, (0, 2, FAST / 3.1))
+def test_a_detour_stays_until_the_way_is_less_than_two_and_a_half_times_as_fast() -> None:
+    rates = all_fast(3, (0, 2, FAST / 2.6))
     assert find_ways(rates, (0, 1, 2)) == {}
     assert find_ways(rates, (0, 1, 2), current={(0, 2)}) == {(0, 2): {1: FAST}}
-    rates[0][2] = FAST / 2.9
+    rates[0][2] = FAST / 2.4
     assert find_ways(rates, (0, 1, 2), current={(0, 2)}) == {}
 
 
@@ -204,21 +204,6 @@ def test_of_a_site_the_one_with_the_slow_wire_is_not_the_relay() -> None:
     )  # and where the wire from the relay is slow, another one
     ways = {tuple(way_of(sites, inside, 0, 2, number, 5)) for number in range(60)}
     assert ways == {(2, 0), (2, 4, 0), (2, 4, 3, 0)}
-
-
-def test_what_was_seen_against_a_slow_wire_is_measured_anew_once_that_is_gone_around() -> None:
-    council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: None)
-    told = {"kind": "pace", "step_s": 1.0, "sites": [], "detours": [[0, 2, 16, 1]]}
-    for n in range(6):
-        council.rates.observe(n % 2, num_bytes=100_000, seconds=1.0)
-    council.hear(told)
-    assert council.rates.told(latest=LATEST) == {"1": 100_000}
-    council.rates.observe(0, num_bytes=100_000, seconds=1.0)
-    council.hear(told)
-    assert council.rates.told() == {"0": 100_000, "1": 100_000}, "once only"
-    council.hear({**told, "detours": []})
-    council.hear({**told, "detours": [[0, 2, 16, 1], [2, 0, 16, 1]]})
-    assert council.rates.told() == {"0": 100_000, "1": 100_000}, "where both ways are slow nothing else would tell so"
 
 
 def test_whatever_was_told_all_ways_end_at_the_origin_in_few_steps() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import ConnectError, Expelled, RunOver
-from thinwire.membership.asking import slow_to
 from thinwire.membership.detours import Detour
 from thinwire.membership.own_pace import Others
 from thinwire.membership.patience import Patience
@@ -282,11 +281,7 @@ class Council:
     def _on_pace(self, message: Message) -> None:
         self.others.step_s = float(message["step_s"])
         self.view.sites = tuple(numbers(site, what="a site") for site in message["sites"])
-        before = slow_to(self.view.detours, replica=self.replica)
         self.view.detours = tuple(Detour.of(numbers(one, what="a detour")) for one in message["detours"])
-        slow_there = {one.replica for one in self.view.detours if one.source == self.replica}
-        for source in slow_to(self.view.detours, replica=self.replica) - before - slow_there:
-            self.rates.forget(source)  # receipts of what went there had to wait behind what came over the slow wire
 
     def _is_old(self, decision: Decision) -> bool:
         return decision.launch_step + 2 * self.interval_steps < self.view.floor_step

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import PayloadError
-from thinwire.membership.sites import FASTER
 
 Pair = tuple[int, int]
 
-# A way is taken that is `FASTER` times as fast as the wire, and left once it is less than so many times as fast. A wire
-# that is well again shares its ends with all others in a try, and looks up to half as fast as they are.
-STAYS = 3.0
+# A way is taken that is so many times as fast as the wire. All wires of a replica share its access: of three or four
+# replicas, a wire of a tenth of the access looks three to six times as slow as others.
+BEGINS = 3.0
+# It is left once it is less than so many times as fast. A wire that is well again shares its ends with all others in a
+# try, and looks up to half as fast as they are.
+STAYS = 2.5
 # With what it carries for others shared out, a way must still be so many times as fast.
 _WORTH = 2.0
 # Tries of slow wires are at most such a share of the parts that their two ends carry anyway.
@@ -78,7 +80,7 @@ def find_ways(
 ) -> dict[Pair, dict[int, float]]:
     """Return over whom which wires are gone around: by source and destination, by replica between, bytes a second.
 
-    A way is as fast as the slower one of its two wires, and taken where that is `FASTER` times as fast as the wire. It
+    A way is as fast as the slower one of its two wires, and taken where that is `BEGINS` times as fast as the wire. It
     must be twice as fast even if all that may go over its replica does so in one round: n - 1 answers leave a replica
     in a round, and each detour adds one. What is gone around already stays so from `STAYS` times on, and its load is in
     the rates. Of several ways those count that are at least half as fast as the best. The replica between fetches the
@@ -121,7 +123,7 @@ def find_ways(
 
 
 def _least(is_current: bool) -> float:
-    return STAYS if is_current else FASTER
+    return STAYS if is_current else BEGINS
 
 
 def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
