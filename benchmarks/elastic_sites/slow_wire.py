@@ -3,9 +3,9 @@
     sudo python benchmarks/elastic_sites/slow_wire.py
 
 Three hosts of the lab, or more, a replica each, all at 50 Mbit/s; after some rounds the wire from host 0 to host 2,
-that way only, carries 5 Mbit/s, and later 50 again. Real seats, councils and connections; a process a host, and the coordinator
-beside the first one's. Nothing is trained: a round begins where the last one has ended. Seconds are the slowest
-replica's.
+that way only, carries 5 Mbit/s, and later 50 again. Real seats, councils and connections; a process a host, and the
+coordinator beside the first one's. Nothing is trained: a round begins where the last one has ended. Seconds are the
+slowest replica's.
 """
 
 from __future__ import annotations
