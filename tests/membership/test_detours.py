@@ -206,6 +206,20 @@ def test_of_a_site_the_one_with_the_slow_wire_is_not_the_relay() -> None:
     assert ways == {(2, 0), (2, 4, 0), (2, 4, 3, 0)}
 
 
+@pytest.mark.parametrize("seconds", [(1.0, 1.0, 0.1), (0.1, 1.0), (1.0, 1.0, 1.0)])
+def test_the_way_back_of_a_slow_wire_is_measured_anew_unless_it_is_slow_too(seconds: tuple[float, ...]) -> None:
+    council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: None)
+    told = {"kind": "pace", "step_s": 1.0, "sites": [], "detours": [[0, 2, 16, 1]]}
+    for to, taken in [(1, 0.1)] * 3 + [(0, one) for one in seconds]:
+        council.rates.observe(to, num_bytes=100_000, seconds=taken)
+    before = council.rates.told()
+    council.hear(told)
+    assert council.rates.told() == (before if 0.1 not in seconds else {"1": 1_000_000})
+    council.rates.observe(0, num_bytes=100_000, seconds=0.5)
+    council.hear(told)
+    assert council.rates.told()["0"] == 200_000, "once only"
+
+
 def test_whatever_was_told_all_ways_end_at_the_origin_in_few_steps() -> None:
     drawn = random.Random(7)
     all_sites = ((), ((0, 1), (2, 3)), ((0, 1, 2), (3, 4, 5)), ((0, 1, 2, 3),))

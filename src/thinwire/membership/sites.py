@@ -49,6 +49,10 @@ class Rates:
         if num_bytes >= LEAST_BYTES:
             self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
 
+    def forget(self, peer: int) -> None:
+        """Forget what was seen of the wire to a replica."""
+        self._seen.pop(peer, None)
+
     def keep(self, peers: Collection[int]) -> None:
         """Forget all but these replicas."""
         for peer in set(self._seen.copy()) - set(peers):
