@@ -157,7 +157,7 @@ def main() -> None:
     if options.site >= 0:
         be_site(options)
         return
-    with RESULTS.open("w") as file:
+    with RESULTS.open("a") as file:
         for each, num_bytes in SETTINGS:
             for with_sites in (False, True):
                 line = json.dumps(measure(each, num_bytes, with_sites=with_sites))

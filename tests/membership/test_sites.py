@@ -11,13 +11,14 @@ from town import Resident, Town
 
 from thinwire.errors import PayloadError
 from thinwire.events import Transfer
+from thinwire.membership.asking import relays
 from thinwire.membership.bid import Action, Ask, Bid, CastVote, Seen
 from thinwire.membership.council import Council
 from thinwire.membership.joining import note_rate
 from thinwire.membership.proposal import round_of
 from thinwire.membership.protocol import rates_of
 from thinwire.membership.rounds import Decision
-from thinwire.membership.sites import find_sites, relays, site_of
+from thinwire.membership.sites import find_sites, site_of
 
 FAST, THIN = 1e8, 2e6
 TWO_SITES = ((0, 1, 2), (3, 4, 5))

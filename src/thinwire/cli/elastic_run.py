@@ -171,6 +171,8 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
     print(f"deadlines: late replicas {grace_s}, votes {vote_s}, silence {silence_s}")
     if status["sites"]:
         print("sites: " + "; ".join("replicas " + ", ".join(map(str, site)) for site in status["sites"]))
+    for one in status["detours"]:
+        print(f"detour: {one['text']}")
     for finding in status["findings"][-5:]:
         print(f"  {finding}")
 

@@ -59,9 +59,10 @@ class Seen:
         neighbours: Who is there at all.
         limit_s: For how long a part is waited for.
         quiet: From whom nothing has come for a while, not even a sign of life.
-        relays: Whom to ask first for a far part: another replica of this one's site.
+        relays: Whom to ask first for a part that is not theirs: it is far, or the wire from its origin is slow.
         relay_limit_s: For how long that is waited for, from the call on, until its origin is asked itself.
         near: The replicas of this one's site, who are asked first for what many hold.
+        slow: Those with a slow wire to this one, who are asked last.
         borne_s: For how long a part is waited for where nobody needs the result before.
         is_busy: Whether much comes to this replica just now, so that a part that is late is not so for its source.
         ahead: How many parts earlier rounds still lack that were decided: they come first.
@@ -76,6 +77,7 @@ class Seen:
     relays: Mapping[int, int] = field(default_factory=dict)
     relay_limit_s: float = 0.0
     near: Collection[int] = ()
+    slow: Collection[int] = ()
     borne_s: float = 0.0
     is_busy: bool = False
     ahead: int = 0
@@ -200,6 +202,7 @@ class Bid:
                 return [GiveUp(member=member, sources=tuple(sources))]
             free = [source for source in sources if source not in self._asked.get(member, {})]
             if member not in self._turns:
+                free = [source for source in free if source not in seen.slow] or free
                 free = [source for source in free if source in seen.near] or free
             has_turn = member in self._asked or not seen.ahead or seen.ahead + len(self._asked) < _PARTS_AHEAD
             if free and has_turn and self._is_due(member, seen, now_s):

@@ -155,7 +155,9 @@ class Coordinator(Counter):
         member.loss = float(message["loss"])
 
     def _on_rates(self, member: Member, message: Message, now_s: float) -> None:
-        self.places.hear(member.replica, rates_of(message["rates"]))
+        rates, latest = rates_of(message["rates"]), rates_of(message["latest"])
+        self.places.hear(member.replica, rates)
+        self.detours.hear(member.replica, latest)
 
     def _on_launch(self, member: Member, message: Message, now_s: float) -> None:
         used = windows_of(message["used"])
@@ -356,6 +358,7 @@ class Coordinator(Counter):
         self._notes.pop(member.replica, None)
         self._notices.pop(member.replica, None)
         self.places.forget(member.replica)
+        self.detours.forget(member.replica)
         self._used = {number: used for number, used in self._used.items() if number in self.book.open_rounds}
         self._record("gone", {"replica": member.replica})
         self._record("ledger", self.ledger.state_dict())

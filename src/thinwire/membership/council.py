@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.errors import ConnectError, Expelled, RunOver
+from thinwire.membership.asking import slow_to
+from thinwire.membership.detours import BEGINS, Detour
 from thinwire.membership.own_pace import Others
 from thinwire.membership.patience import Patience
 from thinwire.membership.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.membership.rounds import Decision
-from thinwire.membership.sites import Rates
+from thinwire.membership.sites import LATEST, Rates
 from thinwire.membership.view import Neighbour, Offer, View
 
 _AGAIN_S = 2.0
@@ -59,7 +61,7 @@ class Council:
         lacking: By decided round, how many of its parts are not here yet.
         others: When the others launch.
         rates: How fast this replica's answers reach the others.
-        relayed: How long parts take to come by way of another replica of the site.
+        relayed: How long parts take to come by way of another replica.
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class Council:
     def _tell_rates(self) -> None:
         self.rates.keep(self.active())
         if told := self.rates.told():
-            self._say("rates", rates=told)
+            self._say("rates", rates=told, latest=self.rates.told(latest=LATEST))
 
     def _tell_of_silence(self, silence_s: float) -> None:
         if silence_s >= self._tell_s:
@@ -280,6 +282,17 @@ class Council:
     def _on_pace(self, message: Message) -> None:
         self.others.step_s = float(message["step_s"])
         self.view.sites = tuple(numbers(site, what="a site") for site in message["sites"])
+        before = slow_to(self.view.detours, replica=self.replica)
+        self.view.detours = tuple(Detour.of(numbers(one, what="a detour")) for one in message["detours"])
+        for source in slow_to(self.view.detours, replica=self.replica) - before:
+            self._doubt(source)
+
+    def _doubt(self, source: int) -> None:
+        """Measure the way back of a slow wire anew, unless it is slow too: receipts waited behind what came over it."""
+        latest = self.rates.told(latest=LATEST)
+        rate = latest.get(str(source))
+        if rate is None or rate * BEGINS > max(latest.values()):
+            self.rates.forget(source)
 
     def _is_old(self, decision: Decision) -> bool:
         return decision.launch_step + 2 * self.interval_steps < self.view.floor_step

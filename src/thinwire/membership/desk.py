@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from thinwire.membership.cuts import Cut, Cuts
+from thinwire.membership.detours import DetourBook
 from thinwire.membership.roster import Member, Roster, Standing
 from thinwire.membership.rounds import Decision, RoundBook
 from thinwire.membership.shards import Lease, Ledger
@@ -17,7 +18,7 @@ from thinwire.membership.sites import SiteBook
 _MOST_BEHIND = 8
 # Parts that are kept for those that may come back are no more than such a share of the state.
 _KEPT_SHARE = 0.5
-_MOST_SITES_TOLD = 20
+_MOST_SITES_TOLD, _MOST_DETOURS_TOLD = 20, 100
 Send = Callable[[bytes, str, dict[str, Any]], None]
 Record = Callable[[str, dict[str, Any]], None]
 
@@ -50,6 +51,7 @@ class Desk:
         is_paused: Whether all replicas were told to pause.
         findings: What people should know, the latest last.
         places: Groups of replicas that reach each other much faster than others.
+        detours: Wires that are gone around, since they are much slower than others.
         keep_records: Takes what a replica recorded, in lines.
     """
 
@@ -73,7 +75,7 @@ class Desk:
         self.has_finished = False
         self.is_paused = False
         self.findings: list[str] = []
-        self.places = SiteBook()
+        self.places, self.detours = SiteBook(), DetourBook()
         self._job = dict(job)
         self._planned = planned
         self._sync_interval = sync_interval
@@ -154,11 +156,16 @@ class Desk:
         return any(one.replica in decision.holders or one.begin_step <= decision.launch_step for one in active)
 
     def _tell_pace(self) -> None:
-        is_new, sites = self.places.look(self.roster.active), self.places.sites
+        for text in self.detours.look(self.roster.active):
+            if self.detours.num_changes <= _MOST_DETOURS_TOLD:
+                self._find(text)
+        is_new = self.places.look(self.roster.active, ways=self.detours.ways())
+        sites, detours = self.places.sites, [one.told() for one in self.detours.detours]
         if is_new and self.places.num_changes <= _MOST_SITES_TOLD:  # rates may go up and down for days
             named = "; ".join(", ".join(map(str, site)) for site in sites)
             self._find(f"sites by measured rates: {f'replicas {named}' if sites else 'none any more'}")
-        self._tell_all("pace", {"step_s": self.roster.step_s(), "sites": [list(site) for site in sites]})
+        fields = {"step_s": self.roster.step_s(), "sites": [list(site) for site in sites], "detours": detours}
+        self._tell_all("pace", fields)
 
     def _write_member(self, member: Member) -> None:
         own = {"token": member.token.hex(), "held_step": member.held_step, "begin_step": member.begin_step}

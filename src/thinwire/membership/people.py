@@ -24,7 +24,8 @@ class Counter(Memory):
             "step": self.book.step, "started": self.has_started, "paused": self.is_paused,
             "rounds": len(self.book.decisions), "members": members,
             "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
-            "sites": [list(site) for site in self.places.sites], "findings": self.findings[-20:],
+            "sites": [list(site) for site in self.places.sites], "detours": self.detours.describe(),
+            "findings": self.findings[-20:],
             "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
             "vote_s": round(self.book.vote_s, 3), "silence_s": round(self.roster.silence_s, 3),
         }  # fmt: skip

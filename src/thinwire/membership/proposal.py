@@ -6,6 +6,7 @@ Whoever holds a blob offers it in turn, so that it can be had after its sender h
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import time
 from collections.abc import Mapping
@@ -16,10 +17,11 @@ import torch
 
 from thinwire.errors import Expelled, PayloadError, TransportError
 from thinwire.events import FIRST_LAST_ROUND
+from thinwire.membership.asking import relays, slow_to, tried
 from thinwire.membership.bid import Action, Ask, Bid, CastVote, GiveUp, Seen
 from thinwire.membership.council import Council
 from thinwire.membership.rounds import Decision
-from thinwire.membership.sites import relays, site_of
+from thinwire.membership.sites import site_of
 from thinwire.transport.base import Received
 
 _HEAD = struct.Struct("<IxxxxQ")
@@ -117,6 +119,7 @@ class Proposal:
         self._most_bytes = most_bytes + HEAD_BYTES
         self._parts: dict[int, torch.Tensor] = {}
         self._asked: dict[tuple[int, int], tuple[float, Fetch]] = {}  # by whose part it is, and who was asked
+        self._tries: dict[int, Fetch | None] = {}  # by whose part it is, over a slow wire; None once it has come
         self.agreed: Agreed | None = None
         self._decision: Decision | None = None
         is_offered = part is not None and self._seen().decision is None
@@ -175,10 +178,14 @@ class Proposal:
             return Seen(
                 called=view.calls.get(self._round_id), decision=self._decision, active=active,
                 neighbours=tuple(view.neighbours), limit_s=self._council.transfers.limit_s, quiet=self._council.quiet(),
-                relays=relays(view.sites, replica=me, round_id=self._round_id, active=active),
+                relays=relays(view.sites, replica=me, round_id=self._round_id, active=active, detours=view.detours),
                 # a relay that is given up too early costs the thin wire the part a second time
-                relay_limit_s=self._council.relayed.limit_s + self._council.relayed.median_s,
-                near=site_of(me, view.sites), is_busy=self._council.is_busy(), borne_s=self._borne_s(),
+                relay_limit_s=min(
+                    self._council.relayed.limit_s + self._council.relayed.median_s,
+                    max(self._council.transfers.limit_s, self._borne_s()),  # then a vote would be cast without the part
+                ),
+                near=site_of(me, view.sites), slow=slow_to(view.detours, replica=me),
+                is_busy=self._council.is_busy(), borne_s=self._borne_s(),
                 ahead=sum(count for number, count in self._council.lacking.items() if number < self._round_id),
             )  # fmt: skip
 
@@ -191,16 +198,40 @@ class Proposal:
     def _do(self, action: Action) -> None:
         match action:
             case Ask(source=source, member=member):
-                name = blob_name(self._round_id, member)
-                fetch = self._shelf.get(source, name, most_bytes=self._most_bytes)
-                self._asked[member, source] = time.monotonic(), fetch
+                self._ask(source, member)
             case CastVote(has=has):
                 self._council.vote(self._round_id, has=has, reference_hash=self._hash)
             case GiveUp(member=member, sources=sources):
                 self._give_up(member, sources)
 
+    def _ask(self, source: int, member: int) -> None:
+        name = blob_name(self._round_id, member)
+        fetch = None
+        if source == member:
+            fetch, self._tries[member] = self._tries.get(member), None
+        elif member not in self._tries and member in self._slow_now():
+            self._tries[member] = self._shelf.get(member, name, most_bytes=self._most_bytes)
+        fetch = fetch or self._shelf.get(source, name, most_bytes=self._most_bytes)
+        self._asked[member, source] = time.monotonic(), fetch
+
+    def _slow_now(self) -> frozenset[int]:
+        """Return whose slow wires are tried in this round."""
+        with self._council.changed:
+            detours = self._council.view.detours
+        return tried(detours, replica=self._council.replica, round_id=self._round_id)
+
+    def _collect_tries(self) -> None:
+        """Take in what has come over slow wires; what comes later is for the rate only, and nobody ends it."""
+        for member, fetch in list(self._tries.items()):
+            if fetch is not None and fetch.done():
+                self._tries[member] = None
+                with contextlib.suppress(TransportError):
+                    self._take(member, fetch.wait(deadline_s=0.0))
+                    self._cancel(member)
+
     def _collect(self) -> None:
         """Take in what has come."""
+        self._collect_tries()
         for (member, source), (asked_s, fetch) in list(self._asked.items()):
             if (member, source) not in self._asked or not fetch.done():
                 continue

@@ -1,17 +1,13 @@
-"""Sites: replicas that reach each other much faster than all others, and who of a site fetches which far part.
+"""Sites: replicas that reach each other much faster than all others.
 
 Each replica measures how fast its answers reach the others, and tells the coordinator. That finds the sites in all
 rates and tells everyone. A part from elsewhere is then fetched over the thin wire once a site, by one replica of it,
-the relay, which a hash chooses anew for each part, so that the load spreads; the others get it from there. Parts are
-the same bytes wherever they come from, and an origin is asked itself where its relay does not have the part in time.
+the relay; the others get it from there (`asking`).
 """
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import math
-import struct
 from collections import deque
 from collections.abc import Collection, Mapping
 from itertools import combinations, pairwise
@@ -21,11 +17,13 @@ FASTER = 4.0
 # A smaller answer tells of the latency, not of the rate.
 LEAST_BYTES = 1 << 14
 _SEEN = 8
+# A wire that has become slow is seen after so many answers.
+LATEST = 3
 _LEAST_S = 1e-4
 _MOST_RATE = 1 << 53
-_CHOICE = struct.Struct("<QII")
 
 Sites = tuple[tuple[int, ...], ...]
+_NO_WAYS: Mapping[tuple[int, int], float] = {}
 
 
 class Rates:
@@ -51,14 +49,24 @@ class Rates:
         if num_bytes >= LEAST_BYTES:
             self._seen.setdefault(peer, deque(maxlen=_SEEN)).append(num_bytes / max(_LEAST_S, seconds))
 
+    def forget(self, peer: int) -> None:
+        """Forget what was seen of the wire to a replica."""
+        self._seen.pop(peer, None)
+
     def keep(self, peers: Collection[int]) -> None:
         """Forget all but these replicas."""
         for peer in set(self._seen.copy()) - set(peers):
             self._seen.pop(peer, None)
 
-    def told(self) -> dict[str, int]:
-        """Return the rates as the coordinator is told them."""
-        seen = {peer: max(rates.copy(), default=0.0) for peer, rates in sorted(self._seen.copy().items())}
+    def told(self, *, latest: int = _SEEN) -> dict[str, int]:
+        """Return the rates as the coordinator is told them: of so many of the latest answers, the highest.
+
+        Args:
+            latest: Where there are fewer, nothing is told, but for the default.
+        """
+        kept = {peer: list(rates.copy()) for peer, rates in sorted(self._seen.copy().items())}
+        least = 1 if latest == _SEEN else latest
+        seen = {peer: max(rates[-latest:]) for peer, rates in kept.items() if len(rates) >= least}
         return {str(peer): min(_MOST_RATE, round(rate)) for peer, rate in seen.items()}
 
 
@@ -128,9 +136,18 @@ class SiteBook:
         """Let a replica go."""
         self._rates.pop(replica, None)
 
-    def look(self, active: Collection[int]) -> bool:
-        """Find the sites anew; tell whether they are others than before."""
-        found, before = find_sites(self._rates, active), self.sites
+    def look(self, active: Collection[int], *, ways: Mapping[tuple[int, int], float] = _NO_WAYS) -> bool:
+        """Find the sites anew; tell whether they are others than before.
+
+        Args:
+            active: The replicas that take part.
+            ways: The rates of detours, which count in place of their wires' own: one bad wire breaks no site up.
+        """
+        rates = self._rates
+        if ways:
+            rates = {one: {**found, **{to: max(rate, found.get(to, 0.0)) for (source, to), rate in ways.items()
+                                       if source == one}} for one, found in rates.items()}  # fmt: skip
+        found, before = find_sites(rates, active), self.sites
         self.sites = found
         self.num_changes += found != before
         return found != before
@@ -139,37 +156,3 @@ class SiteBook:
 def site_of(replica: int, sites: Sites) -> tuple[int, ...]:
     """Return the replicas of one's site, itself among them."""
     return next((site for site in sites if replica in site), (replica,))
-
-
-@functools.lru_cache(maxsize=64)
-def relays(sites: Sites, *, replica: int, round_id: int, active: tuple[int, ...]) -> Mapping[int, int]:
-    """Return whom to ask first for which far part of a round, where that is not whose part it is.
-
-    The relay is the replica of the own site whose hash with the part is the highest (rendezvous hashing), so all of a
-    site choose the same one without a word, and when one goes only its parts change hands.
-
-    Args:
-        sites: All sites.
-        replica: Who asks.
-        round_id: The round.
-        active: The replicas that take part.
-
-    Example:
-        >>> found = relays(((0, 1), (2, 3)), replica=0, round_id=7, active=(0, 1, 2, 3))
-        >>> other = relays(((0, 1), (2, 3)), replica=1, round_id=7, active=(0, 1, 2, 3))
-        >>> sorted([*found, *other])  # each far part has one relay, which asks for it itself
-        [2, 3]
-    """
-    site = site_of(replica, sites)
-    here = [one for one in site if one in active]
-    chosen = {}
-    for member in active:
-        if member not in site and len(here) > 1:
-            relay = max(here, key=lambda one: _draw(round_id, member, one))
-            if relay != replica:
-                chosen[member] = relay
-    return chosen
-
-
-def _draw(round_id: int, member: int, relay: int) -> bytes:
-    return hashlib.blake2b(_CHOICE.pack(round_id, member, relay), digest_size=8).digest()

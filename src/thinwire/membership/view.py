@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from thinwire.membership.detours import Detour
 from thinwire.membership.protocol import Message
 from thinwire.membership.rounds import Decision
 from thinwire.membership.sites import Sites
@@ -68,6 +69,7 @@ class View:
     calls: dict[int, tuple[int, ...]] = field(default_factory=dict)
     decisions: dict[int, Decision] = field(default_factory=dict)
     sites: Sites = ()
+    detours: tuple[Detour, ...] = ()
     step: int = 0
     closed_step: int = 0
     floor_step: int = 0

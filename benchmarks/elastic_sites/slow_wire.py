@@ -1,0 +1,204 @@
+"""What one slow wire costs the rounds of an elastic run, gone around or not, and when it is used again once mended.
+
+    sudo python benchmarks/elastic_sites/slow_wire.py
+
+Three hosts of the lab, or more, a replica each, all at 50 Mbit/s; after some rounds the wire from host 0 to host 2,
+that way only, carries 5 Mbit/s, and later 50 again. Real seats, councils and connections; a process a host, and the
+coordinator beside the first one's. Nothing is trained: a round begins where the last one has ended. Seconds are the
+slowest replica's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.lab import Lab
+from thinwire.membership.coordinator import Coordinator
+from thinwire.membership.hub import Hub
+from thinwire.membership.invitation import Invitation
+from thinwire.membership.joining import Seated, join
+from thinwire.transport.secret import Secret
+from thinwire.version import __version__
+
+RATE, SLOW_BITS, PORT, DEADLINE_S = "50mbit", 5e6, 4000, 300.0
+PART_BYTES, INTERVAL = 1_000_000, 10
+HEALTHY, SLOW, MENDED = 14, 24, 44
+ROUNDS = HEALTHY + SLOW + MENDED
+SECRET = Secret(key=bytes(32))
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "elastic_sites.jsonl"
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.02)
+
+
+def coordinate(options: argparse.Namespace) -> None:
+    hub = Hub(secret=SECRET, address=options.address, port=PORT, say=print)
+    coordinator = Coordinator(
+        job={"thinwire": __version__}, planned=options.hosts, sync_interval=INTERVAL, overlap_steps=0, shard_windows=8,
+        send=hub.send, record=lambda what, fields: print(what, fields, flush=True), generation=hub.generation,
+    )  # fmt: skip
+    if not options.with_detours:
+        coordinator.detours.look = lambda active: []  # type: ignore[method-assign]
+    hub.serve(coordinator, until=(Path(options.folder) / "over").exists)
+    hub.close()
+
+
+def sit_down(options: argparse.Namespace) -> Seated:
+    """Join, and become active."""
+    invitation = Invitation(host=options.coordinator, port=PORT)
+    if options.host:
+        wait_for(Path(options.folder) / f"here-{options.host - 1}")  # so that host n is replica n
+    seated, here = join(
+        invitation,
+        secret=SECRET,
+        planned=lambda job: (options.hosts, INTERVAL),
+        address=options.address,
+        deadline_s=60.0,
+    )
+    (Path(options.folder) / f"here-{options.host}").write_text("")
+    assert seated.replica == options.host
+    council = seated.council
+    seated.arrive(corpus="c", num_windows=1, address=here.host, port=here.port)
+    council.wait_for(lambda view: view.has_started and view.offer, deadline_s=DEADLINE_S, why="")
+    council.step_s = 1.0  # nobody is late only because the last round came to it later
+    council.insist("active", step=0)
+    council.wait_for(lambda view: len(council.active()) == options.hosts, deadline_s=DEADLINE_S, why="")
+    council.done_with("active")
+    everyone = [number for number in council.active() if number != seated.replica]
+    seated.transport.inner.wait_until_connected(everyone, deadline_s=DEADLINE_S)  # type: ignore[attr-defined]
+    return seated
+
+
+def take_part(options: argparse.Namespace) -> None:
+    """Be one replica: rounds over good wires, with a slow one, and with that one mended."""
+    folder, seated = Path(options.folder), sit_down(options)
+    lines = []
+    for round_id in range(ROUNDS):
+        if round_id in (0, HEALTHY, HEALTHY + SLOW):
+            (folder / f"ready-{round_id}-{options.host}").write_text("")
+            wait_for(folder / f"go-{round_id}")
+        began_s, step = time.monotonic(), INTERVAL * (round_id + 1)
+        part = torch.full((PART_BYTES,), seated.replica, dtype=torch.uint8)
+        seated.council.step = step
+        proposal = seated.seat.propose(
+            part, round_id=round_id, launch_step=step, reference_hash=1, most_bytes=PART_BYTES
+        )
+        proposal.wait(deadline_s=0.0)
+        assert proposal.agreed is not None
+        assert all(bool((found == member).all()) for member, found in proposal.agreed.parts.items())
+        lines.append({
+            "seconds": time.monotonic() - began_s, "parts": len(proposal.agreed.parts),
+            "detours": [one.told() for one in seated.council.view.detours],
+            "latest": seated.council.rates.told(latest=1),
+        })  # fmt: skip
+    (folder / f"part-{options.host}").write_text(json.dumps(lines))
+    (folder / f"ready-{ROUNDS}-{options.host}").write_text("")
+    wait_for(folder / "over")
+    seated.close()
+
+
+def be_host(options: argparse.Namespace) -> None:
+    threads = [threading.Thread(target=take_part, args=(options,))]
+    if options.host == 0:
+        threads.append(threading.Thread(target=coordinate, args=(options,)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def measure(hosts: int, *, with_detours: bool, keep: str) -> dict[str, object]:
+    """Return one line."""
+    with tempfile.TemporaryDirectory() as name, Lab(hosts=hosts, rate=RATE) as lab:
+        folder, processes = Path(name), []
+        for host in range(hosts):
+            words = {
+                "host": host, "folder": folder, "address": lab.address(host), "coordinator": lab.address(0),
+                "with-detours": int(with_detours), "hosts": hosts,
+            }  # fmt: skip
+            command = [sys.executable, __file__, *(f"--{word}={value}" for word, value in words.items())]
+            with (folder / f"log{host}").open("w") as log:
+                processes.append(lab.start(command, host=host, stdout=log, stderr=log))
+        for round_id, bits in ((0, None), (HEALTHY, SLOW_BITS), (HEALTHY + SLOW, None), (ROUNDS, None)):
+            for host in range(hosts):
+                try:
+                    wait_for(folder / f"ready-{round_id}-{host}")
+                except AssertionError:
+                    print(*((folder / f"log{number}").read_text() for number in range(hosts)))
+                    raise
+            link = replace(lab.settings.between(0, 2), rate_bits_per_s=bits)
+            lab.shape(lab.settings.with_link(0, 2, link))
+            (folder / ("over" if round_id == ROUNDS else f"go-{round_id}")).write_text("")
+        parts = [json.loads((folder / f"part-{host}").read_text()) for host in range(hosts)]
+        for process in processes:
+            process.wait(deadline_s=DEADLINE_S)
+        findings = [line for line in (folder / "log0").read_text().splitlines() if "fetches" in line]
+    if keep:
+        Path(keep).with_suffix(f".{int(with_detours)}.json").write_text(json.dumps({"parts": parts, "said": findings}))
+    return summary(parts, findings, with_detours=with_detours)
+
+
+def summary(parts: list[list[dict[str, Any]]], findings: list[str], *, with_detours: bool) -> dict[str, object]:
+    seconds = [max(part[n]["seconds"] for part in parts) for n in range(ROUNDS)]
+    is_around = [bool(parts[2][n]["detours"]) for n in range(ROUNDS)]
+    slow, mended = range(HEALTHY, HEALTHY + SLOW), range(HEALTHY + SLOW, ROUNDS)
+    until_detour = sum(not is_around[n] for n in slow) if with_detours else 0
+    until_direct = next((n for n in mended if not is_around[n]), ROUNDS) - mended[0]
+    steady = [seconds[n] for n in slow if is_around[n] or not with_detours]
+    return {
+        "hosts": len(parts), "wire": "0 -> 2", "rate": RATE, "slow_rate": "5mbit",
+        "part_bytes": PART_BYTES, "with_detours": with_detours,
+        "healthy_s": spread(seconds[2:HEALTHY]), "slow_s": spread(steady),
+        "mended_s": spread(seconds[mended[0] + until_direct + 1 :]), "rounds_until_detour": until_detour,
+        "rounds_until_direct": until_direct, "said": findings,
+        "detours_of_good_wires": sum(any(one[:2] != [0, 2] for one in line["detours"]) for line in parts[2]),
+        "incomplete": sum(line["parts"] < len(parts) for part in parts for line in part),
+    }  # fmt: skip
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Return the median and the quartiles of some times."""
+    if len(seconds) < 2:
+        return {}
+    low, median, high = statistics.quantiles(seconds, n=4)
+    return {"median": round(median, 3), "low": round(low, 3), "high": round(high, 3), "rounds": len(seconds)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("host", "with-detours"):
+        parser.add_argument(f"--{name}", type=int, default=-1)
+    for name in ("folder", "address", "coordinator"):
+        parser.add_argument(f"--{name}", default="")
+    parser.add_argument("--keep", default="", help="a file for each round's times and rates")
+    parser.add_argument("--hosts", type=int, default=3)
+    parser.add_argument("--times", type=int, default=1)
+    options = parser.parse_args()
+    if options.host >= 0:
+        be_host(options)
+        return
+    for _ in range(options.times):
+        for with_detours in (False, True):
+            line = json.dumps(measure(options.hosts, with_detours=with_detours, keep=options.keep))
+            print(line, flush=True)
+            with RESULTS.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

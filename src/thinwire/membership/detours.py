@@ -1,0 +1,240 @@
+"""Detours: where one wire between two replicas is much slower than the way over a third one, that one is asked first.
+
+Each replica tells the coordinator how fast its answers reach the others. Where the wire from one to another has become
+slow, as by a bad route between two providers, and a third replica is fast to both, the coordinator tells everyone. The
+third one fetches the part in each round anyway, and offers it in turn: it is asked in the origin's place (`asking`).
+Nothing would be measured on the wire any more, so now and then the origin is asked too, for the rate only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.errors import PayloadError
+
+Pair = tuple[int, int]
+
+# A way is taken that is so many times as fast as the wire. All wires of a replica share its access: of three or four
+# replicas, a wire of a tenth of the access looks three to six times as slow as others.
+BEGINS = 3.0
+# It is left once it is less than so many times as fast. A wire that is well again shares its ends with all others in a
+# try, and looks up to half as fast as they are.
+STAYS = 2.5
+# With what it carries for others shared out, a way must still be so many times as fast.
+_WORTH = 2.0
+# Tries of slow wires are at most such a share of the parts that their two ends carry anyway.
+_TRIED_SHARE = 1 / 32
+_MOST_EVERY = 1 << 16
+# So many are looked at and told, and over so many replicas each: what everyone hears each second stays small.
+_MOST_DETOURS, _MOST_WAYS = 256, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detour:
+    """Whom one replica asks first for another one's parts.
+
+    Attributes:
+        source: Whose parts.
+        replica: Who asks.
+        over: Whom it asks, one of them a part, in ascending order.
+        every: In one of so many rounds, `source` is asked too.
+    """
+
+    source: int
+    replica: int
+    over: tuple[int, ...]
+    every: int
+
+    @classmethod
+    def of(cls, values: Sequence[int]) -> Detour:
+        """Return what the coordinator told.
+
+        Raises:
+            PayloadError: It is no detour.
+
+        Example:
+            >>> Detour.of([0, 2, 16, 1])
+            Detour(source=0, replica=2, over=(1,), every=16)
+        """
+        ends, every, over = values[:2], values[2:3], tuple(values[3:])
+        if not 1 <= len(over) <= _MOST_WAYS or len({*ends, *over}) < 2 + len(over):
+            raise PayloadError(
+                f"a detour must be two replicas, a number of rounds and 1 to {_MOST_WAYS} other replicas, got "
+                f"{str(list(values))[:80]}"
+            )
+        if not 1 <= every[0] <= _MOST_EVERY:
+            raise PayloadError(f"a detour's wire is tried every 1 to {_MOST_EVERY} rounds, got {every[0]}")
+        return cls(source=ends[0], replica=ends[1], over=over, every=every[0])
+
+    def told(self) -> list[int]:
+        """Return it as everyone is told it."""
+        return [self.source, self.replica, self.every, *self.over]
+
+
+def find_ways(
+    rates: Mapping[int, Mapping[int, float]], active: Collection[int], *, current: Collection[Pair] = ()
+) -> dict[Pair, dict[int, float]]:
+    """Return over whom which wires are gone around: by source and destination, by replica between, bytes a second.
+
+    A way is as fast as the slower one of its two wires, and taken where that is `BEGINS` times as fast as the wire. It
+    must be twice as fast even if all that may go over its replica does so in one round: n - 1 answers leave a replica
+    in a round, and each detour adds one. What is gone around already stays so from `STAYS` times on, and its load is in
+    the rates. Of several ways those count that are at least half as fast as the best. The replica between fetches the
+    part itself: no two detours make a chain.
+
+    Args:
+        rates: By replica and then by other replica, bytes a second from the one to the other.
+        active: The replicas that take part.
+        current: What is gone around now.
+
+    Example:
+        >>> rates = {0: {1: 5e6, 2: 4e5}, 1: {0: 5e6, 2: 4e6}, 2: {0: 5e6, 1: 5e6}}
+        >>> find_ways(rates, (0, 1, 2))
+        {(0, 2): {1: 4000000.0}}
+    """
+    there = set(active)
+    known = {(one, to): rate for one in there for to, rate in rates.get(one, {}).items() if rate > 0 and to in there}
+    found: dict[Pair, dict[int, float]] = {}
+    between: set[Pair] = set()  # from whom a replica fetches for others, and so itself
+    load: Counter[int] = Counter()
+    for source, to in _slow(known, current):
+        is_current = (source, to) in current
+        if (source, to) in between:
+            continue
+        ways, rate = {}, known[source, to]
+        for middle in sorted(there):
+            if middle in (source, to) or (source, middle) in found:
+                continue
+            first, second = known.get((source, middle), 0.0), known.get((middle, to), 0.0)
+            shared = second * (len(there) - 1) / (len(there) + load[middle])
+            if min(first, second) >= _least(is_current) * rate and (is_current or shared >= _WORTH * rate):
+                ways[middle] = min(first, second)
+        best = sorted(ways, key=lambda middle: -ways[middle])[:_MOST_WAYS]
+        kept = {middle: ways[middle] for middle in sorted(best) if 2 * ways[middle] >= ways[best[0]]}
+        if kept:
+            found[source, to] = kept
+            between |= {(source, middle) for middle in kept}
+            load.update(() if is_current else [*kept])
+    return found
+
+
+def _least(is_current: bool) -> float:
+    return STAYS if is_current else BEGINS
+
+
+def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
+    """Return the wires that may be gone around, those first that are already, then from the slowest on."""
+    best_from: dict[int, float] = {}
+    best_to: dict[int, float] = {}
+    for (one, to), rate in known.items():
+        best_from[one] = max(rate, best_from.get(one, 0.0))
+        best_to[to] = max(rate, best_to.get(to, 0.0))
+    slow = [
+        pair for pair, rate in known.items()
+        if min(best_from[pair[0]], best_to[pair[1]]) >= _least(pair in current) * rate
+    ]  # fmt: skip
+    return sorted(slow, key=lambda pair: (pair not in current, known[pair], pair))[:_MOST_DETOURS]
+
+
+class DetourBook:
+    """The latest rates that replicas told, and the detours that are taken.
+
+    Attributes:
+        detours: As they were found last.
+        num_changes: How often one has begun or ended.
+    """
+
+    def __init__(self) -> None:
+        self.detours: tuple[Detour, ...] = ()
+        self.num_changes = 0
+        self._rates: dict[int, Mapping[int, float]] = {}
+        self._ways: dict[Pair, dict[int, float]] = {}
+        self._every: dict[Pair, int] = {}
+        self._begun: Counter[Pair] = Counter()
+
+    def hear(self, replica: int, rates: Mapping[int, float]) -> None:
+        """Take in how fast a replica's latest answers reached the others."""
+        self._rates[replica] = rates
+
+    def forget(self, replica: int) -> None:
+        """Let a replica go."""
+        self._rates.pop(replica, None)
+        for pair in [pair for pair in self._begun if replica in pair]:
+            del self._begun[pair]
+
+    def ways(self) -> dict[Pair, float]:
+        """Return how fast what is gone around is by the best way, bytes a second."""
+        return {pair: max(ways.values()) for pair, ways in self._ways.items()}
+
+    def look(self, active: Collection[int]) -> list[str]:
+        """Find the detours anew; return what people should know: which have begun or ended."""
+        before, found = self._ways, find_ways(self._rates, active, current=self._ways)
+        news = [self._ended(pair, active) for pair in sorted(set(before) - set(found))]
+        for pair in sorted(set(found) - set(before)):
+            self._begun[pair] += 1
+            self._every[pair] = self._tried_every(pair, found, num_active=len(active))
+        self._ways = found
+        self._every = {pair: self._every[pair] for pair in found}
+        self.detours = tuple(
+            Detour(source=pair[0], replica=pair[1], over=tuple(found[pair]), every=self._every[pair])
+            for pair in sorted(found)
+        )
+        news += [self.text(*pair) for pair in sorted(set(found) - set(before))]
+        self.num_changes += len(news)
+        return news
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the detours as people are shown them."""
+        return [
+            {
+                "source": one.source, "replica": one.replica, "over": list(one.over), "every": one.every,
+                "wire_bytes_per_s": round(self._rate_of(one.source, one.replica)),
+                "way_bytes_per_s": round(max(self._ways[one.source, one.replica].values())),
+                "text": self.text(one.source, one.replica),
+            }
+            for one in self.detours
+        ]  # fmt: skip
+
+    def text(self, source: int, replica: int) -> str:
+        """Return what people are told of a detour."""
+        ways = self._ways[source, replica]
+        named = " or ".join(map(str, ways))
+        return (
+            f"replica {replica} fetches replica {source}'s parts from replica {named}: the wire {source} -> {replica} "
+            f"carries {_rate(self._rate_of(source, replica))}, the way over {named} {_rate(max(ways.values()))}"
+        )
+
+    def _ended(self, pair: Pair, active: Collection[int]) -> str:
+        source, replica = pair
+        gone = [one for one in pair if one not in active]
+        if gone:
+            return f"no detour of replica {source}'s parts to replica {replica} any more: replica {gone[0]} has gone"
+        rate = _rate(self._rate_of(source, replica))
+        return (
+            f"replica {replica} fetches replica {source}'s parts itself again: the wire {source} -> {replica} carries "
+            f"{rate}, and no way is {STAYS:g} times as fast"
+        )
+
+    def _rate_of(self, source: int, replica: int) -> float:
+        return self._rates.get(source, {}).get(replica, 0.0)
+
+    def _tried_every(self, pair: Pair, found: Mapping[Pair, Mapping[int, float]], *, num_active: int) -> int:
+        """Return in one of how many rounds a wire is tried.
+
+        A try carries one part more from and to its ends, which carry n - 1 each way in a round, and others with the
+        same end are tried too. It is over before the next one: a round lasts at least as long as a part takes on the
+        way. A wire that was gone around before is tried half as often each time, so that one that recovers for a moment
+        only costs ever less.
+        """
+        alike = sum(pair[0] == source or pair[1] == to for source, to in found)
+        by_load = alike / (_TRIED_SHARE * (num_active - 1))
+        by_time = max(found[pair].values()) / self._rate_of(*pair)
+        return min(_MOST_EVERY, math.ceil(max(by_load, by_time)) << min(10, self._begun[pair] - 1))
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.2g} MB/s"
