@@ -18,7 +18,7 @@ from thinwire.diagnosis.findings import Place
 Cell = tuple[int, int]
 # Logarithms: from four times as slow on, a way also delays the acknowledgements of the other.
 _HEAVY = math.log(4.0)
-_LESS = 2 / 3
+_LESS = 0.75
 # What all of an end's wires of one way show, as a part of the other way's, where that one alone is slow: a slow way in
 # holds up the acknowledgements of all that goes out, and a host that is slow both ways is not slower in than out.
 _LESS_OUT, _LESS_IN = 0.85, 0.4

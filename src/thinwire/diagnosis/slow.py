@@ -25,6 +25,8 @@ _MOST_ERROR = 8.0
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
 _LEAST_LINKS = 4
+# A link that shows less than this part of what another place explains is none beside it.
+_OWN = 0.5
 _LEAST_HOSTS = 3
 _DEVIATIONS = 3.0
 _QUARTILE = 0.6745  # of a normal distribution, in standard deviations
@@ -165,12 +167,18 @@ def _slow_places(
         if explained is None or not is_slow or not _stands_out(matrix, explained):
             refused.add(first)
             continue
-        cells = explained.cells | explained.following(matrix) | (first if len(first) == 1 else frozenset())
+        cells = _claimed(explained, matrix, first)
         one = _slow_link(job, times, explained, change.since_round, change.since_s, change.seen_round)
         found.append(replace(one, until_s=change.until_s) if is_over else one)
         told |= cells
         left = {cell: watch for cell, watch in left.items() if cell not in cells}
     return found, told
+
+
+def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:
+    """Return the cells that a place explains: its own, those that follow it, and the alarm's if it is little beside."""
+    is_little = len(first) == 1 and matrix.get(min(first), 0.0) < _OWN * explained.excess
+    return explained.cells | explained.following(matrix) | (first if is_little else frozenset())
 
 
 def _change_of(watch: Watch, alone: Watch) -> Change | None:
