@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from thinwire.diagnosis.changes import Watch
+from thinwire.diagnosis.changes import Company, Watch
 from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.flapping import find_flapping
 from thinwire.diagnosis.reading import from_records
@@ -112,3 +112,38 @@ def test_the_way_back_of_a_slow_receiver_is_no_reason_to_doubt_it() -> None:
             records += _message(pair, number, float(number), number + taken_s)
     (found,) = diagnose(from_records(records))
     assert (found.kind, found.where) == ("communication slow", "receiver rank 1")
+
+
+def _company(count: int, *, spike: float = 2.0) -> tuple[Company, list[Watch]]:
+    """Return watches that have seen 60 rounds each, one of which was long."""
+    draw, company = random.Random(8), Company()
+    watches = [Watch(company=company) for _ in range(count)]
+    for number in range(60):
+        for index, watch in enumerate(watches):
+            is_long = index == 1 and number == 30
+            watch.add(number, float(number), (spike if is_long else 1.0) * math.exp(draw.gauss(0, 0.1)))
+    return company, watches
+
+
+def _rounds_until_told(watch: Watch, ratio: float) -> int:
+    for number in range(60, 80):
+        watch.add(number, float(number), ratio)
+        if watch.change is not None:
+            return number - 59
+    return -1
+
+
+def test_times_far_beyond_all_that_any_wire_has_shown_are_told_after_three_rounds() -> None:
+    assert _rounds_until_told(_company(4)[1][0], 20.0) == 3
+    assert _rounds_until_told(Watch(), 20.0) == -1, "no history"
+    # what any wire has shown without a fault, or could show where little is known, says nothing
+    assert _rounds_until_told(_company(4, spike=12.0)[1][0], 20.0) == 5
+    assert _rounds_until_told(_company(3)[1][0], 20.0) == 5
+    assert _rounds_until_told(_company(4)[1][0], 5.0) == 5
+
+
+def test_two_long_rounds_are_nothing_however_long() -> None:
+    watch = _company(4)[1][0]
+    for number, ratio in enumerate((50.0, 50.0, 1.0, 1.0, 1.0, 50.0, 50.0, 1.0, 1.0)):
+        watch.add(60 + number, 60.0 + number, ratio)
+    assert watch.change is None

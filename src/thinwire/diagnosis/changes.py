@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 LEAST_HISTORY = 12
@@ -27,6 +27,9 @@ LEAST_RATIO = 1.2
 _LEAST_SAMPLES = 4
 _LEAST_TIME_S = 1e-6
 _REFRESH = 8
+# A time that is so many times the usual, and twice what any watch of its kind has usually seen at the longest, is far:
+# so many in a row are an alarm, where so many values are known.
+_FAR, _FARTHER, _FAR_HISTORY, _FAR_SAMPLES = math.log(6.0), math.log(2.0), 200, 3
 
 
 def median(values: Sequence[float]) -> float:
@@ -66,21 +69,32 @@ class Baseline:
 
     Args:
         most: How many of them.
+
+    Attributes:
+        middle: Their median.
+        scale: Their spread.
+        shift: The mean of their scores.
+        longest: By how much the longest of them is above the middle one.
     """
 
-    __slots__ = ("_fresh", "_values", "middle", "scale", "shift")
+    __slots__ = ("_fresh", "_values", "longest", "middle", "scale", "shift")
 
     def __init__(self, most: int = MOST_HISTORY) -> None:
         self._values: deque[float] = deque(maxlen=most)
         self._fresh = 0
         self.middle = math.nan
         self.scale = LEAST_SCALE
-        self.shift = 0.0
+        self.shift = self.longest = 0.0
 
     @property
     def is_known(self) -> bool:
         """Whether there is enough history."""
         return len(self._values) >= LEAST_HISTORY
+
+    @property
+    def count(self) -> int:
+        """How many values are known."""
+        return len(self._values)
 
     def learn(self, value: float) -> None:
         """Take a logarithm in."""
@@ -91,6 +105,7 @@ class Baseline:
         ):
             self._fresh = 0
             self.middle = median(self._values)
+            self.longest = max(self._values) - self.middle
             # few values may lie close together by chance
             unsure = 1 + 8 / len(self._values)
             self.scale = max(LEAST_SCALE, unsure * spread(self._values, self.middle))
@@ -128,12 +143,42 @@ class Change:
         return self.until_s is not None
 
 
+class Company:
+    """Watches of one kind, which know together how long times get without any fault.
+
+    What they know is looked up once for as many values as there are watches, about once a round.
+    """
+
+    __slots__ = ("_count", "_fresh", "_longest", "_watches")
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+        self._fresh = self._count = 0
+        self._longest = 0.0
+
+    def join(self, watch: Watch) -> None:
+        """Take a watch in."""
+        self._watches.append(watch)
+
+    def is_far(self, excess: float) -> bool:
+        """Return whether a logarithm over the usual time is far beyond all that was usual in any of the watches."""
+        self._fresh -= 1
+        if excess < _FAR:
+            return False
+        if self._fresh <= 0:
+            bases = [base for watch in self._watches for base in watch.bases()]
+            self._fresh, self._count = len(self._watches), sum(base.count for base in bases)
+            self._longest = max((base.longest for base in bases), default=0.0)
+        return self._count >= _FAR_HISTORY and excess >= _FARTHER + self._longest
+
+
 class Watch:
     """Watches one time, of one or several size classes, for a lasting growth.
 
     Args:
         alarm: The sum that is an alarm.
         most_usual: From how many of the latest values that were not suspicious the usual time is learnt.
+        company: Watches of the same kind; with them, few values that are far beyond all that these know are an alarm.
 
     Attributes:
         change: The latest alarm, if any: one that lasts, or is over.
@@ -147,10 +192,13 @@ class Watch:
         (30, 35)
     """
 
-    __slots__ = ("_alarm", "_bases", "_begin", "_early", "_held", "_level", "_most_usual", "_return", "_sum", "change",
-                 "excess")  # fmt: skip
+    __slots__ = ("_alarm", "_bases", "_begin", "_company", "_early", "_held", "_level", "_most_usual", "_return",
+                 "_sum", "change", "excess")  # fmt: skip
 
-    def __init__(self, *, alarm: float = ALARM, most_usual: int = MOST_HISTORY) -> None:
+    def __init__(self, *, alarm: float = ALARM, most_usual: int = MOST_HISTORY, company: Company | None = None) -> None:
+        self._company = company
+        if company is not None:
+            company.join(self)
         self._alarm = alarm
         self._most_usual = most_usual
         self._bases: dict[int, Baseline] = {}
@@ -202,12 +250,15 @@ class Watch:
             for old, held in self._held:
                 old.learn(held)
             self._held.clear()
-        self._sum = max(0.0, self._sum + base.score(value) - DRIFT - base.shift)
+        is_far = self._company is not None and self._company.is_far(value - base.middle)
+        gained = self._alarm / _FAR_SAMPLES if is_far else base.score(value) - DRIFT - base.shift
+        self._sum = max(0.0, self._sum + gained)
         if len(self._held) < MOST_HISTORY:
             self._held.append((base, value))
         if self._sum >= self._alarm:
             ratios = sorted(excess for number, _, excess in self.excess if number >= self._begin[0])
-            is_lasting = len(ratios) >= _LEAST_SAMPLES and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO)
+            least = _FAR_SAMPLES if ratios and ratios[0] >= _FAR else _LEAST_SAMPLES
+            is_lasting = len(ratios) >= least and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO)
             if is_lasting:
                 self.change = Change(since_round=self._begin[0], since_s=self._begin[1], seen_round=round)
                 self._level, self._return = median(ratios), 0.0
@@ -222,6 +273,10 @@ class Watch:
             change.until_round, change.until_s = self._begin
             self._sum = 0.0
             self._held.clear()
+
+    def bases(self) -> Collection[Baseline]:
+        """Return what is usual, by size."""
+        return self._bases.values()
 
     def history(self) -> list[tuple[int, float, float]]:
         """Return `excess` with the values before it, from which the usual time was learnt."""

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
+from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Company, Watch, median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.diagnosis.ends import End, watch_ends
 from thinwire.diagnosis.findings import Finding, Place
@@ -66,10 +66,13 @@ def link_times(job: Job) -> LinkTimes:
     """Watch every link, one value a round: the middle of its messages of the class with the most bytes."""
     found = LinkTimes()
     shares, classes = alone_s(job, job.messages), dict[int, int]()
+    plain, shared = Company(), Company()
     for cell, round, classed, message in _samples(job):
         classes[round] = max(classed, classes.get(round, 0))
         time_s = max(message.transfer_s or 0.0, 0.0)
-        watch, alone = found.watches.setdefault(cell, Watch()), found.alone.setdefault(cell, Watch())
+        if cell not in found.watches:
+            found.watches[cell], found.alone[cell] = Watch(company=plain), Watch(company=shared)
+        watch, alone = found.watches[cell], found.alone[cell]
         at_s = message.received_done_s or 0.0
         if job.clock_of.get(cell[0]) == job.clock_of.get(cell[1]):
             watch.add(round, at_s, time_s, size_class=2 * classed)
