@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Company, Watch, median
@@ -167,8 +167,7 @@ def _slow_places(
         bare = {cell: excess if excess >= least / 2 else 0.0 for cell, excess in matrix.items()}
         explained = DelayMatrix(bare, job.host_of).explain()
         is_slow = explained is not None and min(explained.excess, median([bare.get(c, 0.0) for c in first])) >= least
-        alone = {min(one) for one in alarmed if len(one) == 1}
-        if explained is None or not is_slow or not _stands_out(matrix, explained, alone):
+        if explained is None or not is_slow or not _stands_out(matrix, explained, alarmed):
             refused.add(first)
             continue
         cells = _claimed(explained, matrix, first)
@@ -214,12 +213,13 @@ def _matrix(
     return {cell: excess - common for cell, excess in found.items()}
 
 
-def _stands_out(matrix: Mapping[Cell, float], explained: Explanation, alarmed: Set[Cell]) -> bool:
+def _stands_out(matrix: Mapping[Cell, float], explained: Explanation, alarmed: Collection[frozenset[Cell]]) -> bool:
     """Return whether links take longer by more than the others differ among each other."""
     # what waits for acknowledgements is neither at fault nor as usual
     beside = explained.cells | explained.following(matrix)
     # and who has an alarm of its own and is half as slow has another fault
-    beside |= {cell for cell in alarmed if matrix.get(cell, 0.0) >= explained.excess / 2}
+    alone = {min(cells) for cells in alarmed if len(cells) == 1}
+    beside |= {cell for cell in alone if matrix.get(cell, 0.0) >= explained.excess / 2}
     others = sorted(excess for cell, excess in matrix.items() if cell not in beside)
     if len(others) < _LEAST_LINKS:
         return True
