@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from thinwire.diagnosis.changes import Watch
+from thinwire.diagnosis.changes import Watch, median
 from thinwire.diagnosis.delay_matrix import DelayMatrix
 from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.ends import watch_ends
@@ -159,3 +159,22 @@ def test_work_that_was_slow_and_is_not_any_more_hides_no_slow_wire_of_that_rank(
     assert [(one.kind, one.where, one.until_s is None) for one in found] == [
         ("communication slow", "receiver rank 1", True), ("non-communication slow", "rank 1", False),
     ]  # fmt: skip
+
+
+def test_what_other_wires_show_is_taken_off_exactly() -> None:
+    draw = random.Random(9)
+    for num_cells in (3, 4, 6, 12):
+        cells = CELLS[:num_cells]
+        watches = {cell: Watch() for cell in cells}
+        for number in range(40):
+            for watch in watches.values():
+                watch.add(number, float(number), draw.choice((1.0, 1.0, 2.0, math.exp(draw.gauss(0, 0.3)))))
+        histories = {cell: {number: x for number, _, x in watch.history()} for cell, watch in watches.items()}
+        for end in watch_ends(watches, {}):
+            own, expected = watches[min(end.cells)], Watch(most_usual=256)
+            for number, _, _ in own.history():
+                values = {cell: seen[number] for cell, seen in histories.items()}
+                others = [value for cell, value in values.items() if cell not in end.cells]
+                mean = math.fsum(values[cell] for cell in end.cells) / len(end.cells)
+                expected.add(number, float(number), math.exp(mean - max(0.0, median(others) if others else 0.0)))
+            assert list(end.watch.excess) == list(expected.excess)
