@@ -15,94 +15,43 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
+from bare_rounds import RESULTS, at_once, await_all, coordinate, sit_down, take_round, wait_for
 
 from thinwire.lab import Lab
-from thinwire.membership.coordinator import Coordinator
-from thinwire.membership.hub import Hub
-from thinwire.membership.invitation import Invitation
-from thinwire.membership.joining import Seated, join
-from thinwire.transport.secret import Secret
-from thinwire.version import __version__
+from thinwire.membership.joining import Seated
 
-RATE, SLOW_BITS, PORT, DEADLINE_S = "50mbit", 5e6, 4000, 300.0
-PART_BYTES, INTERVAL = 1_000_000, 10
+RATE, SLOW_BITS, DEADLINE_S = "50mbit", 5e6, 300.0
+PART_BYTES = 1_000_000
 HEALTHY, SLOW, MENDED = 14, 24, 44
 ROUNDS = HEALTHY + SLOW + MENDED
-SECRET = Secret(key=bytes(32))
-RESULTS = Path(__file__).resolve().parent.parent / "results" / "elastic_sites.jsonl"
 
 
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < end, path
-        time.sleep(0.02)
-
-
-def coordinate(options: argparse.Namespace) -> None:
-    hub = Hub(secret=SECRET, address=options.address, port=PORT, say=print)
-    coordinator = Coordinator(
-        job={"thinwire": __version__}, planned=options.hosts, sync_interval=INTERVAL, overlap_steps=0, shard_windows=8,
-        send=hub.send, record=lambda what, fields: print(what, fields, flush=True), generation=hub.generation,
-    )  # fmt: skip
-    if not options.with_detours:
-        coordinator.detours.look = lambda active: []  # type: ignore[method-assign]
-    hub.serve(coordinator, until=(Path(options.folder) / "over").exists)
-    hub.close()
-
-
-def sit_down(options: argparse.Namespace) -> Seated:
-    """Join, and become active."""
-    invitation = Invitation(host=options.coordinator, port=PORT)
-    if options.host:
-        wait_for(Path(options.folder) / f"here-{options.host - 1}")  # so that host n is replica n
-    seated, here = join(
-        invitation,
-        secret=SECRET,
-        planned=lambda job: (options.hosts, INTERVAL),
-        address=options.address,
-        deadline_s=60.0,
-    )
+def change_replica(seated: Seated, options: argparse.Namespace) -> None:
     (Path(options.folder) / f"here-{options.host}").write_text("")
     assert seated.replica == options.host
-    council = seated.council
-    seated.arrive(corpus="c", num_windows=1, address=here.host, port=here.port)
-    council.wait_for(lambda view: view.has_started and view.offer, deadline_s=DEADLINE_S, why="")
-    council.step_s = 1.0  # nobody is late only because the last round came to it later
-    council.insist("active", step=0)
-    council.wait_for(lambda view: len(council.active()) == options.hosts, deadline_s=DEADLINE_S, why="")
-    council.done_with("active")
-    everyone = [number for number in council.active() if number != seated.replica]
-    seated.transport.inner.wait_until_connected(everyone, deadline_s=DEADLINE_S)  # type: ignore[attr-defined]
-    return seated
 
 
 def take_part(options: argparse.Namespace) -> None:
     """Be one replica: rounds over good wires, with a slow one, and with that one mended."""
-    folder, seated = Path(options.folder), sit_down(options)
+    folder = Path(options.folder)
+    if options.host:
+        wait_for(folder / f"here-{options.host - 1}")  # so that host n is replica n
+    seated = sit_down(
+        options.coordinator, options.address, planned=options.hosts, change=partial(change_replica, options=options)
+    )
     lines = []
     for round_id in range(ROUNDS):
         if round_id in (0, HEALTHY, HEALTHY + SLOW):
             (folder / f"ready-{round_id}-{options.host}").write_text("")
             wait_for(folder / f"go-{round_id}")
-        began_s, step = time.monotonic(), INTERVAL * (round_id + 1)
-        part = torch.full((PART_BYTES,), seated.replica, dtype=torch.uint8)
-        seated.council.step = step
-        proposal = seated.seat.propose(
-            part, round_id=round_id, launch_step=step, reference_hash=1, most_bytes=PART_BYTES
-        )
-        proposal.wait(deadline_s=0.0)
-        assert proposal.agreed is not None
-        assert all(bool((found == member).all()) for member, found in proposal.agreed.parts.items())
+        seconds, num_parts = take_round(seated, round_id, num_bytes=PART_BYTES)
         lines.append({
-            "seconds": time.monotonic() - began_s, "parts": len(proposal.agreed.parts),
+            "seconds": seconds, "parts": num_parts,
             "detours": [one.told() for one in seated.council.view.detours],
             "latest": seated.council.rates.told(latest=1),
         })  # fmt: skip
@@ -113,13 +62,11 @@ def take_part(options: argparse.Namespace) -> None:
 
 
 def be_host(options: argparse.Namespace) -> None:
-    threads = [threading.Thread(target=take_part, args=(options,))]
+    tasks = [partial(take_part, options)]
     if options.host == 0:
-        threads.append(threading.Thread(target=coordinate, args=(options,)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        folder, has_detours = Path(options.folder), bool(options.with_detours)
+        tasks.append(partial(coordinate, folder, options.address, planned=options.hosts, has_detours=has_detours))
+    at_once(tasks)
 
 
 def measure(hosts: int, *, with_detours: bool, keep: str) -> dict[str, object]:
@@ -135,12 +82,8 @@ def measure(hosts: int, *, with_detours: bool, keep: str) -> dict[str, object]:
             with (folder / f"log{host}").open("w") as log:
                 processes.append(lab.start(command, host=host, stdout=log, stderr=log))
         for round_id, bits in ((0, None), (HEALTHY, SLOW_BITS), (HEALTHY + SLOW, None), (ROUNDS, None)):
-            for host in range(hosts):
-                try:
-                    wait_for(folder / f"ready-{round_id}-{host}")
-                except AssertionError:
-                    print(*((folder / f"log{number}").read_text() for number in range(hosts)))
-                    raise
+            logs = [folder / f"log{host}" for host in range(hosts)]
+            await_all(folder, [f"ready-{round_id}-{host}" for host in range(hosts)], logs)
             link = replace(lab.settings.between(0, 2), rate_bits_per_s=bits)
             lab.shape(lab.settings.with_link(0, 2, link))
             (folder / ("over" if round_id == ROUNDS else f"go-{round_id}")).write_text("")

@@ -15,83 +15,38 @@ import json
 import statistics
 import sys
 import tempfile
-import threading
-import time
+from functools import partial
 from pathlib import Path
 
-import torch
+from bare_rounds import RESULTS, at_once, await_all, coordinate, sit_down, take_round, wait_for
 
 from thinwire.lab import Lab
-from thinwire.membership.coordinator import Coordinator
-from thinwire.membership.hub import Hub
-from thinwire.membership.invitation import Invitation
-from thinwire.membership.joining import Seated, join
-from thinwire.transport.secret import Secret
-from thinwire.version import __version__
+from thinwire.membership.joining import Seated
 
-RATE, PORT, DEADLINE_S = "20mbit", 4000, 200.0
+RATE, DEADLINE_S = "20mbit", 200.0
 SETTINGS = ((2, 1_000_000), (3, 500_000))
-WARM_UP, ROUNDS, INTERVAL = 6, 12, 10
-SECRET = Secret(key=bytes(32))
-RESULTS = Path(__file__).resolve().parent.parent / "results" / "elastic_sites.jsonl"
+WARM_UP, ROUNDS = 6, 12
 
 
-def wait_for(path: Path) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not path.exists():
-        assert time.monotonic() < end, path
-        time.sleep(0.02)
-
-
-def coordinate(options: argparse.Namespace) -> None:
-    hub = Hub(secret=SECRET, address=options.address, port=PORT, say=print)
-    coordinator = Coordinator(
-        job={"thinwire": __version__}, planned=2 * options.each, sync_interval=INTERVAL, overlap_steps=0,
-        shard_windows=8, send=hub.send, record=lambda what, fields: None, generation=hub.generation,
-    )  # fmt: skip
-    hub.serve(coordinator, until=(Path(options.folder) / "over").exists)
-    hub.close()
-
-
-def sit_down(options: argparse.Namespace) -> Seated:
-    """Join, and become active."""
-    invitation = Invitation(host=options.coordinator, port=PORT)
-    seated, here = join(
-        invitation, secret=SECRET, planned=lambda job: (2 * options.each, INTERVAL), address=options.address
-    )
-    council = seated.council
+def change_replica(seated: Seated, options: argparse.Namespace) -> None:
     if not options.with_sites:
-        council.rates.observe = lambda peer, **rest: None  # type: ignore[method-assign]
-    seated.arrive(corpus="c", num_windows=1, address=here.host, port=here.port)
-    council.wait_for(lambda view: view.has_started and view.offer, deadline_s=DEADLINE_S, why="")
-    council.step_s = 1.0  # nobody is late only because the last round came to it later
-    council.insist("active", step=0)
-    council.wait_for(lambda view: len(council.active()) == 2 * options.each, deadline_s=DEADLINE_S, why="")
-    council.done_with("active")
-    everyone = [number for number in council.active() if number != seated.replica]
-    seated.transport.inner.wait_until_connected(everyone, deadline_s=DEADLINE_S)  # type: ignore[attr-defined]
-    return seated
+        seated.council.rates.observe = lambda peer, **rest: None  # type: ignore[method-assign]
 
 
 def take_part(options: argparse.Namespace, number: int) -> None:
     """Be one replica: some rounds to learn the rates, then those that count."""
-    folder, seated = Path(options.folder), sit_down(options)
+    folder = Path(options.folder)
+    seated = sit_down(
+        options.coordinator, options.address, planned=2 * options.each, change=partial(change_replica, options=options)
+    )
     lines = []
     for round_id in range(WARM_UP + ROUNDS):
         if round_id == WARM_UP:
             (folder / f"ready-{options.site}-{number}").write_text("")
             wait_for(folder / "go")
-        began_s, step = time.monotonic(), INTERVAL * (round_id + 1)
-        part = torch.full((options.bytes,), seated.replica, dtype=torch.uint8)
-        seated.council.step = step
-        proposal = seated.seat.propose(
-            part, round_id=round_id, launch_step=step, reference_hash=1, most_bytes=options.bytes
-        )
-        proposal.wait(deadline_s=0.0)
-        assert proposal.agreed is not None
-        assert all(bool((found == member).all()) for member, found in proposal.agreed.parts.items())
+        seconds, num_parts = take_round(seated, round_id, num_bytes=options.bytes)
         if round_id >= WARM_UP:
-            lines.append({"seconds": time.monotonic() - began_s, "parts": len(proposal.agreed.parts)})
+            lines.append({"seconds": seconds, "parts": num_parts})
     assert len(lines) == ROUNDS
     found = {"rounds": lines, "sites": seated.council.view.sites}
     (folder / f"part-{options.site}-{number}").write_text(json.dumps(found))
@@ -101,13 +56,10 @@ def take_part(options: argparse.Namespace, number: int) -> None:
 
 
 def be_site(options: argparse.Namespace) -> None:
-    threads = [threading.Thread(target=take_part, args=(options, number)) for number in range(options.each)]
+    tasks = [partial(take_part, options, number) for number in range(options.each)]
     if options.site == 0:
-        threads.append(threading.Thread(target=coordinate, args=(options,)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        tasks.append(partial(coordinate, Path(options.folder), options.address, planned=2 * options.each))
+    at_once(tasks)
 
 
 def measure(each: int, num_bytes: int, *, with_sites: bool) -> dict[str, object]:
@@ -125,12 +77,8 @@ def measure(each: int, num_bytes: int, *, with_sites: bool) -> dict[str, object]
         names = [f"{site}-{number}" for site in range(2) for number in range(each)]
         counts = []
         for before, after in (("ready", "go"), ("done", "over")):
-            for one in names:
-                try:
-                    wait_for(folder / f"{before}-{one}")
-                except AssertionError:
-                    print((folder / "log0").read_text(), (folder / "log1").read_text())
-                    raise
+            logs = [folder / f"log{site}" for site in range(2)]
+            await_all(folder, [f"{before}-{one}" for one in names], logs)
             found = lab.counters()[1]
             counts.append(found.sent_bytes + found.received_bytes)
             (folder / after).write_text("")

@@ -15,6 +15,13 @@ from thinwire.cli.train_judged import end_stopped
 SLEEPERS = "import subprocess, time; [subprocess.Popen(['sleep', '60']) for _ in range(2)]; print(1, flush=True)"
 
 
+def wait_until(process: psutil.Process, status: str) -> None:
+    end_s = time.monotonic() + 20
+    while process.status() != status:
+        assert time.monotonic() < end_s, f"still {process.status()}"
+        time.sleep(0.01)
+
+
 def test_what_is_stopped_is_killed_and_all_else_is_left_to_the_launcher() -> None:
     line = [sys.executable, "-c", f"{SLEEPERS}; time.sleep(60)"]
     with subprocess.Popen(line, stdout=subprocess.PIPE) as launcher:
@@ -22,13 +29,9 @@ def test_what_is_stopped_is_killed_and_all_else_is_left_to_the_launcher() -> Non
             assert launcher.stdout is not None and launcher.stdout.readline()
             stopped, running = psutil.Process(launcher.pid).children()
             os.kill(stopped.pid, signal.SIGSTOP)
-            while stopped.status() != psutil.STATUS_STOPPED:
-                assert stopped.is_running()
+            wait_until(stopped, psutil.STATUS_STOPPED)
             end_stopped(launcher.pid)
-            end_s = time.monotonic() + 20
-            while stopped.status() != psutil.STATUS_ZOMBIE:  # its parent has not asked for its end
-                assert time.monotonic() < end_s
-                time.sleep(0.01)
+            wait_until(stopped, psutil.STATUS_ZOMBIE)  # its parent has not asked for its end
             assert running.is_running() and running.status() != psutil.STATUS_ZOMBIE
         finally:
             for process in psutil.Process(launcher.pid).children():

@@ -1,14 +1,13 @@
 """Detours: found in told rates, over third replicas that are worth it; a part is the same whatever becomes of them."""
 
 import random
-import threading
 from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from town import Resident, Town
+from town import Resident, Town, live_together
 
 from thinwire.errors import PayloadError, PeerLost
 from thinwire.membership.asking import relays, slow_to, tried
@@ -290,7 +289,7 @@ class Triangle:
         self.num_rounds = num_rounds
         self.town, self.fault = Town(planned=3), fault
         self.asked: set[tuple[int, int, int]] = set()  # by 2 for parts of 0: the round, in which order, whom
-        self.applied = [b""] * 3
+        self.applied: list[bytes] = []
         self.residents = [Resident(self.town, name=f"host{number}") for number in range(3)]
         for resident in self.residents:
             for peer in range(3 if is_slow else 0):
@@ -319,26 +318,8 @@ class Triangle:
         return get(source, name, most_bytes=most_bytes)
 
     def run(self) -> dict[int, list[int]]:
-        threads = [threading.Thread(target=self._live, args=(resident,)) for resident in self.residents]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        for resident in self.residents:
-            resident.close()
-        self.town.close()
+        self.applied = live_together(self.town, self.residents, self.num_rounds)
         return {n: [source for number, _, source in sorted(self.asked) if number == n] for n in range(self.num_rounds)}
-
-    def _live(self, resident: Resident) -> None:
-        for round_id in range(self.num_rounds):
-            part = torch.full((9,), 10 * round_id + resident.replica, dtype=torch.uint8)
-            proposal = resident.seat.propose(
-                part, round_id=round_id, launch_step=4 * round_id + 4, reference_hash=5, most_bytes=9
-            )
-            proposal.wait(deadline_s=1)
-            assert proposal.agreed is not None
-            for member, found in proposal.agreed.parts.items():
-                self.applied[resident.replica] += bytes([member]) + bytes(found.numpy())
 
 
 def test_around_a_slow_wire_all_apply_the_same_bytes_and_it_is_used_for_tries_only() -> None:

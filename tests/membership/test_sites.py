@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from town import Resident, Town
+from town import Resident, Town, live_together
 
 from thinwire.errors import PayloadError
 from thinwire.events import Transfer
@@ -175,7 +174,7 @@ class Site:
     def __init__(self, *, knows_sites: bool) -> None:
         self.town = Town(planned=4)
         self.crossed: Counter[tuple[int, int, int]] = Counter()
-        self.applied = [b""] * 4
+        self.applied: list[bytes] = []
         self._lock = threading.Lock()
         self.residents = [Resident(self.town, name=f"host{number}") for number in range(4)]
         for resident in self.residents:
@@ -198,25 +197,7 @@ class Site:
         return get(source, name, most_bytes=most_bytes)
 
     def run(self) -> None:
-        threads = [threading.Thread(target=self._live, args=(resident,)) for resident in self.residents]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        for resident in self.residents:
-            resident.close()
-        self.town.close()
-
-    def _live(self, resident: Resident) -> None:
-        for round_id in range(3):
-            part = torch.full((9,), 10 * round_id + resident.replica, dtype=torch.uint8)
-            proposal = resident.seat.propose(
-                part, round_id=round_id, launch_step=4 * round_id + 4, reference_hash=5, most_bytes=9
-            )
-            proposal.wait(deadline_s=1)
-            assert proposal.agreed is not None
-            for member, found in proposal.agreed.parts.items():
-                self.applied[resident.replica] += bytes([member]) + bytes(found.numpy())
+        self.applied = live_together(self.town, self.residents, 3)
 
 
 def test_through_relays_all_apply_the_same_bytes_and_each_part_comes_to_a_site_once() -> None:

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -163,3 +164,29 @@ class Resident:
 
     def close(self) -> None:
         self._is_over.set()
+
+    def live(self, num_rounds: int) -> bytes:
+        """Take part in some rounds, and return what was applied: each member and its part of nine bytes."""
+        applied = b""
+        for round_id in range(num_rounds):
+            part = torch.full((9,), 10 * round_id + self.replica, dtype=torch.uint8)
+            proposal = self.seat.propose(
+                part, round_id=round_id, launch_step=4 * round_id + 4, reference_hash=5, most_bytes=9
+            )
+            proposal.wait(deadline_s=1)
+            assert proposal.agreed is not None
+            for member, found in proposal.agreed.parts.items():
+                applied += bytes([member]) + bytes(found.numpy())
+        return applied
+
+
+def live_together(town: Town, residents: list[Resident], num_rounds: int) -> list[bytes]:
+    """Let all take part in some rounds, close the town, and return what each of them applied."""
+    with ThreadPoolExecutor(len(residents)) as pool:
+        lives = [pool.submit(resident.live, num_rounds) for resident in residents]
+        try:
+            return [life.result(timeout=60) for life in lives]
+        finally:
+            for resident in residents:
+                resident.close()
+            town.close()

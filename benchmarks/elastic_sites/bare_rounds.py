@@ -1,0 +1,95 @@
+"""Rounds of an elastic run with nothing trained between them: real seats, councils and connections in hosts of the lab.
+
+What `thin_sites.py` and `slow_wire.py` share.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from thinwire.membership.coordinator import Coordinator
+from thinwire.membership.hub import Hub
+from thinwire.membership.invitation import Invitation
+from thinwire.membership.joining import Seated, join
+from thinwire.transport.secret import Secret
+from thinwire.version import __version__
+
+PORT, INTERVAL = 4000, 10
+SECRET = Secret(key=bytes(32))
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "elastic_sites.jsonl"
+_DEADLINE_S = 300.0
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + _DEADLINE_S
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.02)
+
+
+def await_all(folder: Path, names: list[str], logs: list[Path]) -> None:
+    """Wait until each has left its file, and print what all said where one does not."""
+    for one in names:
+        try:
+            wait_for(folder / one)
+        except AssertionError:
+            print(*(log.read_text() for log in logs))
+            raise
+
+
+def coordinate(folder: Path, address: str, *, planned: int, has_detours: bool = True) -> None:
+    """Be the coordinator until the file `over` is there."""
+    hub = Hub(secret=SECRET, address=address, port=PORT, say=print)
+    coordinator = Coordinator(
+        job={"thinwire": __version__}, planned=planned, sync_interval=INTERVAL, overlap_steps=0, shard_windows=8,
+        send=hub.send, record=lambda what, fields: print(what, fields, flush=True), generation=hub.generation,
+    )  # fmt: skip
+    if not has_detours:
+        coordinator.detours.look = lambda active: []  # type: ignore[method-assign]
+    hub.serve(coordinator, until=(folder / "over").exists)
+    hub.close()
+
+
+def sit_down(coordinator: str, address: str, *, planned: int, change: Callable[[Seated], None]) -> Seated:
+    """Join, be changed, and become active once all are there."""
+    invitation = Invitation(host=coordinator, port=PORT)
+    seated, here = join(
+        invitation, secret=SECRET, planned=lambda job: (planned, INTERVAL), address=address, deadline_s=60.0
+    )
+    change(seated)
+    council = seated.council
+    seated.arrive(corpus="c", num_windows=1, address=here.host, port=here.port)
+    council.wait_for(lambda view: view.has_started and view.offer, deadline_s=_DEADLINE_S, why="")
+    council.step_s = 1.0  # nobody is late only because the last round came to it later
+    council.insist("active", step=0)
+    council.wait_for(lambda view: len(council.active()) == planned, deadline_s=_DEADLINE_S, why="")
+    council.done_with("active")
+    everyone = [number for number in council.active() if number != seated.replica]
+    seated.transport.inner.wait_until_connected(everyone, deadline_s=_DEADLINE_S)  # type: ignore[attr-defined]
+    return seated
+
+
+def take_round(seated: Seated, round_id: int, *, num_bytes: int) -> tuple[float, int]:
+    """Take part in one round; return its seconds and how many parts it had."""
+    began_s, step = time.monotonic(), INTERVAL * (round_id + 1)
+    part = torch.full((num_bytes,), seated.replica, dtype=torch.uint8)
+    seated.council.step = step
+    proposal = seated.seat.propose(part, round_id=round_id, launch_step=step, reference_hash=1, most_bytes=num_bytes)
+    proposal.wait(deadline_s=0.0)
+    assert proposal.agreed is not None
+    assert all(bool((found == member).all()) for member, found in proposal.agreed.parts.items())
+    return time.monotonic() - began_s, len(proposal.agreed.parts)
+
+
+def at_once(tasks: list[Callable[[], None]]) -> None:
+    """Run each in a thread of its own, and wait for all."""
+    threads = [threading.Thread(target=task) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
