@@ -96,7 +96,7 @@ class Verdict:
         stale: Causes that were told of before, and were not over.
         best: The best mark of each at the latest look.
         first: The mark of the first word of each, and when.
-        placed_s: When each was first told rightly.
+        placed: When each was first told rightly, and after how many rounds.
         cases: Every cause that was told of, by its number: when, what, and its marks.
     """
 
@@ -104,11 +104,11 @@ class Verdict:
     stale: set[int]
     best: dict[Part, str] = field(default_factory=dict)
     first: dict[Part, tuple[float, str]] = field(default_factory=dict)
-    placed_s: dict[Part, float] = field(default_factory=dict)
+    placed: dict[Part, tuple[float, int]] = field(default_factory=dict)
     cases: dict[int, dict[str, Any]] = field(default_factory=dict)
 
-    def see(self, after_s: float, told: list[News]) -> None:
-        """Take in what is told now."""
+    def see(self, after_s: float, rounds: int, told: list[News]) -> None:
+        """Take in what is told some seconds and rounds after the strike."""
         for news in told:
             if news.case not in self.stale:
                 case = self.cases.setdefault(news.case, {"after_s": round(after_s, 2)})
@@ -122,7 +122,7 @@ class Verdict:
                 self.best[part] = best
                 self.first.setdefault(part, (after_s, best))
                 if best in ("right", "ambiguous"):
-                    self.placed_s.setdefault(part, after_s)
+                    self.placed.setdefault(part, (after_s, rounds))
 
     @property
     def is_right(self) -> bool:
@@ -136,8 +136,9 @@ class Verdict:
             marks = [mark(news.finding, part) for news in told if news.case not in self.stale]
             verdict = min(marks, key=MARKS.index, default="missed")
             at_s, word = self.first.get(part, (None, None))
+            right_s, right_rounds = self.placed.get(part, (None, None))
             found.append({**asdict(part), "verdict": verdict, "first": word, "told_s": at_s and round(at_s, 2),
-                          "right_s": round(self.placed_s[part], 2) if part in self.placed_s else None})  # fmt: skip
+                          "right_s": right_s and round(right_s, 2), "right_rounds": right_rounds})  # fmt: skip
         return found
 
     def beside(self) -> list[str]:
@@ -212,7 +213,7 @@ class LongRun:
                 self.strikes.tick(part, after_s)
             self.step()
             after_s, told = time.monotonic() - begun_s, self.look.judge.still_told()
-            verdict.see(after_s, told)
+            verdict.see(after_s, self.look.rounds - begun, told)
             right_since_s = (right_since_s or after_s) if verdict.is_right else None
             if right_since_s is not None and after_s - right_since_s >= STAYS_S:
                 break

@@ -95,11 +95,11 @@ def play(folder: Path, every_s: float) -> list[dict[str, Any]]:
 def _scenario(replay: Replay, line: dict[str, Any], every_s: float) -> None:
     parts = [Part(**{name: part[name] for name in ("fault", "victim", "other", "severity")}) for part in line["parts"]]
     told = replay.look.judge.still_told()
-    verdict = Verdict(parts=parts, stale={news.case for news in told})
+    verdict, begun = Verdict(parts=parts, stale={news.case for news in told}), replay.look.rounds
     while replay.now_s + every_s <= line["healed_at_s"]:
         replay.step()
         told = replay.look.judge.still_told()
-        verdict.see(replay.now_s - line["struck_at_s"], told)
+        verdict.see(replay.now_s - line["struck_at_s"], replay.look.rounds - begun, told)
     line |= {"parts": verdict.lines(told), "cases": [*verdict.cases.values()], "stale": len(verdict.stale),
              "after": [], "beside": verdict.beside()}  # fmt: skip
     healed_s, until_s = line["healed_at_s"], line["healed_at_s"] + (line["over_s"] or 15.0)

@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from typing import Any
 
 PLACED = ("right", "ambiguous")
+# What a fault is to be told within, one of them: seconds, and rounds that all have finished.
+SOON_S, SOON_ROUNDS = 5.0, 5
 
 
 def report(lines: list[dict[str, Any]], *, is_short: bool = False) -> str:
@@ -25,8 +27,8 @@ def _table(lines: list[dict[str, Any]], is_short: bool) -> str:
             groups[name, min(part["severity"], 3.0) if is_short else part["severity"]].append(part)
     rows = [
         "| fault | severity | struck | told | right | ambiguous | wider | wrong place | wrong kind | missed | "
-        "seconds until right: median, 90 % |",
-        "| --- " * 11 + "|",
+        "seconds until right: median, 90 % | of them within 5 s or 5 rounds |",
+        "| --- " * 12 + "|",
     ]
     for (name, severity), parts in sorted(groups.items()):
         rows.append(f"| {name} | {_severity(severity, is_short)} | {_counts(parts)} |")
@@ -46,12 +48,14 @@ def _severity(severity: float, is_short: bool) -> str:
 
 def _counts(parts: list[dict[str, Any]]) -> str:
     counts = Counter(part["verdict"] for part in parts)
-    seconds = sorted(part["right_s"] for part in parts if part["verdict"] in PLACED and part["right_s"] is not None)
+    placed = [part for part in parts if part["verdict"] in PLACED and part["right_s"] is not None]
+    seconds = sorted(part["right_s"] for part in placed)
+    soon = sum(part["right_s"] <= SOON_S or part.get("right_rounds", SOON_ROUNDS + 1) <= SOON_ROUNDS for part in placed)
     late = seconds[min(len(seconds) - 1, int(0.9 * len(seconds)))] if seconds else 0.0
     told = f"{statistics.median(seconds):.1f}, {late:.1f}" if seconds else "-"
     names = ("right", "ambiguous", "wider place", "wrong place", "wrong kind", "missed")
     numbers = [len(parts), sum(part["told_s"] is not None for part in parts), *(counts[name] for name in names)]
-    return " | ".join([*map(str, numbers), told])
+    return " | ".join([*map(str, numbers), told, f"{soon} of {len(placed)}" if placed else "-"])
 
 
 def _sentences(lines: list[dict[str, Any]]) -> list[str]:

@@ -95,6 +95,7 @@ class Nursery:
                 if "code" in told:
                     self.ended[told["pid"]] = told["code"]
                 else:
+                    self.ended.pop(told["pid"], None)  # of an earlier child: the kernel gives numbers out again
                     self._pids.append(told["pid"])
                 timeout_s = 0.0
 
