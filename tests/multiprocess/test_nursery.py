@@ -9,7 +9,7 @@ from nursery import Child, Nursery
 
 
 def test_a_child_with_the_number_of_an_earlier_one_has_not_ended() -> None:
-    """The kernel gives numbers out again, and a run of all tests uses many: what is told of one child must not end another one."""
+    # the kernel gives numbers out again, and a run of all tests uses many
     nursery = Nursery()
     nursery._connection, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with told, nursery._connection:
