@@ -8,9 +8,9 @@ import random
 from thinwire.diagnosis.changes import Company, Watch
 from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.flapping import find_flapping
+from thinwire.diagnosis.link_history import LinkTimes, link_times
 from thinwire.diagnosis.reading import from_records
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, TransferEnd
-from thinwire.diagnosis.slow import LinkTimes, link_times
 from thinwire.diagnosis.timeline import Job, build
 
 RANKS = (0, 1, 2, 3)

@@ -223,7 +223,7 @@ def test_nothing_that_is_written_makes_it_fall(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(job: object) -> list[Finding]:
+    def fail(*job: object) -> list[Finding]:
         raise ZeroDivisionError("of a rule")
 
     monkeypatch.setattr("thinwire.diagnosis.live.findings_of", fail)

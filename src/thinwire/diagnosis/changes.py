@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 LEAST_HISTORY = 12
 MOST_HISTORY = 64
@@ -24,6 +25,8 @@ CLIP = 3.0
 DRIFT = 1.0
 ALARM = 10.0
 LEAST_RATIO = 1.2
+# What comes and goes is looked for where so many times are so long, by their logarithm.
+OFTEN, LONG = 5, math.log(2.0)
 _LEAST_SAMPLES = 4
 _LEAST_TIME_S = 1e-6
 _REFRESH = 8
@@ -192,8 +195,8 @@ class Watch:
         (30, 35)
     """
 
-    __slots__ = ("_alarm", "_bases", "_begin", "_company", "_early", "_held", "_level", "_most_usual", "_return",
-                 "_sum", "change", "excess")  # fmt: skip
+    __slots__ = ("_alarm", "_bases", "_begin", "_company", "_early", "_held", "_level", "_long", "_most_usual",
+                 "_newest", "_num_late", "_num_values", "_return", "_sum", "change", "excess")  # fmt: skip
 
     def __init__(self, *, alarm: float = ALARM, most_usual: int = MOST_HISTORY, company: Company | None = None) -> None:
         self._company = company
@@ -208,6 +211,8 @@ class Watch:
         self._level = 0.0
         self._return = 0.0
         self._held: list[tuple[Baseline, float]] = []
+        self._newest, self._num_late, self._num_values = -1, 0, 0
+        self._long: deque[int] = deque(maxlen=OFTEN)
         self.change: Change | None = None
         self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * MOST_HISTORY)
 
@@ -215,7 +220,7 @@ class Watch:
         """Take the time of a round in.
 
         Args:
-            round: Its number; rounds come in order.
+            round: Its number; rounds come in order, or a little late.
             at_s: When it was.
             time_s: How long it took.
             size_class: Only times of one class are alike; 2 n and 2 n + 1 are of one size, measured in two ways.
@@ -231,6 +236,11 @@ class Watch:
                 self._early.append((round, at_s, value, base))
                 return
             value, base = math.log(sure), twin
+        if value - base.middle >= LONG:
+            self._long.append(self._num_values)
+        self._num_values += 1
+        self._num_late += round <= self._newest
+        self._newest = max(round, self._newest)
         self.excess.append((round, at_s, value - base.middle))
         if self.change is None or self.change.is_over:
             self._step(round, at_s, value, base)
@@ -283,9 +293,31 @@ class Watch:
         early = [(number, at_s, value - base.middle) for number, at_s, value, base in self._early if base.is_known]
         return sorted([*early, *self.excess])
 
+    def since(self, first: int) -> list[tuple[int, float, float]]:
+        """Return `excess` from a round on, the latest first."""
+        return [one for one in islice(reversed(self.excess), self._most_since(first)) if one[0] >= first]
+
+    def _most_since(self, first: int) -> int:
+        """Return how many values there are at most from a round on, where some came late or twice."""
+        return max(0, self._newest - first + 1 + self._num_late)
+
+    @property
+    def was_long(self) -> bool:
+        """Whether any value was twice the usual time or more."""
+        return bool(self._long)
+
+    def is_often_long(self, *, of: int) -> bool:
+        """Return whether `OFTEN` of the latest values are twice the usual time or more."""
+        return len(self._long) == OFTEN and self._num_values - self._long[0] < of
+
+    def values_in(self, first: int, last: int) -> list[float]:
+        """Return the logarithms of the ratio in rounds first to last, the latest first."""
+        latest = islice(reversed(self.excess), self._most_since(first))
+        return [excess for number, _, excess in latest if first <= number <= last]
+
     def excess_in(self, first: int, last: int) -> float:
         """Return the median logarithm of the ratio in rounds first to last; NaN without values."""
-        return median([excess for number, _, excess in self.excess if first <= number <= last])
+        return median(self.values_in(first, last))
 
     @property
     def usual_s(self) -> float:

@@ -24,6 +24,7 @@ SEGMENTS = 8
 MOST_DRIFT = 500e-6
 _USUAL_DRIFT = 100e-6
 _PLAY_S = 1e-6
+_MOST_PLACES = 4 * SEGMENTS
 
 
 class Sighting(NamedTuple):
@@ -33,6 +34,40 @@ class Sighting(NamedTuple):
     receiver: str
     posted_s: float
     done_s: float
+
+
+class SightingBook:
+    """Keeps what bounds clocks best of all messages of a job, a bounded number of each way between two clocks.
+
+    Of some rounds that follow each other the message with the least delay is kept, of the more the longer the job is.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[str, str], dict[int, Sighting]] = defaultdict(dict)
+        self._places: set[int] = set()
+        self._width = 1
+
+    def take(self, found: Iterable[tuple[int, Sighting]], *, of: Iterable[str]) -> list[Sighting]:
+        """Take messages in with the numbers of their rounds, known ones too, and return what is kept of some clocks."""
+        for number, seen in found:
+            self._put(self._ways[seen.sender, seen.receiver], number // self._width, seen)
+        while len(self._places) > _MOST_PLACES:
+            self._width *= 2
+            self._places = {place // 2 for place in self._places}
+            for way, own in self._ways.items():
+                self._ways[way] = {}
+                for place, seen in own.items():
+                    self._put(self._ways[way], place // 2, seen)
+        names = set(of)
+        kept = [own.values() for way, own in self._ways.items() if names.issuperset(way)]
+        return sorted((seen for own in kept for seen in own), key=lambda seen: seen.posted_s)
+
+    def _put(self, own: dict[int, Sighting], place: int, seen: Sighting) -> None:
+        known = own.get(place)
+        if known is None:
+            self._places.add(place)
+        if known is None or seen.done_s - seen.posted_s < known.done_s - known.posted_s:
+            own[place] = seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

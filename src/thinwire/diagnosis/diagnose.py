@@ -8,10 +8,13 @@ from thinwire.diagnosis.desync import find_desync, find_losses
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.flapping import find_flapping
 from thinwire.diagnosis.hangs import find_hangs
+from thinwire.diagnosis.history import History
+from thinwire.diagnosis.link_history import link_times
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.slow import find_slow_links, find_slow_operations, link_times
+from thinwire.diagnosis.slow import find_slow_links, find_slow_operations
 from thinwire.diagnosis.timeline import Job, build
-from thinwire.diagnosis.work import find_slow_work, find_stalls, work_times
+from thinwire.diagnosis.work import find_slow_work, find_stalls
+from thinwire.diagnosis.work_history import work_times
 
 _SMALL_SHARE = 0.2
 
@@ -29,14 +32,18 @@ def diagnose(records: Records) -> list[Finding]:
     return findings_of(build(records))
 
 
-def findings_of(job: Job) -> list[Finding]:
-    """Return the findings of a job that is on one clock already."""
+def findings_of(job: Job, history: History | None = None) -> list[Finding]:
+    """Return the findings of a job that is on one clock already.
+
+    Args:
+        job: All records, or the latest ones.
+        history: What the earlier ones showed, and takes in what is new; none where the job holds all records.
+    """
     desyncs = find_desync(job)
     out_of_step = {finding.evidence["communicator"] for finding in desyncs}
     # who waits because of a desync waits for nothing else
     hangs = [finding for finding in find_hangs(job) if finding.evidence.get("communicator") not in out_of_step]
-    links = link_times(job)
-    work = work_times(job)
+    links, work = (link_times(job), work_times(job)) if history is None else history.take(job)
     flapping = find_flapping(job, links)
     slow = [finding for finding in find_slow_links(job, links) if not _touches(finding, flapping, job)]
     stalls = find_stalls(job, work)

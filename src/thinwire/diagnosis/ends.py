@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.diagnosis.changes import Watch
 from thinwire.diagnosis.delay_matrix import Cell
 
 _LEAST_CELLS = 2
+_MANY = 1000
 # All wires of an end show faults that are too small to be told soon: these must not become what is usual meanwhile.
 _MOST_USUAL = 256
 
@@ -47,34 +48,78 @@ def watch_ends(watches: Mapping[Cell, Watch], classes: Mapping[int, int]) -> lis
         watches: Of what each wire's messages would have taken alone.
         classes: The size class of each round: small messages scatter more, and say nothing of how large ones do.
     """
-    rounds: dict[int, _Round] = defaultdict(dict)
-    for cell, watch in watches.items():
-        for number, at_s, excess in watch.history():
-            rounds[number][cell] = at_s, excess
+    return EndHistory().take(watches, classes)
+
+
+class EndHistory:
+    """Remembers what the wires of each end showed together."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, frozenset[Cell]], End] = {}
+        self._cells: frozenset[Cell] = frozenset()
+        self._taken: dict[frozenset[Cell], int] = {}
+
+    def take(self, watches: Mapping[Cell, Watch], classes: Mapping[int, int], *, until: int | None = None) -> list[End]:
+        """Take in what is new, and return all ends.
+
+        Args:
+            watches: See `watch_ends`.
+            classes: The same.
+            until: The last round that all wires have shown; None where nothing more will come.
+        """
+        if len(watches) != len(self._cells):
+            self._cells = frozenset(watches)
+            named = _ends_of(self._cells)
+            self._ends = {key: self._ends.get(key) or _end(*key) for key in named}
+            self._taken = {cells: self._taken.get(cells, -1) for _, cells in named}
+        since = min(self._taken.values(), default=-1)
+        ordered = _rounds(watches, since=since, until=until)
+        for (_, cells), end in self._ends.items():
+            known = self._taken[cells]
+            _feed(end, [one for one in ordered if one[0] > known] if known > since else ordered, classes)
+        if ordered:
+            self._taken = dict.fromkeys(self._taken, ordered[-1][0])
+        return [*self._ends.values()]
+
+
+def _end(rank: int, cells: frozenset[Cell]) -> End:
+    return End(rank=rank, cells=cells, watch=Watch(most_usual=_MOST_USUAL))
+
+
+def _ends_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
     rows, columns = defaultdict[int, set[Cell]](set), defaultdict[int, set[Cell]](set)
-    for cell in watches:
+    for cell in cells:
         rows[cell[0]].add(cell)
         columns[cell[1]].add(cell)
-    ordered = [(number, own, sorted(excess for _, excess in own.values())) for number, own in sorted(rounds.items())]
-    found = []
-    for rank in sorted({rank for cell in watches for rank in cell}):
-        for cells in map(frozenset, (rows[rank], columns[rank], rows[rank] | columns[rank])):
-            if len(cells) >= _LEAST_CELLS:
-                found.append(End(rank=rank, cells=cells, watch=_watch(cells, ordered, classes)))
-    return found
+    return [
+        (rank, own)
+        for rank in sorted({rank for cell in cells for rank in cell})
+        for own in map(frozenset, (rows[rank], columns[rank], rows[rank] | columns[rank]))
+        if len(own) >= _LEAST_CELLS
+    ]
 
 
-def _watch(cells: frozenset[Cell], rounds: _Ordered, classes: Mapping[int, int]) -> Watch:
-    watch = Watch(most_usual=_MOST_USUAL)
+def _rounds(watches: Mapping[Cell, Watch], *, since: int, until: int | None) -> _Ordered:
+    """Return the rounds after one, up to another one."""
+    rounds: dict[int, _Round] = defaultdict(dict)
+    # a look at a running job must not take long: of very many wires, what came before all was usual is left out
+    is_whole = since < 0 and (until is None or len(watches) <= _MANY)
+    for cell, watch in watches.items():
+        for number, at_s, excess in watch.history() if is_whole else watch.since(since + 1):
+            if until is None or number <= until:
+                rounds[number][cell] = at_s, excess
+    return [(number, own, sorted(excess for _, excess in own.values())) for number, own in sorted(rounds.items())]
+
+
+def _feed(end: End, rounds: _Ordered, classes: Mapping[int, int]) -> None:
     for number, own, ordered in rounds:
-        ours = [own[cell] for cell in cells if cell in own]
+        ours = [own[cell] for cell in end.cells if cell in own]
         if len(ours) < _LEAST_CELLS:
             continue
         common = max(0.0, _median_without(ordered, [excess for _, excess in ours]))
         mean = math.fsum(excess for _, excess in ours) / len(ours)
         at_s = max(at_s for at_s, _ in ours)
-        watch.add(number, at_s, math.exp(mean - common), size_class=2 * classes.get(number, 0))
-    return watch
+        end.watch.add(number, at_s, math.exp(mean - common), size_class=2 * classes.get(number, 0))
 
 
 def _median_without(ordered: list[float], some: list[float]) -> float:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
-from thinwire.diagnosis.changes import Watch, at_least, median
+from thinwire.diagnosis.changes import OFTEN, Watch, at_least, median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.slow import LinkTimes
+from thinwire.diagnosis.link_history import LinkTimes
 from thinwire.diagnosis.timeline import Job
 
 # A job in which many messages take twice as long by nature still shows links that take four times as long.
@@ -19,7 +19,7 @@ _GOOD = math.log(1.4)
 # Of so many messages: bad ones that lie further apart are what a busy machine does, or faults of their own.
 _WINDOW = 64
 _LEAST_EPISODES = 3
-_LEAST_BAD = 5
+_LEAST_BAD = OFTEN
 _DENSE = 10  # of so many messages in a row most are bad: slow, not flapping
 _MOST_BAD = 7
 _USUAL_BAD = 0.01
@@ -52,9 +52,15 @@ def usual_share(watches: Mapping[Cell, Watch], least: float) -> float:
     """
     shares = []
     for latest in (_LATEST, None):
-        own = [[excess >= least for _, _, excess in [*watch.excess][-(latest or 0) :]] for watch in watches.values()]
-        shares.append(median([sum(values) / len(values) for values in own if values] or [0.0]))
+        shares.append(median([_share(watch, least, latest) for watch in watches.values() if watch.excess] or [0.0]))
     return _USUAL_BAD + 2 * min(shares)
+
+
+def _share(watch: Watch, least: float, latest: int | None) -> float:
+    if not watch.was_long:
+        return 0.0
+    values = [excess >= least for _, _, excess in islice(reversed(watch.excess), latest)]
+    return sum(values) / len(values)
 
 
 def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
@@ -97,6 +103,13 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
     return Flapping(episodes=tuple(episodes), since_s=values[bad[0]][1], bad=rounds, seen_round=seen_round)
 
 
+def _is_often_bad(watch: Watch, least: float) -> bool:
+    if not watch.is_often_long(of=_WINDOW + 1):
+        return False  # not even by less
+    latest = islice(reversed(watch.excess), _WINDOW)
+    return sum(excess >= least for _, _, excess in latest) >= _LEAST_BAD
+
+
 def _chance(bad: list[int], count: int, usual: float) -> float:
     """Return how likely so many bad messages are from the first of them to the last, wherever that may begin."""
     return count * at_least(len(bad), bad[-1] - bad[0] + 1, usual)
@@ -118,9 +131,11 @@ def _is_over(bad: list[int], count: int) -> bool:
 def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     """Return the place whose links are bad and good in turns."""
     flapping: dict[Cell, Flapping] = {}
-    for least in _BAD:
-        usual = usual_share(times.watches, least)
-        for cell, watch in times.watches.items():
+    often: Mapping[Cell, Watch] = times.watches
+    for least in sorted(_BAD):
+        often = {cell: watch for cell, watch in often.items() if _is_often_bad(watch, least)}
+        usual = usual_share(times.watches, least) if often else 0.0
+        for cell, watch in often.items():
             found = flapping_of(watch, least=least, usual=usual)
             if found is not None:
                 flapping.setdefault(cell, found)

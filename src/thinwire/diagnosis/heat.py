@@ -10,7 +10,7 @@ from statistics import median_low
 from typing import Any
 
 from thinwire.diagnosis.timeline import Job
-from thinwire.diagnosis.work import work_of
+from thinwire.diagnosis.work_history import work_of
 
 MOST_WINDOWS = 16
 MOST_RANKS = 32

@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from thinwire.diagnosis.clocks import SightingBook
 from thinwire.diagnosis.diagnose import findings_of
 from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.history import History
 from thinwire.diagnosis.records import Record
 from thinwire.diagnosis.silence import find_silent
 from thinwire.diagnosis.timeline import build
@@ -90,6 +92,7 @@ class LiveJudge:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self._until_new, self._until_over = looks_until_new, looks_until_over
         self._window = Window(most_records=most_records)
+        self._history, self._book = History(), SightingBook()
         self._cases: list[_Case] = []
         self._num_told = 0
         self.num_failed = 0
@@ -111,9 +114,9 @@ class LiveJudge:
             without: Ranks that take part no more, or were told to pause.
         """
         try:
-            job = build(self._window.records(without=without))
+            job = build(self._window.records(without=without), self._book)
             # the hang tells more of one who is waited for than its silence does: it comes first, and is the same cause
-            findings = [*findings_of(job), *find_silent(job)]
+            findings = [*findings_of(job, self._history), *find_silent(job)]
         except Exception as error:  # whatever strangers wrote, the run goes on
             self.num_failed += 1
             self.problem = f"{type(error).__name__}: {error}"[:300]

@@ -10,7 +10,7 @@ from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.timeline import Job
-from thinwire.diagnosis.work import work_of
+from thinwire.diagnosis.work_history import work_of
 
 Samples = Iterable[tuple[Mapping[str, object], object]]
 _LATEST = 8

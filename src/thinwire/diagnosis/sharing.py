@@ -47,7 +47,7 @@ class _Shares:
 def alone_s(job: Job, messages: Iterable[Message]) -> dict[int, float]:
     """Return the seconds that each message would have taken alone, by the `id` of the message.
 
-    Only messages whose ends both wrote all their times are there.
+    Only messages whose ends both wrote all their times are there. One that has not come crosses its accesses until now.
 
     Example:
         >>> job = Job(host_of={0: "a", 1: "b", 2: "c"})
@@ -60,11 +60,13 @@ def alone_s(job: Job, messages: Iterable[Message]) -> dict[int, float]:
     own: dict[int, tuple[_Access, _Access, float, float]] = {}
     stretches: dict[_Access, list[tuple[float, float]]] = defaultdict(list)
     for message in messages:
-        if (begin_s := message.begin_s) is None or message.transfer_s is None:
+        if (begin_s := message.begin_s) is None:
             continue
-        end_s = begin_s + max(0.0, message.transfer_s)
+        done_s = job.now_s if message.received_done_s is None else message.received_done_s
+        end_s = begin_s + max(0.0, done_s - begin_s)
         out, into = ("out", job.host_of[message.source]), ("in", job.host_of[message.destination])
-        own[id(message)] = out, into, begin_s, end_s
+        if message.received_done_s is not None:
+            own[id(message)] = out, into, begin_s, end_s
         if out[1] != into[1]:
             stretches[out].append((begin_s, end_s))
             stretches[into].append((begin_s, end_s))

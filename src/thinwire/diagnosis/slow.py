@@ -9,19 +9,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Company, Watch, median
+from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
-from thinwire.diagnosis.ends import End, watch_ends
 from thinwire.diagnosis.findings import Finding, Place
-from thinwire.diagnosis.sharing import alone_s
-from thinwire.diagnosis.timeline import Job, Message
+from thinwire.diagnosis.link_history import LinkTimes, size_class
+from thinwire.diagnosis.timeline import Job
 
 PEERS_RATIO = 3.0
 _LEAST_SAMPLES = 2
-_LEAST_SHARE = 0.1
-_MOST_ERROR = 8.0
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
 _LEAST_LINKS = 4
@@ -30,101 +27,6 @@ _OWN = 0.5
 _LEAST_HOSTS = 3
 _DEVIATIONS = 3.0
 _QUARTILE = 0.6745  # of a normal distribution, in standard deviations
-
-
-@dataclass(slots=True)
-class LinkTimes:
-    """What is known of each link.
-
-    Attributes:
-        watches: Of each (source, destination).
-        alone: The same of what its messages would have taken alone: what grows in one only is no fault of the wire.
-            A link that is not here is judged by its own times.
-        ends: All wires of a rank together.
-        retries: Sum of each.
-        times: The first seconds of each, by size class.
-    """
-
-    watches: dict[Cell, Watch] = field(default_factory=dict)
-    alone: dict[Cell, Watch] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
-    retries: dict[Cell, int] = field(default_factory=dict)
-    times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
-
-
-def size_class(num_bytes: int) -> int:
-    """Return the power of two nearest to a size: only messages of about one size are compared.
-
-    Example:
-        >>> size_class(1_000_000), size_class(1_048_576), size_class(0)
-        (20, 20, 0)
-    """
-    return round(math.log2(num_bytes)) if num_bytes > 0 else 0
-
-
-def link_times(job: Job) -> LinkTimes:
-    """Watch every link, one value a round: the middle of its messages of the class with the most bytes."""
-    found = LinkTimes()
-    shares, classes = alone_s(job, job.messages), dict[int, int]()
-    plain, shared = Company(), Company()
-    for cell, round, classed, message in _samples(job):
-        classes[round] = max(classed, classes.get(round, 0))
-        time_s = max(message.transfer_s or 0.0, 0.0)
-        if cell not in found.watches:
-            found.watches[cell], found.alone[cell] = Watch(company=plain), Watch(company=shared)
-        watch, alone = found.watches[cell], found.alone[cell]
-        at_s = message.received_done_s or 0.0
-        if job.clock_of.get(cell[0]) == job.clock_of.get(cell[1]):
-            watch.add(round, at_s, time_s, size_class=2 * classed)
-            alone.add(round, at_s, shares[id(message)], size_class=2 * classed)
-        else:
-            # a time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's
-            # own word holds none: where another end is late than before, it changes without any change of the link
-            is_late = (message.begin_s or 0.0) > (message.received_posted_s or 0.0)
-            error_s = job.error_s.get(cell[0], 0.0) + job.error_s.get(cell[1], 0.0)
-            if error_s > _MOST_ERROR * time_s:
-                continue  # not even who was late is known
-            watch.add(round, at_s, time_s, size_class=2 * classed + is_late, margin_s=error_s)
-            alone.add(round, at_s, shares[id(message)], size_class=2 * classed + is_late, margin_s=error_s)
-        times = found.times.setdefault((cell, classed), [])
-        if len(times) < 4 * LEAST_HISTORY:
-            times.append(time_s)
-    for message in job.messages:
-        if message.retries:
-            cell = (message.source, message.destination)
-            found.retries[cell] = found.retries.get(cell, 0) + message.retries
-    found.ends = watch_ends(found.alone, classes)
-    return found
-
-
-def _samples(job: Job) -> list[tuple[Cell, int, int, Message]]:
-    """Return cell, round, size class and the middle message, in the order of rounds."""
-    rounds: dict[tuple[int, int, int], dict[int, list[Message]]] = defaultdict(lambda: defaultdict(list))
-    for message in job.messages:
-        if message.transfer_s is not None and not {message.source, message.destination} & job.unsteady:
-            key = (message.operation, message.source, message.destination)
-            rounds[key][size_class(message.num_bytes)].append(message)
-    told = _telling_sizes(rounds)
-    found = []
-    for (round, source, destination), classes in sorted(rounds.items()):
-        classed = max(classes, key=lambda one: (len(classes[one]) * 2.0**one, one))
-        if classed not in told[source, destination]:
-            continue
-        ordered = sorted(classes[classed], key=lambda message: message.transfer_s or 0.0)
-        found.append(((source, destination), round, classed, ordered[len(ordered) // 2]))
-    return found
-
-
-def _telling_sizes(rounds: Mapping[tuple[int, int, int], Mapping[int, list[Message]]]) -> dict[Cell, set[int]]:
-    """Return the size classes of each link that carry a tenth of its bytes: others tell of what they wait behind."""
-    sums: dict[Cell, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for (_, source, destination), classes in rounds.items():
-        for classed, messages in classes.items():
-            sums[source, destination][classed] += len(messages) * 2.0**classed
-    return {
-        cell: {classed for classed, own in classes.items() if own >= _LEAST_SHARE * sum(classes.values())}
-        for cell, classes in sums.items()
-    }
 
 
 def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
@@ -142,40 +44,84 @@ def _slow_places(
 ) -> tuple[list[Finding], set[Cell]]:
     """Return findings, and the cells that they explain."""
     found: list[Finding] = []
-    left = {cell: watch for cell, watch in times.watches.items() if cell not in without}
     told: set[Cell] = set()
-    refused: set[frozenset[Cell]] = set()
-    while len(found) < _MOST_FAULTS:
-        alarmed = {
-            frozenset([cell]): change
-            for cell, watch in left.items()
-            if (change := _change_of(watch, times.alone.get(cell, watch))) is not None and change.is_over == is_over
-        }
-        for end in times.ends:
-            own = end.cells & set(left)
-            if (change := end.watch.change) is not None and change.is_over == is_over and len(own) > 1:
-                alarmed.setdefault(own, change)
-        alarmed = {cells: change for cells, change in alarmed.items() if cells not in refused}
-        if not alarmed:
-            break
+    search = _Search(job, times, is_over=is_over, without=without)
+    while len(found) < _MOST_FAULTS and (alarmed := search.alarms()):
         first = min(alarmed, key=lambda cells: (alarmed[cells].seen_round, sorted(cells)))
         change = alarmed[first]
-        last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
-        last = min(last, change.until_round - 1) if change.is_over else last
-        matrix = _matrix(left, times.alone, job.host_of, change.since_round, last)
-        least = math.log(LEAST_RATIO)
-        bare = {cell: excess if excess >= least / 2 else 0.0 for cell, excess in matrix.items()}
-        explained = DelayMatrix(bare, job.host_of).explain()
-        is_slow = explained is not None and min(explained.excess, median([bare.get(c, 0.0) for c in first])) >= least
-        if explained is None or not is_slow or not _stands_out(matrix, explained, alarmed):
-            refused.add(first)
+        explained, cells = search.explain(first, alarmed)
+        if explained is None:
+            search.refused.add(first)
             continue
-        cells = _claimed(explained, matrix, first)
         one = _slow_link(job, times, explained, change.since_round, change.since_s, change.seen_round)
         found.append(replace(one, until_s=change.until_s) if is_over else one)
         told |= cells
-        left = {cell: watch for cell, watch in left.items() if cell not in cells}
+        search.left -= cells
     return found, told
+
+
+class _Search:
+    """Looks for one slow place after the other.
+
+    Attributes:
+        left: The links that no place explains so far.
+        refused: Alarms that are no fault of a place.
+    """
+
+    def __init__(self, job: Job, times: LinkTimes, *, is_over: bool, without: Collection[Cell]) -> None:
+        self._job, self._times, self._is_over = job, times, is_over
+        self.left = {cell for cell in times.watches if cell not in without}
+        self.refused: set[frozenset[Cell]] = set()
+        self._alone: dict[frozenset[Cell], Change] = {}
+        for cell in self.left:
+            change = _change_of(times.watches[cell], times.alone.get(cell, times.watches[cell]))
+            if change is not None and change.is_over == is_over:
+                self._alone[frozenset([cell])] = change
+        # by the first and the last round; the latter also by how many links are left
+        self._longer: dict[tuple[int, int], dict[Cell, float]] = {}
+        self._explained: dict[tuple[int, int, int], tuple[dict[Cell, float], Explanation | None]] = {}
+
+    def alarms(self) -> dict[frozenset[Cell], Change]:
+        """Return the alarms of single links, and of the wires of each end as far as several are left."""
+        found = {cells: change for cells, change in self._alone.items() if cells <= self.left}
+        for end in self._times.ends:
+            if (change := end.watch.change) is not None and change.is_over == self._is_over:
+                own = end.cells & self.left
+                if len(own) > 1:
+                    found.setdefault(own, change)
+        return {cells: change for cells, change in found.items() if cells not in self.refused}
+
+    def explain(
+        self, first: frozenset[Cell], alarmed: Mapping[frozenset[Cell], Change]
+    ) -> tuple[Explanation | None, frozenset[Cell]]:
+        """Return the place that explains an alarm, if one does, and what else it explains."""
+        change = alarmed[first]
+        last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
+        last = min(last, change.until_round - 1) if change.is_over else last
+        key = (change.since_round, last, len(self.left))
+        if key not in self._explained:
+            matrix = self._matrix(change.since_round, last)
+            self._explained[key] = matrix, DelayMatrix(_bare(matrix), self._job.host_of).explain()
+        matrix, explained = self._explained[key]
+        if explained is None:
+            return None, frozenset()
+        own = median([*_bare({cell: matrix.get(cell, 0.0) for cell in first}).values()])
+        is_slow = min(explained.excess, own) >= math.log(LEAST_RATIO)
+        if not is_slow or not _stands_out(matrix, explained, alarmed):
+            return None, frozenset()
+        return explained, _claimed(explained, matrix, first)
+
+    def _matrix(self, first: int, last: int) -> dict[Cell, float]:
+        """Return the logarithm by which each link takes longer, less what even the links with least show."""
+        known = self._longer.get((first, last))
+        if known is None:
+            known = self._longer[first, last] = _longer(self._times, first, last)
+        found, host_of = {cell: excess for cell, excess in known.items() if cell in self.left}, self._job.host_of
+        # a busy machine slows all wires; one slow host of three leaves a quarter of them as they were, one of two none
+        hosts = {host_of[rank] for cell in found for rank in cell}
+        has_others = len(found) >= _LEAST_LINKS and len(hosts) >= _LEAST_HOSTS
+        common = max(0.0, sorted(found.values())[len(found) // 4]) if has_others else 0.0
+        return {cell: excess - common for cell, excess in found.items()}
 
 
 def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:
@@ -198,19 +144,19 @@ def _change_of(watch: Watch, alone: Watch) -> Change | None:
     return max(fresh or over, key=lambda one: one.since_round, default=None)
 
 
-def _matrix(
-    watches: Mapping[Cell, Watch], alone: Mapping[Cell, Watch], host_of: Mapping[int, str], first: int, last: int
-) -> dict[Cell, float]:
-    """Return the logarithm by which each link takes longer, less what even the links with least show."""
+def _bare(matrix: Mapping[Cell, float]) -> dict[Cell, float]:
+    """Return a matrix without what is too little to be a fault."""
+    return {cell: excess if excess >= math.log(LEAST_RATIO) / 2 else 0.0 for cell, excess in matrix.items()}
+
+
+def _longer(times: LinkTimes, first: int, last: int) -> dict[Cell, float]:
+    """Return the logarithm by which each link took longer in some rounds, beside what it had shared then."""
     found = {}
-    for cell, watch in watches.items():
-        values = [excess for number, _, excess in watch.excess if first <= number <= last]
+    for cell, watch in times.watches.items():
+        values = watch.values_in(first, last)
         if len(values) >= _LEAST_SAMPLES:
-            found[cell] = min(median(values), alone.get(cell, watch).excess_in(first, last))
-    # a busy machine slows all wires; one slow host of three leaves a quarter of them as they were, one of two none
-    has_others = len(found) >= _LEAST_LINKS and len({host_of[rank] for cell in found for rank in cell}) >= _LEAST_HOSTS
-    common = max(0.0, sorted(found.values())[len(found) // 4]) if has_others else 0.0
-    return {cell: excess - common for cell, excess in found.items()}
+            found[cell] = min(median(values), times.alone.get(cell, watch).excess_in(first, last))
+    return found
 
 
 def _stands_out(matrix: Mapping[Cell, float], explained: Explanation, alarmed: Collection[frozenset[Cell]]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from thinwire.diagnosis.changes import median
-from thinwire.diagnosis.clocks import Alignment, Sighting, align
+from thinwire.diagnosis.clocks import Alignment, Sighting, SightingBook, align
 from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Span, TransferEnd
 
@@ -132,13 +132,20 @@ class Job:
         return sorted(self.host_of)
 
 
-def build(records: Records) -> Job:
-    """Bring records to one clock and pair what belongs together."""
+def build(records: Records, book: SightingBook | None = None) -> Job:
+    """Bring records to one clock and pair what belongs together.
+
+    Args:
+        records: All of a job, or its latest ones.
+        book: Keeps what the earlier ones told of the clocks, and takes in what these tell.
+    """
     job = Job(communicators=records.communicators, has_beats=bool(records.beats))
     clock_of = _places(job, records)
     ends, twice = _latest_ends(records.transfers)
     job.num_said_twice += twice
-    sightings = _sightings(ends, clock_of) or _sightings_of_operations(records.operations, clock_of)
+    messages = _sightings(ends, clock_of)
+    sightings = [seen for _, seen in messages] if book is None else book.take(messages, of=clock_of.values())
+    sightings = sightings or _sightings_of_operations(records.operations, clock_of)
     job.alignment = align(clock_of.values(), sightings)
     fits = {rank: job.alignment.fits[clock] for rank, clock in clock_of.items()}
     job.clock_of, job.error_s = clock_of, {rank: fit.error_s for rank, fit in fits.items()}
@@ -234,15 +241,16 @@ def _latest_ends(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd
     return ends, twice
 
 
-def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> list[Sighting]:
-    found: list[Sighting] = []
+def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> list[tuple[int, Sighting]]:
+    """Return the messages between clocks, with their rounds, in the order in which they were posted."""
+    found: list[tuple[int, Sighting]] = []
     for (communicator, rank, peer, direction, operation, part), end in ends.items():
         if direction != "received" or end.done_s is None or clock_of[rank] == clock_of[peer]:
             continue
         sent = ends.get((communicator, peer, rank, "sent", operation, part))
         if sent is not None and len(found) < _MOST_SIGHTINGS:
-            found.append(Sighting(clock_of[peer], clock_of[rank], sent.posted_s, end.done_s))
-    return sorted(found, key=lambda seen: seen.posted_s)
+            found.append((operation, Sighting(clock_of[peer], clock_of[rank], sent.posted_s, end.done_s)))
+    return sorted(found, key=lambda seen: seen[1].posted_s)
 
 
 def _sightings_of_operations(operations: list[Operation], clock_of: dict[int, str]) -> list[Sighting]:

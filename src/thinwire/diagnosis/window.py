@@ -13,6 +13,9 @@ from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Sp
 
 _MOST_COMMUNICATORS = 256
 _MOST_RANKS, _MOST_BEATS = 1 << 16, 16
+# So many records are kept of each rank or each way between two, as long as these are no more in all; of more, fewer.
+_MANY, _MOST_MANY, _FEW = 16, 12_000, 2
+_MOST_KEPT = 1 << 18
 # So many later operations of a rank must be done before one that is not counts as given up.
 _LATER_DONE = 3
 
@@ -23,9 +26,14 @@ class _Ends(Generic[_Kept]):
     """The first and the latest of many: what a thing was like at first must not be forgotten by what it became."""
 
     def __init__(self, most: int) -> None:
-        self._most_first, self._most_latest = most // 4, most - most // 4
+        self.hold(most)
         self._first: dict[Hashable, _Kept] = {}
         self._latest: OrderedDict[Hashable, _Kept] = OrderedDict()
+
+    def hold(self, most: int) -> None:
+        """Hold so many from now on; the first ones stay those that they are."""
+        self.most = most
+        self._most_first, self._most_latest = most // 4, most - most // 4
 
     def put(self, key: Hashable, value: _Kept) -> None:
         """Take one in, in the place of that of the same key."""
@@ -47,8 +55,8 @@ class Window:
     An operation or an end of a transfer that is written again takes the place of the earlier one.
 
     Args:
-        most_records: How many are kept of operations and of spans; of ends of transfers twice as many, since with many
-            ranks a round has many.
+        most_records: How many are kept of operations and of spans; of ends of transfers twice as many. Of jobs with so
+            many ranks that this is a few rounds, more are kept, a few rounds at least.
 
     Example:
         >>> window = Window(most_records=8)
@@ -67,6 +75,8 @@ class Window:
         self._transfers: _Ends[TransferEnd] = _Ends(2 * most_records)
         self._spans: _Ends[Span] = _Ends(most_records)
         self._beats: dict[int, deque[Beat]] = {}
+        self._writers: set[int] = set()
+        self._ways: set[tuple[int, int, str]] = set()
 
     def add(self, record: Record) -> None:
         """Take a record in."""
@@ -76,8 +86,16 @@ class Window:
             if len(self._communicators) > _MOST_COMMUNICATORS:
                 self._communicators.popitem(last=False)
         elif isinstance(record, Operation):
+            if record.rank not in self._writers and len(self._writers) < _MOST_RANKS:
+                self._writers.add(record.rank)
+                for kept in (self._operations, self._spans):
+                    kept.hold(max(kept.most, _most_of(len(self._writers))))
             self._operations.put((record.communicator, record.rank, record.sequence), record)
         elif isinstance(record, TransferEnd):
+            way = (record.rank, record.peer, record.direction)
+            if way not in self._ways and len(self._ways) < _MOST_KEPT:
+                self._ways.add(way)
+                self._transfers.hold(max(self._transfers.most, _most_of(len(self._ways))))
             key = (record.communicator, record.rank, record.peer, record.direction, record.operation, record.part)
             self._transfers.put(key, record)
         elif isinstance(record, Span):
@@ -111,11 +129,16 @@ class Window:
                     found.add(_with_members(one, members))
         kept = [op for op in self._operations.values() if op.rank not in gone]
         found.operations = _without_given_up(kept)
-        found.transfers = [end for end in self._transfers.values() if not {end.rank, end.peer} & gone]
+        found.transfers = [end for end in self._transfers.values() if end.rank not in gone and end.peer not in gone]
         found.spans = [span for span in self._spans.values() if span.rank not in gone]
         found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
         found.num_lines = found.num_records
         return found
+
+
+def _most_of(count: int) -> int:
+    """Return how many records are kept of so many ranks or ways."""
+    return min(_MOST_KEPT, max(min(_MANY * count, _MOST_MANY), _FEW * count))
 
 
 def _with_members(one: Communicator, members: list[int]) -> Communicator:

@@ -6,69 +6,19 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Watch, at_least, median
+from thinwire.diagnosis.changes import LEAST_RATIO, LONG, OFTEN, Watch, at_least, median
 from thinwire.diagnosis.findings import Finding, Kind, Place
-from thinwire.diagnosis.own_time import Work, between_operations
+from thinwire.diagnosis.own_time import Work
 from thinwire.diagnosis.timeline import Job
+from thinwire.diagnosis.work_history import WorkTimes
 
 PEERS_RATIO = 2.0
-LEAST_LONGER_S = 0.01
 _LOOK_STEPS = 24
-_SPIKE = math.log(2.0)
-_LEAST_SPIKES = 5
+_SPIKE, _LEAST_SPIKES = LONG, OFTEN
 _AROUND = 25
 _CHANCE = 1e-6
-
-
-def work_of(job: Job) -> dict[int, list[Work]]:
-    """Return the work of each rank: its compute spans, or what lay between its operations where it wrote none."""
-    spans: dict[int, list[Work]] = defaultdict(list)
-    for span in job.spans:
-        if span.kind == "compute":
-            spans[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=span.done_s - span.started_s))
-    return dict(spans) if spans else between_operations(job)
-
-
-@dataclass(slots=True)
-class WorkTimes:
-    """What is known of each rank's work.
-
-    Attributes:
-        own: Against its own history.
-        beside: Against the middle of all ranks in the same step; only with three ranks or more.
-        usual: The middle of all.
-        least_longer_s: By how much work must grow to be told; more where steps had to be found in plain calls.
-    """
-
-    own: dict[int, Watch]
-    beside: dict[int, Watch]
-    usual: dict[int, float]
-    least_longer_s: float = 0.0
-
-
-def work_times(job: Job) -> WorkTimes:
-    """Watch the work of every rank."""
-    works = {rank: works for rank, works in work_of(job).items() if rank not in job.unsteady}
-    by_step: dict[int, dict[int, Work]] = defaultdict(dict)
-    for rank, own in works.items():
-        for work in own:
-            by_step[work.step][rank] = work
-    found = WorkTimes(own={rank: Watch() for rank in works}, beside={rank: Watch() for rank in works}, usual={})
-    for step, own_works in sorted(by_step.items()):
-        middle = median([work.time_s for work in own_works.values()])
-        for rank, work in own_works.items():
-            found.own[rank].add(step, work.at_s, work.time_s)
-            if len(own_works) >= 3 and middle > 0:
-                found.beside[rank].add(step, work.at_s, work.time_s / middle)
-    if all(operation.round < 0 for own in job.operations.values() for operation in own.values()):
-        found.least_longer_s = LEAST_LONGER_S
-    found.usual = {
-        rank: median([work.time_s for work in own[: 4 * LEAST_HISTORY]]) for rank, own in works.items() if own
-    }
-    return found
 
 
 def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
@@ -210,7 +160,7 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
 def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
     """Return ranks that stall at regular times, as garbage collection, checkpoints or data loading do."""
     regular = {rank: stall for rank, watch in times.own.items() if (stall := regular_stalls(watch)) is not None}
-    cycles = _cycles(job)
+    cycles = _cycles(job) if regular else {}
     # a step in which rounds come in and are decoded takes longer by nature where cores are few
     longer_s = {rank: times.own[rank].usual_s * math.expm1(stall[2]) for rank, stall in regular.items()}
     stalls = {rank: stall for rank, stall in regular.items()
@@ -278,6 +228,8 @@ def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
     Spikes that fall on a grid of rounds are no chance where so many points of the grid have one that spikes as
     frequent as those off the grid would do it once in a million.
     """
+    if not watch.is_often_long(of=len(watch.excess) + 1):
+        return None  # beside their neighbours they are no more
     values = _beside_neighbours([(number, excess) for number, _, excess in watch.excess])
     spikes = [number for number, excess in values if excess >= _SPIKE]
     if len(spikes) < _LEAST_SPIKES:

@@ -24,7 +24,7 @@ from thinwire.units import format_moment
 FINDINGS_FILE = "findings.jsonl"
 ACTIONS_FILE = "actions.jsonl"
 _RECORDS = "records-rank-*.jsonl"
-_LOOK_S = 1.0
+_LOOK_S = 0.5
 # Of one core: a look that took 0.2 s of it is followed by 2 s without one.
 _MOST_SHARE = 0.1
 _NICER = 10

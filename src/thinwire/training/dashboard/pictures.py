@@ -9,10 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from thinwire.diagnosis.changes import median
+from thinwire.diagnosis.link_history import LinkTimes, link_times
 from thinwire.diagnosis.own_time import Work
-from thinwire.diagnosis.slow import LinkTimes, link_times
 from thinwire.diagnosis.timeline import Job
-from thinwire.diagnosis.work import work_of
+from thinwire.diagnosis.work_history import work_of
 
 MOST_RANKS = 24
 _LATEST = 8
