@@ -35,7 +35,8 @@ class Prediction:
         total_s: Seconds of the real run, without its start and its final exchange.
         step_s: Seconds of an inner step in the end, with its share of what is waited for.
         compute_s: Of these, seconds in which the average replica computes.
-        sent_bytes_per_step: What the busiest replica sends an inner step.
+        sent_bytes_per_step: What the busiest replica sends an inner step in the end: in a staggered schedule's first
+            interval fewer rounds are launched. Over all steps where the schedule does not repeat itself.
         peak_bits_per_s: The highest rate on any link that has a limit.
         busiest: The part of the time in which the busiest link carries something, if it carries it at its full rate.
     """
@@ -143,17 +144,17 @@ def predict(
         )  # fmt: skip
 
     counts = {"num_fragments": traffic.num_fragments, "num_replicas": len(replicas)}
-    run, steps, last = _until_it_rests(simulated, schedule, num_steps, patience=patience, **counts)
+    run, steps, last, alike = _until_it_rests(simulated, schedule, num_steps, patience=patience, **counts)
     last_s = run.total_s - (max(ends[-1 - last] for ends in run.step_ends_s) if last else 0.0)
     step_s = last_s / (last or steps)
     # the first interval has fewer rounds, so what the last steps launched counts
-    launched_bytes = _launched_bytes(schedule, traffic, first=steps - (last or steps) + 1, last=steps)
-    share = launched_bytes / (_launched_bytes(schedule, traffic, first=1, last=steps) or 1.0)
+    sent = _launched_bytes(schedule, traffic, first=steps - (alike or steps) + 1, last=steps) / (alike or steps)
+    share = sent * (last or steps) / (_launched_bytes(schedule, traffic, first=1, last=steps) or 1.0) if last else 1.0
     busy = BusyLinks(links, run)
     return Prediction(
         num_steps=num_steps, simulated_steps=steps, total_s=run.total_s + (num_steps - steps) * step_s,
         step_s=step_s, compute_s=_compute_s(replicas, run, steps),
-        sent_bytes_per_step=launched_bytes * traffic.times_sent / (last or steps), peak_bits_per_s=busy.peak_bits_per_s,
+        sent_bytes_per_step=sent * traffic.times_sent, peak_bits_per_s=busy.peak_bits_per_s,
         busiest=min(1.0, busy.longest_s * share / last_s),
     )  # fmt: skip
 
@@ -228,19 +229,24 @@ def _until_it_rests(
     patience: int,
     num_fragments: int,
     num_replicas: int,
-) -> tuple[simulate.Run, int, int]:
-    """Return a run, its steps, and how many of the last ones all later ones are like; 0 where it has all steps."""
+) -> tuple[simulate.Run, int, int, int]:
+    """Return a run, its steps, and how many of the last ones all later ones are like; 0 where it has all steps.
+
+    The last number is in how many of the last steps the same is launched as in all later ones, also where it has all
+    steps because rounds came to rest late; 0 where the schedule does not repeat itself.
+    """
     steps, last = _steps_to_simulate(schedule, num_steps, num_fragments, num_replicas=num_replicas)
     run, more = simulated(steps), last
     while last and not _is_at_rest(run, schedule, steps, last=last, num_fragments=num_fragments):
         more *= _LONGER
         if more > patience * last or steps + more > _MOST_STEPS:  # steps that vary, or groups that change
-            return run, steps, max(last, steps // 2 // schedule.sync_interval * schedule.sync_interval)
+            longer = max(last, steps // 2 // schedule.sync_interval * schedule.sync_interval)
+            return run, steps, longer, longer
         if steps + more >= num_steps:
-            return simulated(num_steps), num_steps, 0
+            return simulated(num_steps), num_steps, 0, last
         steps += more
         run = simulated(steps)
-    return run, steps, last
+    return run, steps, last, last
 
 
 def _is_at_rest(run: simulate.Run, schedule: Schedule, num_steps: int, *, last: int, num_fragments: int) -> bool:
