@@ -29,9 +29,10 @@ from thinwire.diagnosis.live import LiveJudge, News
 from thinwire.diagnosis.records import Operation, Record
 from thinwire.diagnosis.tail import RecordTail
 from thinwire.lab import Lab
+from thinwire.training.live_diagnosis import LOOK_S, SOON_S
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_long.jsonl"
-LOOK_S, START_S, FIRST_ROUNDS, FIRST_S = 0.5, 120.0, 30, 60.0
+START_S, FIRST_ROUNDS, FIRST_S = 120.0, 30, 60.0
 USUAL_S, MOST_S, MOST_ROUNDS = 14.0, 30.0, 8
 STAYS_S, HEAL_S, CLEAN_S = 4.0, 15.0, 6.0
 
@@ -164,11 +165,12 @@ class LongRun:
         for host in range(job.hosts):
             self.strikes.set_step(host)
         self.look = Look(LiveJudge())
-        self._next_s = time.monotonic()
+        self._next_s, self._was_soon = time.monotonic(), False
 
     def step(self) -> list[News]:
         """Wait for the next look, and look."""
-        self._next_s = max(self._next_s + LOOK_S, time.monotonic())
+        self._was_soon = self.look.judge.is_unsure and not self._was_soon
+        self._next_s = max(self._next_s + (SOON_S if self._was_soon else LOOK_S), time.monotonic())
         time.sleep(max(0.0, self._next_s - time.monotonic()))
         for path in (path for out in self.run.folders for path in out.glob("records-rank-*.jsonl")):
             self.tails.setdefault(path, RecordTail(path))

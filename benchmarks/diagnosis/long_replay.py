@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from long_faults import Part, place_name
-from long_matrix import LOOK_S, RESULTS, Look, Verdict
+from long_matrix import RESULTS, Look, Verdict
 from long_report import report
 
 from thinwire.diagnosis.live import LiveJudge, News
 from thinwire.diagnosis.records import Beat, Communicator, Record
 from thinwire.diagnosis.tail import RecordTail
+from thinwire.training.live_diagnosis import LOOK_S
 
 REPLAYED = RESULTS.with_name("diagnosis_long_replayed.jsonl")
 LATE_S = 0.25

@@ -71,6 +71,13 @@ def _diagnose(records: list[Record]) -> list[Finding]:
     return diagnose(from_records([WORLD, *records]))
 
 
+def test_a_host_is_named_as_it_names_itself() -> None:
+    where = Communicator(communicator="world", ranks=(0, 1, 2, 3), hosts=("a", "b", "Node-A", "Node-A"))
+    beats = _beats(dict.fromkeys(range(4), 12.0))
+    (found,) = diagnose(from_records([where, *_operations(5), *(_last(rank, 5) for rank in (0, 1)), *beats]))
+    assert found.where == "host Node-A" and found.text.startswith("Host Node-A has not come to operation 5")
+
+
 def test_who_did_not_come_while_its_recorder_lives_hangs_in_its_own_code() -> None:
     records = [*_operations(5), *(_last(rank, 5) for rank in (0, 1, 3)), *_beats(dict.fromkeys(range(4), 12.0))]
     (finding,) = _diagnose(records)
@@ -147,8 +154,10 @@ def test_a_loss_that_parts_from_the_others_is_told_and_one_that_varies_is_not() 
 
 
 def test_a_report_says_what_where_since_when_how_sure_and_what_to_do() -> None:
-    records = [*_operations(5), *(_last(rank, 5) for rank in (0, 1, 3)), *_beats(dict.fromkeys(range(4), 12.0))]
-    text = report(_diagnose(records))
+    records = [*_operations(5), *(_last(rank, 5) for rank in (0, 1, 3))]
+    text = report(_diagnose([*records, *_beats(dict.fromkeys(range(4), 12.0))]))
+    assert "confidence 0.70" in text and "it may also be very slow" in text, "it lives, and is not 25 times late"
+    text = report(_diagnose([*records, *_beats(dict.fromkeys(range(4), 31.0))]))
     for part in ("non-communication hang: rank 2", "round 5", "confidence 0.9", "waiting: 0, 1, 3", "remedy: "):
         assert part in text
     assert report([]) == "No fault found."

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import random
 
+import pytest
+
 from thinwire.diagnosis.changes import Company, Watch
 from thinwire.diagnosis.diagnose import diagnose
+from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.flapping import find_flapping
 from thinwire.diagnosis.link_history import LinkTimes, link_times
 from thinwire.diagnosis.reading import from_records
@@ -61,13 +64,21 @@ def test_a_stuck_message_is_told_by_what_messages_take_and_not_by_ranks_that_cam
     begun_s = now_s - 0.4
     assert _told(records, until_s=begun_s + 1.0) == []
     assert _told(records, until_s=begun_s + 3.0) == ["communication hang: link 0 <-> 2"]
+    # twenty times as slow as usual is no hang: no act follows before it is 25 times late
+    (early,), (late,) = _found(records, until_s=begun_s + 2.4), _found(records, until_s=begun_s + 3.0)
+    assert early.confidence == 0.7 and "24 times as long as usual: it may also be very slow" in early.text
+    assert late.confidence == pytest.approx(0.95) and "slow" not in late.text
 
 
 def _told(records: list[Record], *, until_s: float) -> list[str]:
+    return [f"{one.kind}: {one.where}" for one in _found(records, until_s=until_s)]
+
+
+def _found(records: list[Record], *, until_s: float) -> list[Finding]:
     beats = [
         Beat(rank=rank, at_s=until_s - 0.1 * rank - second) for second in range(int(until_s), -1, -1) for rank in RANKS
     ]
-    return [f"{one.kind}: {one.where}" for one in diagnose(from_records([*records, *beats]))]
+    return diagnose(from_records([*records, *beats]))
 
 
 def test_one_wire_that_flaps_beside_others_that_are_a_little_slow_makes_no_end_flap() -> None:
@@ -150,9 +161,34 @@ def test_times_far_beyond_all_that_any_wire_has_shown_are_told_after_three_round
     assert _rounds_until_told(_company(4)[1][0], 20.0) == 3
     assert _rounds_until_told(Watch(), 20.0) == -1, "no history"
     # what any wire has shown without a fault, or could show where little is known, says nothing
-    assert _rounds_until_told(_company(4, spike=12.0)[1][0], 20.0) == 5
-    assert _rounds_until_told(_company(3)[1][0], 20.0) == 5
-    assert _rounds_until_told(_company(4)[1][0], 5.0) == 5
+    assert _rounds_until_told(_company(4, spike=12.0)[1][0], 20.0) == 4
+    assert _rounds_until_told(_company(3)[1][0], 20.0) == 4
+    assert _rounds_until_told(_company(4)[1][0], 5.0) == 4
+
+
+def test_four_times_in_a_row_longer_than_a_wire_has_shown_lately_are_told() -> None:
+    assert _rounds_until_told(_company(4)[1][0], 2.5) == 4
+    assert _rounds_until_told(_company(4)[1][0], 1.8) > 4, "less than twice the usual is summed up"
+    # what the wire has shown without a fault is no record
+    assert _rounds_until_told(_company(4, spike=12.0)[1][1], 10.0) > 4
+    # nor is anything where little is known
+    watch = Watch()
+    for number in range(30, 60):
+        watch.add(number, float(number), math.exp(0.05 * (-1) ** number))
+    assert _rounds_until_told(watch, 5.0) == 5
+    # noise that goes before is no part of what lasts
+    watch = _company(4)[1][0]
+    for number, ratio in enumerate((1.4, 1.02, 1.3, 1.0, 1.4, 1.02, 1.4, 1.05)):
+        watch.add(60 + number, 60.0 + number, ratio)
+    for number in range(68, 72):
+        assert watch.change is None
+        watch.add(number, float(number), 3.0)
+    assert watch.change is not None and watch.change.since_round == 68
+    # and it must be four in a row
+    watch, times = _company(4)[1][0], [3.0, 3.0, 3.0, 1.0, 3.0, 3.0, 1.0, 1.0, 3.0, 1.0]
+    for number, ratio in enumerate(times):
+        watch.add(60 + number, 60.0 + number, ratio)
+    assert watch.change is None
 
 
 def test_two_long_rounds_are_nothing_however_long() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from thinwire.diagnosis.downtime import Downtime
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.live import News
 from thinwire.diagnosis.records import Beat, Communicator, Record, header_line, to_line
-from thinwire.diagnosis.steering import Action
+from thinwire.diagnosis.steering import Action, Policy, Steering
 from thinwire.membership.coordinator import Coordinator
 from thinwire.training.elastic.steering import ElasticHands, LostTime, Order, read_pid, write_pid
 from thinwire.training.live_diagnosis import LiveDiagnosis, Members, end_report
@@ -86,6 +87,64 @@ def test_a_warning_is_told_and_nothing_is_done(tmp_path: Path) -> None:
         diagnosis.look()
     assert [one["action"] for one in lines(tmp_path / "actions.jsonl")] == ["warn"]
     assert hands.done == [] and len(said) == 1
+
+
+def test_an_error_that_the_launcher_tells_is_written_and_not_said_twice(tmp_path: Path) -> None:
+    said: list[str] = []
+    diagnosis = diagnosis_of(
+        tmp_path, on_finding="warn", is_dry_run=False, hands=FakeHands(None), say=said.append,
+        is_said=lambda finding: not finding.is_own_error,
+    )  # fmt: skip
+    assert diagnosis is not None
+    for rank in (0, 1):
+        write_beats(tmp_path, rank, until_s=20)
+    with (tmp_path / "records-rank-1.jsonl").open("a") as file:
+        file.write(to_line(Beat(rank=1, at_s=20.0, error="no room on the disk", is_last=True)) + "\n")
+    for _ in range(3):
+        diagnosis.look()
+    (told,) = lines(tmp_path / "findings.jsonl")
+    assert "no room on the disk" in told["finding"]["text"]
+    assert said == [] and end_report(diagnosis) == []
+
+
+class BecomesSure:
+    """A judge that tells a hang of rank 1 and grows surer of it, look by look."""
+
+    problem, is_unsure = "", False
+
+    def __init__(self, *confidences: float) -> None:
+        self.confidences, self.num_looks = confidences, 0
+
+    def take(self, records: object) -> None:
+        """Take anything."""
+
+    def ranks(self) -> frozenset[int]:
+        return frozenset((0, 1))
+
+    def look(self, *, without: object = None) -> list[News]:
+        self.num_looks += 1
+        return self.still_told() if self.num_looks == 1 else []
+
+    def still_told(self) -> list[News]:
+        (_, told) = hang(0.0, age_s=1.0)
+        sure = self.confidences[min(self.num_looks, len(self.confidences)) - 1]
+        return [replace(told, finding=replace(told.finding, confidence=sure))]
+
+
+def test_what_was_told_before_it_was_sure_is_acted_on_once_it_is(tmp_path: Path) -> None:
+    write_beats(tmp_path, 0, until_s=3)
+    said: list[str] = []
+    hands = FakeHands(members(0, 1))
+    diagnosis = LiveDiagnosis(
+        tmp_path, say=said.append, steering=Steering(Policy(on_finding="restart")), hands=hands,
+        judge=BecomesSure(0.6, 0.7, 0.9, 0.95),  # type: ignore[arg-type]
+    )  # fmt: skip
+    write_beats(tmp_path, 0, until_s=4)
+    for _ in range(5):
+        diagnosis.look()
+    assert [line["action"] for line in diagnosis.actions] == ["warn", "restart"]
+    assert [one.kind for one in hands.done] == ["restart"]
+    assert len([line for line in said if line.startswith("finding: ")]) == 1
 
 
 def test_who_has_left_or_rests_is_not_judged(tmp_path: Path) -> None:

@@ -121,11 +121,15 @@ def test_a_file_that_is_begun_anew_again_and_again_is_there_all_the_time(
     if not has_links:
         monkeypatch.setattr(Path, "hardlink_to", refuse)
     file, (path, old) = RecordFile(tmp_path, rank=0, most_bytes=300), record_paths(tmp_path, rank=0)
-    is_over, missed = threading.Event(), []
+    is_over, missed, lost = threading.Event(), [], []
 
     def look() -> None:
+        was_there = False
         while not is_over.is_set():
             missed.append(not path.exists())
+            is_there = old.exists()
+            lost.append(was_there and not is_there)
+            was_there = was_there or is_there
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -135,6 +139,7 @@ def test_a_file_that_is_begun_anew_again_and_again_is_there_all_the_time(
     looking.join()
     file.close()
     assert missed and (not any(missed) or not has_links)
+    assert not any(lost)
     assert f"{299:050d}" in path.read_text() and f"{298:050d}" in old.read_text()
     assert sorted(found.name for found in tmp_path.iterdir()) == [path.name, old.name]
 

@@ -118,6 +118,14 @@ def test_what_is_unsure_or_about_one_who_has_gone_is_told_only() -> None:
     assert gone is not None and gone.kind == "warn" and gone.why == "replica 1 takes part no more"
 
 
+def test_what_becomes_sure_is_acted_on_then_and_once() -> None:
+    steering = steer("restart")
+    told = [steering.decide(news(confidence=sure), now_s=at_s, present=PRESENT)
+            for at_s, sure in enumerate((0.7, 0.7, 0.9, 0.9))]  # fmt: skip
+    assert [None if one is None else one.kind for one in told] == ["warn", None, "restart", None]
+    assert not steering.unsure
+
+
 def test_a_policy_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ValueError, match="on_finding must be one of warn, exclude, restart, abort, got 'pray'"):
         Policy(on_finding="pray")  # type: ignore[arg-type]

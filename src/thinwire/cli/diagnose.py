@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 class DiagnoseOptions:
     """Name the link, sender, receiver, host or rank that is slow, stuck or out of step in a job.
 
-    FILES are records of thinwire, dumps of torch's Flight Recorder as JSON (one file a rank), or the folder of a run of
-    `thinwire train`, also while it trains. All files are of one job. The exit code is 0 where nothing is found, 3 where
+    FILES are records of thinwire, dumps of torch's Flight Recorder as JSON (one file a rank), files of NCCL's Inspector
+    or answers of NCCL's RAS (text or JSON), or the folder of a run of `thinwire train`, also while it trains. All files
+    are of one job. The exit code is 0 where nothing is found, 3 where
     something is. `thinwire diagnose test` tests the wires now instead; see thinwire diagnose test --help. A folder of
     that name is ./test.
     """

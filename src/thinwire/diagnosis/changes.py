@@ -33,6 +33,8 @@ _REFRESH = 8
 # A time that is so many times the usual, and twice what any watch of its kind has usually seen at the longest, is far:
 # so many in a row are an alarm, where so many values are known.
 _FAR, _FARTHER, _FAR_HISTORY, _FAR_SAMPLES = math.log(6.0), math.log(2.0), 200, 3
+# Twice the usual time, and longer than any of so many of its own latest ones: so many in a row are an alarm.
+_RECORD, _RECORD_HISTORY, _RECORD_SAMPLES = math.log(2.0), 48, 4
 
 
 def median(values: Sequence[float]) -> float:
@@ -98,6 +100,10 @@ class Baseline:
     def count(self) -> int:
         """How many values are known."""
         return len(self._values)
+
+    def is_record(self, value: float) -> bool:
+        """Return whether a logarithm is well above the usual, and above all that was usual lately."""
+        return self.count >= _RECORD_HISTORY and value - self.middle >= max(_RECORD, self.longest)
 
     def learn(self, value: float) -> None:
         """Take a logarithm in."""
@@ -196,7 +202,8 @@ class Watch:
     """
 
     __slots__ = ("_alarm", "_bases", "_begin", "_company", "_early", "_held", "_level", "_long", "_most_usual",
-                 "_newest", "_num_late", "_num_values", "_return", "_sum", "change", "excess")  # fmt: skip
+                 "_newest", "_num_late", "_num_values", "_record", "_records", "_return", "_sum", "change",
+                 "excess")  # fmt: skip
 
     def __init__(self, *, alarm: float = ALARM, most_usual: int = MOST_HISTORY, company: Company | None = None) -> None:
         self._company = company
@@ -206,8 +213,9 @@ class Watch:
         self._most_usual = most_usual
         self._bases: dict[int, Baseline] = {}
         self._early: list[tuple[int, float, float, Baseline]] = []
-        self._sum = 0.0
+        self._sum, self._records = 0.0, 0
         self._begin: tuple[int, float] = (-1, 0.0)
+        self._record = self._begin
         self._level = 0.0
         self._return = 0.0
         self._held: list[tuple[Baseline, float]] = []
@@ -263,15 +271,20 @@ class Watch:
         is_far = self._company is not None and self._company.is_far(value - base.middle)
         gained = self._alarm / _FAR_SAMPLES if is_far else base.score(value) - DRIFT - base.shift
         self._sum = max(0.0, self._sum + gained)
+        self._records = self._records + 1 if base.is_record(value) else 0
+        if self._records == 1:
+            self._record = (round, at_s)
         if len(self._held) < MOST_HISTORY:
             self._held.append((base, value))
-        if self._sum >= self._alarm:
-            ratios = sorted(excess for number, _, excess in self.excess if number >= self._begin[0])
+        # noise before a fault may have begun the sum, and is not part of what lasts
+        begins = [*[self._begin] * (self._sum >= self._alarm), *[self._record] * (self._records >= _RECORD_SAMPLES)]
+        for begin in begins:
+            ratios = sorted(excess for number, _, excess in self.excess if number >= begin[0])
             least = _FAR_SAMPLES if ratios and ratios[0] >= _FAR else _LEAST_SAMPLES
-            is_lasting = len(ratios) >= least and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO)
-            if is_lasting:
-                self.change = Change(since_round=self._begin[0], since_s=self._begin[1], seen_round=round)
+            if len(ratios) >= least and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO):
+                self.change = Change(since_round=begin[0], since_s=begin[1], seen_round=round)
                 self._level, self._return = median(ratios), 0.0
+                return
 
     def _step_back(self, change: Change, round: int, at_s: float, value: float, base: Baseline) -> None:
         """Sum up what speaks for times as they were before: scores below the middle between then and now."""

@@ -10,6 +10,7 @@ from thinwire.diagnosis.flapping import find_flapping
 from thinwire.diagnosis.hangs import find_hangs
 from thinwire.diagnosis.history import History
 from thinwire.diagnosis.link_history import link_times
+from thinwire.diagnosis.nccl import find_in_nccl
 from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.slow import find_slow_links, find_slow_operations
 from thinwire.diagnosis.timeline import Job, build
@@ -51,7 +52,7 @@ def findings_of(job: Job, history: History | None = None) -> list[Finding]:
     slow = [finding for finding in slow if not _follows(finding, slow_work, job)]
     slow_calls = [finding for finding in find_slow_operations(job) if not _is_beside(finding, slow_work)]
     found = [*desyncs, *hangs, *find_losses(job), *slow, *slow_calls, *slow_work, *flapping, *stalls]
-    return [*found, *find_set_clocks(job)]
+    return [*find_in_nccl(job.nccl, trust=job.trust), *found, *find_set_clocks(job)]
 
 
 def _is_beside(calls: Finding, slow_work: Sequence[Finding]) -> bool:

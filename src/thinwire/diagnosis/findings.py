@@ -59,6 +59,16 @@ class Place:
             return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
         return " ".join([self.kind, ", ".join(names)]).strip()
 
+    @property
+    def title(self) -> str:
+        """The place in words, as a sentence begins with it.
+
+        Example:
+            >>> Place(kind="host", hosts=("node-A",)).title
+            'Host node-A'
+        """
+        return str(self)[:1].upper() + str(self)[1:]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -94,6 +104,11 @@ class Finding:
     def is_ambiguous(self) -> bool:
         """Whether the records cannot tell several places apart."""
         return len(self.places) > 1
+
+    @property
+    def is_own_error(self) -> bool:
+        """Whether a rank has ended by an error that it could tell itself."""
+        return self.kind == "non-communication hang" and "error" in self.evidence
 
     @property
     def where(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,12 +21,16 @@ from thinwire.diagnosis.silence import unrecorded
 from thinwire.diagnosis.timeline import Job, Message
 
 LEAST_PATIENCE_S = 1.0
-# A recorder that says every second that it lives is silent after so long, however rare rounds are.
+# A recorder that says again and again that it lives is silent after so long, however rare rounds are.
 SILENCE_S = 3.0
 _PERIODS = 3.0
 _DURATIONS = 1.5
 _LONGEST_CHAIN = 12
-_LATEST_MESSAGES = 256
+_LATEST_MESSAGES, _FEW = 256, 20
+# A message that is so many times as late as one usually takes hangs; before that its wire may be very slow.
+_VERY_SLOW, _UNSURE = 25.0, 0.7
+# So is a rank that lives and does not come; where operations are rare, nobody wants to wait for so many of them.
+_LONGEST_UNSURE_S = 60.0
 # Operations that are near each other are one stretch; operations whose times differ by less are alike.
 _RECENT = 8
 _LIKE = 1.5
@@ -163,7 +167,7 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
 
 
 def _has_stuck(job: Job, communicator: str, sequence: int) -> bool:
-    """Return whether a message that both ends are ready for has not come in three times what the latest ones took.
+    """Return whether a message that both ends are ready for has not come in three times what 95 % of the latest took.
 
     How long operations take says nothing here: most of it is waiting for ranks that come late.
     """
@@ -171,8 +175,21 @@ def _has_stuck(job: Job, communicator: str, sequence: int) -> bool:
     stuck = [m.begin_s for m in own if m.operation == sequence and m.is_stuck and m.begin_s is not None]
     if not stuck:
         return False
-    took = [m.transfer_s for m in own[-_LATEST_MESSAGES:] if m.transfer_s is not None]
-    return job.now_s - min(stuck) >= max(LEAST_PATIENCE_S, _PERIODS * max(took, default=math.inf))
+    took = _took(own)
+    # the longest of a fault that is over say nothing of the next one
+    longest_s = took[-1 - len(took) // _FEW] if took else math.inf
+    return job.now_s - min(stuck) >= max(LEAST_PATIENCE_S, _PERIODS * longest_s)
+
+
+def _took(messages: Sequence[Message]) -> list[float]:
+    return sorted(m.transfer_s for m in messages[-_LATEST_MESSAGES:] if m.transfer_s is not None)
+
+
+def _times_late(job: Job, stuck: Iterable[Message], communicator: str) -> float:
+    """Return how many times as long as messages usually take the latest of those that are stuck has been waited for."""
+    usual_s = median(_took([m for m in job.messages if m.communicator == communicator]))
+    begun_s = max((m.begin_s for m in stuck if m.begin_s is not None), default=-math.inf)
+    return (job.now_s - begun_s) / usual_s if usual_s > 0 else math.inf
 
 
 def _waiting_in(ops: Mapping[int, Operation]) -> set[int]:
@@ -245,6 +262,7 @@ def _outside(
     came = "not come to" if still.missing else "stopped inside of"
     others = set(still.inside) - set(culprits)
     sitting = f", which {len(others)} other{'s sit' if len(others) > 1 else ' sits'} in" if others else ""
+    is_unsure = not gone and not set(still.inside) <= job.left and job.now_s - still.since_s < _sure_s(still)
     return Finding(
         kind="non-communication hang",
         places=(place,),
@@ -256,12 +274,17 @@ def _outside(
             "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
             "last_sign_s": round(last_s, 3), "wait_chain": _chain(still, messages, culprits),
         },
-        text=f"{str(place).capitalize()} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
-        f"recorder {who}.",
-        confidence=(0.95 if gone else 0.9) * job.trust,
+        text=f"{place.title} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
+        f"recorder {who}{', and it may also be very slow' if is_unsure else ''}.",
+        confidence=(0.95 if gone else _UNSURE if is_unsure else 0.9) * job.trust,
         remedy="restart it or go on without it; its own log ends where it hangs" if gone
         else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",
     )  # fmt: skip
+
+
+def _sure_s(still: _Standstill) -> float:
+    """Return for how long a rank that lives may just be very slow, where others wait for it."""
+    return min(_VERY_SLOW * still.gone_s / _PERIODS, max(_LONGEST_UNSURE_S, 2 * still.patience_s))
 
 
 def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
@@ -278,6 +301,11 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     text = f"All ranks are in operation {still.sequence} of {still.communicator}, and it does not end"
     text += f": {len(stuck)} messages that both ends are ready for do not arrive ({named})." if stuck else "."
     share = explained.fit if explained is not None else 0.0
+    confidence = 0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share
+    times = _times_late(job, stuck, still.communicator)
+    if times < _VERY_SLOW:
+        confidence = min(confidence, _UNSURE)
+        text += f" They have been waited for {times:.0f} times as long as usual: it may also be very slow."
     return Finding(
         kind="communication hang",
         places=places,
@@ -288,7 +316,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
             "arrived": sum(m.received_done_s is not None for m in messages),
             "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
             "errors": sorted({m.error for m in messages if m.error})[:4],
-        }, text=text, confidence=(0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share) * job.trust,
+        }, text=text, confidence=confidence * job.trust,
         remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
         probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),
     )  # fmt: skip

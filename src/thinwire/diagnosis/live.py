@@ -13,6 +13,7 @@ from thinwire.diagnosis.clocks import SightingBook
 from thinwire.diagnosis.diagnose import findings_of
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.history import History
+from thinwire.diagnosis.lateness import Lateness
 from thinwire.diagnosis.records import Record
 from thinwire.diagnosis.silence import find_silent
 from thinwire.diagnosis.timeline import build
@@ -71,6 +72,7 @@ class LiveJudge:
         looks_until_new: Looks in a row that a finding must be there.
         looks_until_over: Looks in a row that it must be gone.
         most_records: See `Window`.
+        own_host: See `Lateness`.
 
     Attributes:
         num_failed: Looks at which the rules themselves failed; nothing is told then.
@@ -86,13 +88,15 @@ class LiveJudge:
         ([], [('new', 'link 0 -> 1')])
     """
 
-    def __init__(self, *, looks_until_new: int = 2, looks_until_over: int = 5, most_records: int = 3000) -> None:
+    def __init__(
+        self, *, looks_until_new: int = 2, looks_until_over: int = 5, most_records: int = 3000, own_host: str = ""
+    ) -> None:
         for name, value in (("looks_until_new", looks_until_new), ("looks_until_over", looks_until_over)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self._until_new, self._until_over = looks_until_new, looks_until_over
         self._window = Window(most_records=most_records)
-        self._history, self._book = History(), SightingBook()
+        self._history, self._book, self._lateness = History(), SightingBook(), Lateness(own_host)
         self._cases: list[_Case] = []
         self._num_told = 0
         self.num_failed = 0
@@ -115,6 +119,7 @@ class LiveJudge:
         """
         try:
             job = build(self._window.records(without=without), self._book)
+            job.late_s = self._lateness.take(job)
             # the hang tells more of one who is waited for than its silence does: it comes first, and is the same cause
             findings = [*findings_of(job, self._history), *find_silent(job)]
         except Exception as error:  # whatever strangers wrote, the run goes on
@@ -134,6 +139,11 @@ class LiveJudge:
                 case.finding = _sharper(case.finding, finding)
                 case.age_s = max(0.0, job.now_s - finding.since_s)
         return self._count(seen)
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether there is a finding that was not there often enough to be told: it is worth looking again soon."""
+        return any(not case.is_told for case in self._cases)
 
     def still_told(self) -> list[News]:
         """Return what is told of and not over, as it was seen last, the oldest first."""

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from thinwire.diagnosis.nccl_values import NcclRecords
 from thinwire.diagnosis.records import (
     FORMAT,
     KINDS,
@@ -56,6 +57,7 @@ class Records:
         transfers: Ends of transfers.
         spans: Work.
         beats: Signs of life.
+        nccl: What NCCL's own tools wrote.
         num_lines: Lines looked at, without headers.
         num_refused: Lines not taken.
         refusals: The first of them.
@@ -67,6 +69,7 @@ class Records:
     transfers: list[TransferEnd] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     beats: list[Beat] = field(default_factory=list)
+    nccl: NcclRecords = field(default_factory=NcclRecords)
     num_lines: int = 0
     num_refused: int = 0
     refusals: list[Refusal] = field(default_factory=list)
@@ -83,8 +86,7 @@ class Records:
             if known != record:
                 self.communicators[record.communicator] = _united(known, record)
             return
-        if self.num_records >= MOST_RECORDS:
-            raise ValueError(f"more than {MOST_RECORDS} records; diagnose a shorter stretch")
+        self.check_room()
         place: dict[type[Record], list[Any]] = {
             Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats
         }  # fmt: skip
@@ -93,7 +95,16 @@ class Records:
     @property
     def num_records(self) -> int:
         """How many records there are, without communicators."""
-        return len(self.operations) + len(self.transfers) + len(self.spans) + len(self.beats)
+        return len(self.operations) + len(self.transfers) + len(self.spans) + len(self.beats) + len(self.nccl)
+
+    def check_room(self) -> None:
+        """Check that one more record may come.
+
+        Raises:
+            ValueError: There are too many.
+        """
+        if self.num_records >= MOST_RECORDS:
+            raise ValueError(f"more than {MOST_RECORDS} records; diagnose a shorter stretch")
 
     @property
     def refused_share(self) -> float:
@@ -204,7 +215,7 @@ def check_header(line: bytes | None, path: Path) -> None:
     if told.get("format") != FORMAT:
         raise DataError(f'{path} is no file of records: its first line has no "format": "{FORMAT}"')
     if told.get("version") != VERSION:
-        raise DataError(f"{path} holds records of version {_short(told.get('version'))}; this thinwire reads {VERSION}")
+        raise DataError(f"{path} holds records of version {short(told.get('version'))}; this thinwire reads {VERSION}")
 
 
 def parse_object(line: bytes | None) -> dict[str, Any]:
@@ -242,7 +253,7 @@ def parse_line(line: bytes | None) -> Record:
     name = told.pop("record", None)
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ValueError(f"no kind of record: {_short(name)}")
+        raise ValueError(f"no kind of record: {short(name)}")
     values = {}
     for one in fields(kind):
         if one.name in told:
@@ -274,23 +285,24 @@ def _check_whole(record: Record) -> None:
         raise ValueError("times run backwards; a clock was set, or the line is forged")
 
 
-def _whole(name: str, found: object, *, least: int = 0, most: int = _MOST_WHOLE) -> int:
+def whole(name: str, found: object, *, least: int = 0, most: int = _MOST_WHOLE) -> int:
+    """Return a whole number; ValueError where it is none from `least` to `most`."""
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
-        raise ValueError(f"{name} is no whole number from {least} to {most}: {_short(found)}")
+        raise ValueError(f"{name} is no whole number from {least} to {most}: {short(found)}")
     return found
 
 
 def _rank(name: str, found: object) -> int:
-    return _whole(name, found, most=MOST_RANKS - 1)
+    return whole(name, found, most=MOST_RANKS - 1)
 
 
 def _or_unknown(name: str, found: object) -> int:
-    return _whole(name, found, least=-1)
+    return whole(name, found, least=-1)
 
 
 def _seconds(name: str, found: object) -> float:
     if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) <= _MOST_SECONDS:
-        raise ValueError(f"{name} is no number of seconds: {_short(found)}")
+        raise ValueError(f"{name} is no number of seconds: {short(found)}")
     return float(found)
 
 
@@ -301,7 +313,7 @@ def _maybe_seconds(name: str, found: object) -> float | None:
 def _maybe_length(name: str, found: object) -> float | None:
     length_s = _maybe_seconds(name, found)
     if length_s is not None and length_s < 0:
-        raise ValueError(f"{name} is less than nothing: {_short(found)}")
+        raise ValueError(f"{name} is less than nothing: {short(found)}")
     return length_s
 
 
@@ -313,53 +325,55 @@ def _loss(name: str, found: object) -> float | None:
     if isinstance(found, float):
         return found
     if isinstance(found, bool) or not isinstance(found, int) or abs(found) > _MOST_WHOLE:
-        raise ValueError(f"{name} is no number: {_short(found)}")
+        raise ValueError(f"{name} is no number: {short(found)}")
     return float(found)
 
 
-def _text(name: str, found: object) -> str:
+def text(name: str, found: object) -> str:
+    """Return a text; ValueError where it is none, or longer than 500 letters."""
     if not isinstance(found, str) or len(found) > _MOST_TEXT:
-        raise ValueError(f"{name} is no text of at most {_MOST_TEXT} letters: {_short(found)}")
+        raise ValueError(f"{name} is no text of at most {_MOST_TEXT} letters: {short(found)}")
     return found
 
 
 def _flag(name: str, found: object) -> bool:
     if not isinstance(found, bool):
-        raise ValueError(f"{name} is neither true nor false: {_short(found)}")
+        raise ValueError(f"{name} is neither true nor false: {short(found)}")
     return found
 
 
 def _direction(name: str, found: object) -> str:
     if found not in ("sent", "received"):
-        raise ValueError(f"{name} is neither sent nor received: {_short(found)}")
+        raise ValueError(f"{name} is neither sent nor received: {short(found)}")
     return str(found)
 
 
 def _ranks(name: str, found: object) -> tuple[int, ...]:
     if not isinstance(found, list):
-        raise ValueError(f"{name} is no list: {_short(found)}")
+        raise ValueError(f"{name} is no list: {short(found)}")
     return tuple(_rank(name, one) for one in found)
 
 
 def _texts(name: str, found: object) -> tuple[str, ...]:
     if not isinstance(found, list):
-        raise ValueError(f"{name} is no list: {_short(found)}")
-    return tuple(_text(name, one) for one in found)
+        raise ValueError(f"{name} is no list: {short(found)}")
+    return tuple(text(name, one) for one in found)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "communicator": _text, "ranks": _ranks, "hosts": _texts, "clocks": _texts,
-    "rank": _rank, "peer": _rank, "direction": _direction, "sequence": _whole, "operation": _whole, "part": _whole,
-    "kind": _text, "dtype": _text, "count": _or_unknown, "round": _or_unknown, "num_bytes": _whole, "retries": _whole,
-    "step": _whole, "error": _text, "loss": _loss, "is_last": _flag,
+    "communicator": text, "ranks": _ranks, "hosts": _texts, "clocks": _texts,
+    "rank": _rank, "peer": _rank, "direction": _direction, "sequence": whole, "operation": whole, "part": whole,
+    "kind": text, "dtype": text, "count": _or_unknown, "round": _or_unknown, "num_bytes": whole, "retries": whole,
+    "step": whole, "error": text, "loss": _loss, "is_last": _flag,
     "forward_s": _maybe_length, "backward_s": _maybe_length,
     "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
 }  # fmt: skip
 
 
-def _short(found: object) -> str:
+def short(found: object) -> str:
+    """Return a value as text of at most 60 letters, whatever it is."""
     try:
-        text = repr(found)
+        told = repr(found)
     except (RecursionError, ValueError):  # nested too deep, or a number with too many digits
-        text = f"a {type(found).__name__} of too many parts"
-    return text if len(text) <= 60 else text[:57] + "..."
+        told = f"a {type(found).__name__} of too many parts"
+    return told if len(told) <= 60 else told[:57] + "..."

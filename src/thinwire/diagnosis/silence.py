@@ -7,15 +7,15 @@ whose messages still reach others works: its records are what has ended, as on a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.timeline import Job
 
+_FLOWS_S = 1.75
+
 
 def find_silent(job: Job) -> list[Finding]:
     """Return one finding for each rank whose recorder has stopped, without a goodbye, while others write on."""
-    heard_s = _heard_s(job)
     found = []
     for rank, period_s in sorted(job.beat_s.items()):
         last_s = job.last_seen_s.get(rank)
@@ -24,8 +24,8 @@ def find_silent(job: Job) -> list[Finding]:
         silent_s, limit_s = job.now_s - last_s, job.silence_s(rank)
         if silent_s <= limit_s:
             continue
-        if _works_on(job, rank, heard_s):
-            found.append(_no_records(job, rank, last_s, heard_s[rank]))
+        if _works_on(job, rank):
+            found.append(_no_records(job, rank, last_s, job.heard_s[rank]))
             continue
         found.append(Finding(
             kind="non-communication hang", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
@@ -52,25 +52,16 @@ def _other(job: Job, rank: int) -> str:
 
 def unrecorded(job: Job) -> frozenset[int]:
     """Return the ranks that work and write no records any more."""
-    heard_s = _heard_s(job)
     return frozenset(
         rank for rank in job.beat_s
-        if rank not in job.goodbyes and rank not in job.unsteady and _works_on(job, rank, heard_s)
+        if rank not in job.goodbyes and rank not in job.unsteady and _works_on(job, rank)
     )  # fmt: skip
 
 
-def _heard_s(job: Job) -> dict[int, float]:
-    """Return when the latest message of each rank reached another one, as that one wrote."""
-    heard_s: dict[int, float] = {}
-    for message in job.messages:
-        if message.received_done_s is not None and message.destination not in job.unsteady:
-            heard_s[message.source] = max(heard_s.get(message.source, -math.inf), message.received_done_s)
-    return heard_s
-
-
-def _works_on(job: Job, rank: int, heard_s: Mapping[int, float]) -> bool:
+def _works_on(job: Job, rank: int) -> bool:
     # what was on its way when a rank stopped comes soon after that
-    return heard_s.get(rank, -math.inf) > job.last_seen_s.get(rank, math.inf) + job.silence_s(rank) / 2
+    flows_s = max(_FLOWS_S, job.silence_s(rank) / 2)
+    return job.heard_s.get(rank, -math.inf) > job.last_seen_s.get(rank, math.inf) + flows_s
 
 
 def _no_records(job: Job, rank: int, last_s: float, heard_s: float) -> Finding:

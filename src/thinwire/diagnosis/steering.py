@@ -109,6 +109,9 @@ class Steering:
     Args:
         policy: What may be done.
 
+    Attributes:
+        unsure: Causes that were not sure enough, to be decided on again when they are.
+
     Example:
         >>> from thinwire.diagnosis.findings import Place
         >>> hang = Finding(kind="non-communication hang", places=(Place(kind="rank", ranks=(1,)),), since_s=0.0,
@@ -123,6 +126,7 @@ class Steering:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._decided: set[int] = set()
+        self.unsure: set[int] = set()
         self._acted_s: dict[int, float] = {}
         self._excluded: set[int] = set()
         self._restarts_s: deque[float] = deque()
@@ -142,9 +146,15 @@ class Steering:
         self._most_present = max(self._most_present, len(present))
         if news.state != "new" or news.case in self._decided:
             return None
-        self._decided.add(news.case)
         kind, wanted = self.policy.on_finding, news.finding
         refusal = self._refusal(wanted, now_s=now_s)
+        if kind in HELPS.get(wanted.kind, ()) and wanted.confidence < self.policy.least_confidence:
+            if news.case in self.unsure:
+                return None
+            self.unsure.add(news.case)
+        else:
+            self.unsure.discard(news.case)
+            self._decided.add(news.case)
         target = None if kind == "abort" else target_of(wanted)
         if not refusal and kind in ("exclude", "restart"):
             refusal = self._limit(kind, target, now_s=now_s, present=present, local=local)

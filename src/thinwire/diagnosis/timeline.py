@@ -10,6 +10,7 @@ from itertools import pairwise
 
 from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.clocks import Alignment, Sighting, SightingBook, align
+from thinwire.diagnosis.nccl_values import NcclRecords
 from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Span, TransferEnd
 
@@ -17,6 +18,9 @@ _MOST_SIGHTINGS = 200_000
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 # Where so many beats are missing, a rank has fallen silent; one or two are late where cores are shared.
 _MISSED_BEATS = 3.5
+# Twice as late as it is again and again, too; and who was heard of since may write no records any more, which shows
+# only once what was on its way when it stopped has come.
+_AGAIN, _HEARD_SILENCE_S = 2.0, 3.5
 _LEAST_BEAT_S, _MOST_BEAT_S = 0.25, 10.0
 _Sure = Callable[[float], float]
 _Shift = Callable[[int, float | None], float | None]
@@ -101,6 +105,9 @@ class Job:
         num_said_twice: Records that repeat or contradict an earlier one.
         trust: Part of the lines that could be used, in [0, 1].
         beat_s: Usual seconds between two beats of each rank that gives any.
+        heard_s: When the latest message of each rank reached another one, as that one wrote.
+        late_s: By how much the signs of life of ranks come late again and again, see `Lateness`.
+        nccl: What NCCL's own tools wrote; its clocks are not brought together.
     """
 
     host_of: dict[int, str] = field(default_factory=dict)
@@ -120,11 +127,18 @@ class Job:
     num_said_twice: int = 0
     trust: float = 1.0
     beat_s: dict[int, float] = field(default_factory=dict)
+    heard_s: dict[int, float] = field(default_factory=dict)
+    late_s: dict[int, float] = field(default_factory=dict)
+    nccl: NcclRecords = field(default_factory=NcclRecords)
 
     def silence_s(self, rank: int) -> float:
         """Return how long a rank may be silent until it counts as stopped."""
+        beat_s = self.beat_s.get(rank, _LEAST_BEAT_S)
+        limit_s = max(_MISSED_BEATS * beat_s, _AGAIN * self.late_s.get(rank, 0.0))
+        if self.heard_s.get(rank, -math.inf) > self.last_seen_s.get(rank, math.inf) + beat_s:
+            limit_s = max(limit_s, _HEARD_SILENCE_S)
         # a clock that nobody has compared with another one tells nothing of now
-        return _MISSED_BEATS * self.beat_s.get(rank, _LEAST_BEAT_S) + self.error_s.get(rank, 0.0)
+        return limit_s + self.error_s.get(rank, 0.0)
 
     @property
     def ranks(self) -> list[int]:
@@ -139,7 +153,7 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
         records: All of a job, or its latest ones.
         book: Keeps what the earlier ones told of the clocks, and takes in what these tell.
     """
-    job = Job(communicators=records.communicators, has_beats=bool(records.beats))
+    job = Job(communicators=records.communicators, has_beats=bool(records.beats), nccl=records.nccl)
     clock_of = _places(job, records)
     ends, twice = _latest_ends(records.transfers)
     job.num_said_twice += twice
@@ -174,8 +188,17 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     steady = [at_s for rank, at_s in job.last_seen_s.items() if rank not in job.unsteady]
     job.now_s = max(steady or job.last_seen_s.values(), default=-math.inf)
     job.beat_s = usual_beats(records.beats)
+    job.heard_s = _heard(job)
     job.trust = 1.0 - records.refused_share
     return job
+
+
+def _heard(job: Job) -> dict[int, float]:
+    heard: dict[int, float] = {}
+    for message in job.messages:
+        if message.received_done_s is not None and message.destination not in job.unsteady:
+            heard[message.source] = max(heard.get(message.source, -math.inf), message.received_done_s)
+    return heard
 
 
 def _see(job: Job, rank: int, *times: float | None) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, Watch, median
+from thinwire.diagnosis.changes import LEAST_HISTORY, Company, Watch, median
 from thinwire.diagnosis.own_time import Work, between_operations
 from thinwire.diagnosis.timeline import Job
 
@@ -61,6 +61,7 @@ class WorkHistory:
 
     def __init__(self) -> None:
         self._times = WorkTimes()
+        self._plain, self._compared = Company(), Company()
         self._taken: dict[int, int] = {}
         self._held: dict[int, dict[int, Work]] = {}  # by step, then by rank: not all have come so far
         self.newest = -1
@@ -76,7 +77,8 @@ class WorkHistory:
         works = {rank: works for rank, works in work_of(job).items() if rank not in job.unsteady}
         for rank, own in works.items():
             if rank not in times.own:
-                times.own[rank], times.beside[rank], times.first[rank] = Watch(), Watch(), []
+                times.own[rank], times.beside[rank] = Watch(company=self._plain), Watch(company=self._compared)
+                times.first[rank] = []
             for work in own:
                 if work.step > self._taken.get(rank, -1):
                     self._add(rank, work)

@@ -16,15 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.live import LiveJudge, News
 from thinwire.diagnosis.steering import Action, Steering
 from thinwire.diagnosis.tail import RecordTail
+from thinwire.transport.addresses import host_name
 from thinwire.units import format_moment
 
 FINDINGS_FILE = "findings.jsonl"
 ACTIONS_FILE = "actions.jsonl"
 _RECORDS = "records-rank-*.jsonl"
-_LOOK_S = 0.5
+LOOK_S = 0.5
+# What was seen once is looked for again so soon, before it is told.
+SOON_S = 0.25
 # Of one core: a look that took 0.2 s of it is followed by 2 s without one.
 _MOST_SHARE = 0.1
 _NICER = 10
@@ -69,9 +73,10 @@ class LiveDiagnosis:
         hands: Do it.
         is_dry_run: Whether actions are only told.
         is_mine: Whether this host is to judge now; where another one does, records are read and nothing is said.
+        is_said: Whether a finding is to be said and counted, and not only written to `findings.jsonl`.
 
     Attributes:
-        news: All that was new or over, with the time in seconds since 1970.
+        news: All that was new or over and is said, with the time in seconds since 1970.
         actions: The lines of `actions.jsonl`.
         num_looks: Looks so far.
         busy_s: Seconds of one core that they took.
@@ -80,14 +85,16 @@ class LiveDiagnosis:
     def __init__(
         self, run_dir: Path, *, say: Callable[[str], None], steering: Steering, hands: Hands, is_dry_run: bool = False,
         judge: LiveJudge | None = None, is_mine: Callable[[], bool] = lambda: True,
+        is_said: Callable[[Finding], bool] = lambda finding: True,
     ) -> None:  # fmt: skip
         self._run_dir = run_dir
         self._say = say
         self._steering = steering
         self._hands = hands
         self._is_dry_run = is_dry_run
-        self._judge = judge or LiveJudge()
+        self._judge = judge or LiveJudge(own_host=host_name())
         self._is_mine = is_mine
+        self._is_said = is_said
         self._tails: dict[Path, RecordTail] = {}
         self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
         self._stop = threading.Event()
@@ -125,19 +132,24 @@ class LiveDiagnosis:
             for news in self._judge.look(without=self._without(members)):
                 self._tell(news)
                 self._steer(news, members)
+            for news in self._judge.still_told() if self._steering.unsure else ():
+                if news.case in self._steering.unsure:
+                    self._steer(news, members)
         self._complain(self._judge.problem and f"the rules failed: {self._judge.problem}")
         self.busy_s += time.thread_time() - began_s
 
     def _run(self) -> None:
         _lower_priority()
-        pause_s = _LOOK_S
+        pause_s = LOOK_S
         while not self._stop.wait(pause_s):
-            busy_s = self.busy_s
+            busy_s, was_soon = self.busy_s, pause_s == SOON_S
             try:
                 self.look()
             except Exception as error:  # the run is worth more than what is said of it
                 self._complain(f"{type(error).__name__}: {error}")
-            pause_s = max(_LOOK_S, (self.busy_s - busy_s) / _MOST_SHARE)
+            pause_s = max(LOOK_S, (self.busy_s - busy_s) / _MOST_SHARE)
+            if self._judge.is_unsure and not was_soon:
+                pause_s = SOON_S
 
     def _read(self) -> None:
         for path in sorted(self._run_dir.glob(_RECORDS)):
@@ -159,8 +171,10 @@ class LiveDiagnosis:
 
     def _tell(self, news: News) -> None:
         at_s, finding = time.time(), news.finding
-        self.news.append((at_s, news))
         self._append(FINDINGS_FILE, news.to_json(at_s=at_s))
+        if not self._is_said(finding):
+            return
+        self.news.append((at_s, news))
         if news.state == "over":
             self._say(f"over: {finding.kind}: {finding.where}")
             return

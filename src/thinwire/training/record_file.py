@@ -64,8 +64,11 @@ class RecordFile:
         self._file = self._begin(fresh)
         self._file.flush()
         try:
-            self._old.unlink(missing_ok=True)
-            self._old.hardlink_to(self._path)
+            # by way of a third name: a reader that has found the old file must be able to open it
+            second = self._old.with_name(self._old.name + ".new")
+            second.unlink(missing_ok=True)
+            second.hardlink_to(self._path)
+            second.replace(self._old)
         except OSError:  # not every file system knows a second name
             self._path.replace(self._old)
         fresh.replace(self._path)

@@ -23,7 +23,7 @@ from thinwire.transport.addresses import clock_name, host_name
 
 COMMUNICATOR = "rounds"
 TURN_S = 0.25
-BEAT_S = 1.0
+BEAT_S = 0.5
 MOST_EVENTS = 1 << 15
 MOST_OPEN = 1 << 12
 _MOST_ERROR = 400

@@ -24,7 +24,7 @@ from thinwire.transport.addresses import clock_name, host_name
 from thinwire.transport.watched_group import Call, WatchedGroups, own_rank, words_of_all
 
 WRITE_S = 0.25
-BEAT_S = 1.0
+BEAT_S = 0.5
 _MOST_ERROR = 400
 _CLOSE_S = 10.0
 

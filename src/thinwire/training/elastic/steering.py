@@ -20,7 +20,7 @@ from thinwire.training.record_file import record_paths
 Tell = Callable[[str, str], str]
 # A replica beats, and the coordinator is asked, once a second: one that was heard of so lately lives.
 _HEARD_S = 2.5
-# A recorder beats once a second, and what it writes is forwarded four times a second.
+# A recorder beats twice a second, and what it writes is forwarded four times a second.
 _LATE_S = 3.0
 # Why a replica goes without any fault, as the coordinator tells it.
 _GOOD_REASONS = ("was told to leave", "left", "has come to the end", "came too late")
