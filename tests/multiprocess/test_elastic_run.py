@@ -176,12 +176,19 @@ def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for
     os.kill(before, signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
     assert int(pid.read_text()) in spares
-    wait_until(run, lambda found: any(2 in line["members"] for line in rounds(run, 2)), started)
+
+    def shared() -> list[tuple[int, int]]:
+        # whichever of the first two was not the one that was killed has gone on; a round is written by each on its own
+        crcs = {line["round"]: line["crc"] for replica in (0, 1) for line in rounds(run, replica)}
+        return [
+            (line["crc"], crcs[line["round"]])
+            for line in rounds(run, 2)
+            if 2 in line["members"] and line["round"] in crcs
+        ]
+
+    wait_until(run, lambda found: len(shared()) > 0, started)
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == 128 + signal.SIGTERM
     said = (run / "logs" / "replica-process-1.err").read_text()
     assert "going on from its own state of step" in said and "fetched the state" not in said, said
-    # whichever of the first two was not the one that was killed has gone on
-    crcs = {line["round"]: line["crc"] for replica in (0, 1) for line in rounds(run, replica)}
-    shared = [line for line in rounds(run, 2) if line["round"] in crcs]
-    assert shared and all(line["crc"] == crcs[line["round"]] for line in shared)
+    assert all(own == others for own, others in shared())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from thinwire.diagnosis.downtime import Downtime
+from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.steering import Policy, Steering
 from thinwire.files import write_whole
 from thinwire.training.live_diagnosis import Hands, LiveDiagnosis, end_report
@@ -16,13 +17,15 @@ DOWNTIME_FILE = "downtime.json"
 
 def diagnosis_of(
     run_dir: Path, *, on_finding: str, is_dry_run: bool, hands: Hands, say: Callable[[str], None],
-    is_mine: Callable[[], bool] = lambda: True,
+    is_mine: Callable[[], bool] = lambda: True, is_said: Callable[[Finding], bool] = lambda finding: True,
 ) -> LiveDiagnosis | None:  # fmt: skip
-    """Return what judges a run, None where that is off; `is_mine` tells whether this host is to judge now."""
+    """Return what judges a run, None where that is off; `LiveDiagnosis` tells of the last two."""
     if on_finding == "off":
         return None
     steering = Steering(Policy(on_finding=on_finding))  # type: ignore[arg-type]
-    return LiveDiagnosis(run_dir, say=say, steering=steering, hands=hands, is_dry_run=is_dry_run, is_mine=is_mine)
+    return LiveDiagnosis(
+        run_dir, say=say, steering=steering, hands=hands, is_dry_run=is_dry_run, is_mine=is_mine, is_said=is_said
+    )
 
 
 def tell_end(run_dir: Path, diagnosis: LiveDiagnosis, downtime: Downtime, *, say: Callable[[str], None]) -> None:

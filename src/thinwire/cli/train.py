@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from thinwire.cli.judge_beside import judged_beside
 from thinwire.cli.launcher_end import end_with
 from thinwire.cli.train_judged import judged
 from thinwire.cli.train_options import parse, settle, world_size
@@ -210,7 +211,10 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
     plain = dataclasses.replace(config, resume=None)
     replicas = 1 if os.environ["RANK"] == "0" else 0
     # until the hosts agree on a step, all that is there is of an earlier part of the run
-    with _view(config, replicas=replicas, after_step=config.steps if is_resumed else None) as view:
+    with (
+        judged_beside(config),
+        _view(config, replicas=replicas, after_step=config.steps if is_resumed else None) as view,
+    ):
 
         def go_on(step: int) -> None:
             if view is not None and is_resumed:

@@ -60,8 +60,10 @@ def judged(config: TrainConfig, *, step: int, say: Callable[[str], None]) -> Ite
     """Judge what runs inside, and say at its end what broke and what it cost."""
     judgement, parts, done = Judgement(), RunParts(config.run_dir), threading.Event()
     diagnosis = diagnosis_of(
-        config.run_dir, on_finding=config.on_finding, is_dry_run=config.steer_dry_run, hands=judgement, say=say
-    )
+        config.run_dir, on_finding=config.on_finding, is_dry_run=config.steer_dry_run, hands=judgement, say=say,
+        # the launcher ends the run and says why: told once, as one error
+        is_said=lambda finding: not finding.is_own_error,
+    )  # fmt: skip
     if diagnosis is None:
         yield judgement
         return

@@ -1,0 +1,110 @@
+"""A run that torchrun started is judged too, by a process that is not stopped with a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started
+
+from thinwire.cli import judge_beside
+from thinwire.cli.judge_beside import judged_beside
+from thinwire.diagnosis.records import Beat, Communicator, header_line, to_line
+from thinwire.training.config import TrainConfig
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[Started]]:
+    """Two ranks of one host that train for long, started as torchrun starts them."""
+    (tmp_path / "data.txt").write_text("\n".join(DOCUMENTS))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = [*OPTIONS, "--data", str(tmp_path / "data.txt"), "--steps", "100000", "--out", str(tmp_path / "run")]
+    started = [
+        Started(words, environment={
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        })
+        for rank in range(2)
+    ]  # fmt: skip
+    yield started
+    for one in started:
+        for process in one.family():
+            process.kill()
+        one.process.communicate()
+
+
+def test_the_terminal_of_a_host_says_that_its_own_first_rank_has_stopped(ranks: list[Started], tmp_path: Path) -> None:
+    first = ranks[0]
+    records, until_s = tmp_path / "run" / "records-rank-0.jsonl", time.monotonic() + DEADLINE_S
+    for path in (records, records.with_name("records-rank-1.jsonl")):  # either may come first
+        first.wait_for(path)
+    while records.read_text().count('"record":"operation"') < 20:
+        assert time.monotonic() < until_s, "the ranks do not exchange"
+        time.sleep(0.1)
+    os.kill(first.process.pid, signal.SIGSTOP)
+    assert first.process.stderr is not None
+    line = ""
+    while "finding: non-communication hang: rank 0" not in line:  # the test's own deadline ends a wait in vain
+        line = first.process.stderr.readline()
+        assert line, "the judge has ended"
+    assert '"where":"rank 0"' in (tmp_path / "run" / "findings.jsonl").read_text()
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.process.wait()
+    until_s = time.monotonic() + DEADLINE_S
+    while first.family():  # what was started beside it ends with it
+        assert time.monotonic() < until_s, first.family()
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("rank", "is_told"), [(0, True), (1, False)])
+def test_of_hosts_that_share_a_folder_one_judges(tmp_path: Path, rank: int, is_told: bool) -> None:
+    line = [sys.executable, "-m", "thinwire.cli.judge_beside", str(tmp_path), str(rank), str(os.getpid())]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        time.sleep(1.0)  # what is there at its start is of an earlier part of the run
+        where = Communicator(communicator="rounds", ranks=(0, 1), hosts=("a", "a"), clocks=("c", "c"))
+        for number, end_s in enumerate((30, 10)):
+            beats = [Beat(rank=number, at_s=half / 2) for half in range(2 * end_s)]
+            lines = [header_line(), *map(to_line, [where, *beats])]
+            (tmp_path / f"records-rank-{number}.jsonl").write_text("\n".join(lines) + "\n")
+        assert process.stdin is not None and process.stderr is not None
+        if is_told:
+            assert "finding: non-communication hang: rank 1" in process.stderr.readline()
+        else:
+            time.sleep(2.0)
+        process.stdin.close()
+        assert process.wait(20) == 0
+        assert ("non-communication hang: rank 1; not over" in process.stderr.read()) == is_told
+    assert (tmp_path / "findings.jsonl").exists() == is_told
+
+
+@pytest.mark.parametrize(("local_rank", "on_finding"), [("1", "warn"), ("0", "off")])
+def test_other_ranks_of_a_host_and_runs_that_are_not_judged_start_nothing(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, on_finding: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(judge_beside.subprocess, "Popen", None)
+    with judged_beside(dataclasses.replace(TrainConfig(), on_finding=on_finding)):
+        pass
+
+
+def test_a_judge_that_cannot_be_started_is_told_and_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*unused: object, **also: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(judge_beside.subprocess, "Popen", refuse)
+    with judged_beside(dataclasses.replace(TrainConfig(), out="runs/x")):
+        pass
+    assert "the run is not judged while it goes on: Cannot allocate memory" in capsys.readouterr().err
