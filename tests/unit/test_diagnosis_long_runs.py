@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.flapping import find_flapping
 from thinwire.diagnosis.link_history import LinkTimes, link_times
+from thinwire.diagnosis.live import LiveJudge
 from thinwire.diagnosis.reading import from_records
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, TransferEnd
 from thinwire.diagnosis.timeline import Job, build
@@ -196,3 +198,33 @@ def test_two_long_rounds_are_nothing_however_long() -> None:
     for number, ratio in enumerate((50.0, 50.0, 1.0, 1.0, 1.0, 50.0, 50.0, 1.0, 1.0)):
         watch.add(60 + number, 60.0 + number, ratio)
     assert watch.change is None
+
+
+def test_a_wire_that_is_very_slow_is_told_as_a_hang_once_and_not_message_by_message() -> None:
+    ends: list[tuple[float, Record]] = []
+    now_s = 0.0
+    for number in range(60):
+        longer = 20.0 if 40 <= number < 44 else 1.0
+        for rank in RANKS:
+            post = Operation(
+                communicator="rounds", rank=rank, sequence=number, kind="round", round=number, posted_s=now_s
+            )
+            done_s = now_s + 0.1 * longer + 0.05
+            ends += [(now_s, post), (done_s, replace(post, done_s=done_s))]
+        for pair in PAIRS:
+            done_s = now_s + 0.1 * (longer if pair == (0, 2) else 1.0)
+            ends += [(now_s, one) for one in _message(pair, number, now_s, None)]
+            ends += [(done_s, one) for one in _message(pair, number, now_s, done_s)]
+        now_s += 0.1 * longer + 0.3
+    beats = [(half / 2, Beat(rank=rank, at_s=half / 2)) for half in range(int(2 * now_s)) for rank in RANKS]
+    ordered = sorted([*ends, *beats], key=lambda one: one[0])
+    judge, told, look_s = LiveJudge(), list[str](), 0.0
+    judge.take([PLACE])
+    while look_s < now_s:
+        judge.take([one for at_s, one in ordered if look_s - 0.25 <= at_s < look_s])
+        told += [f"{news.state} {news.finding.kind}: {news.finding.where}" for news in judge.look()]
+        look_s += 0.25
+    assert told == [
+        "new communication hang: link 0 <-> 2", "new communication slow: link 0 -> 2",
+        "over communication hang: link 0 <-> 2", "over communication slow: link 0 -> 2",
+    ]  # fmt: skip

@@ -28,7 +28,7 @@ _DURATIONS = 1.5
 _LONGEST_CHAIN = 12
 _LATEST_MESSAGES, _FEW = 256, 20
 # A message that is so many times as late as one usually takes hangs; before that its wire may be very slow.
-_VERY_SLOW, _UNSURE = 25.0, 0.7
+_VERY_SLOW, UNSURE = 25.0, 0.7
 # So is a rank that lives and does not come; where operations are rare, nobody wants to wait for so many of them.
 _LONGEST_UNSURE_S = 60.0
 # Operations that are near each other are one stretch; operations whose times differ by less are alike.
@@ -276,7 +276,7 @@ def _outside(
         },
         text=f"{place.title} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
         f"recorder {who}{', and it may also be very slow' if is_unsure else ''}.",
-        confidence=(0.95 if gone else _UNSURE if is_unsure else 0.9) * job.trust,
+        confidence=(0.95 if gone else UNSURE if is_unsure else 0.9) * job.trust,
         remedy="restart it or go on without it; its own log ends where it hangs" if gone
         else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",
     )  # fmt: skip
@@ -304,7 +304,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     confidence = 0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share
     times = _times_late(job, stuck, still.communicator)
     if times < _VERY_SLOW:
-        confidence = min(confidence, _UNSURE)
+        confidence = min(confidence, UNSURE)
         text += f" They have been waited for {times:.0f} times as long as usual: it may also be very slow."
     return Finding(
         kind="communication hang",

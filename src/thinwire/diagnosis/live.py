@@ -12,6 +12,7 @@ from typing import Any, Literal
 from thinwire.diagnosis.clocks import SightingBook
 from thinwire.diagnosis.diagnose import findings_of
 from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.hangs import UNSURE
 from thinwire.diagnosis.history import History
 from thinwire.diagnosis.lateness import Lateness
 from thinwire.diagnosis.records import Record
@@ -20,6 +21,8 @@ from thinwire.diagnosis.timeline import build
 from thinwire.diagnosis.window import Window
 
 _MOST_CASES = 64
+# What may have been a very slow message is not over before so many times as long have gone by without another.
+_HELD = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,12 @@ class _Case:
     seen: int = 0
     gone: int = 0
     age_s: float = 0.0
+    last_s: float = 0.0
+
+    def may_return(self, now_s: float) -> bool:
+        """Return whether a hang that may have been a very slow message may come again with the next one."""
+        waited_s = self.finding.evidence.get("waited_s", 0.0)
+        return self.finding.confidence <= UNSURE and now_s - self.last_s < _HELD * waited_s
 
     @property
     def is_told(self) -> bool:
@@ -66,7 +75,8 @@ class LiveJudge:
 
     A finding must be there at several looks before it is new, and be gone for several before it is over. Two findings
     are of one cause where they are of one kind and name a common place, or where one's ranks are among the other's:
-    what was ambiguous and becomes exact is no second cause.
+    what was ambiguous and becomes exact is no second cause. A hang that may be a very slow wire or rank is over only when
+    twice as long as it lasted has gone by without another, so that it is told once and not message by message.
 
     Args:
         looks_until_new: Looks in a row that a finding must be there.
@@ -137,8 +147,8 @@ class LiveJudge:
             if not any(case is other for other in seen):
                 seen.append(case)
                 case.finding = _sharper(case.finding, finding)
-                case.age_s = max(0.0, job.now_s - finding.since_s)
-        return self._count(seen)
+                case.age_s, case.last_s = max(0.0, job.now_s - finding.since_s), job.now_s
+        return self._count(seen, job.now_s)
 
     @property
     def is_unsure(self) -> bool:
@@ -159,7 +169,7 @@ class LiveJudge:
         self._cases.append(_Case(finding))
         return self._cases[-1]
 
-    def _count(self, seen: list[_Case]) -> list[News]:
+    def _count(self, seen: list[_Case], now_s: float) -> list[News]:
         news: list[News] = []
         for case in [*self._cases]:
             if any(case is one for one in seen):
@@ -169,7 +179,7 @@ class LiveJudge:
                     news.append(News(case=case.number, state="new", finding=case.finding, age_s=case.age_s))
                 continue
             case.seen, case.gone = 0, case.gone + 1
-            if case.is_told and case.gone < self._until_over:
+            if case.is_told and (case.gone < self._until_over or case.may_return(now_s)):
                 continue
             self._cases.remove(case)
             if case.is_told:

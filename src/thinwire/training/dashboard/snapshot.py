@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from thinwire.diagnosis.clocks import SightingBook
 from thinwire.diagnosis.diagnose import diagnose, findings_of
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.heat import heat_maps
-from thinwire.diagnosis.sources import read_files
+from thinwire.diagnosis.history import History
+from thinwire.diagnosis.sources import RECORDS, read_files
 from thinwire.diagnosis.timeline import build
 from thinwire.errors import DataError
 from thinwire.training.dashboard.links import links_told
@@ -52,6 +54,8 @@ class RunFollower:
             for name in ("config", "summary", "downtime")
         }
         self._usual: dict[tuple[int, int], float] = {}
+        # what links and work showed from look to look: the records that are kept may be too few to know what is usual
+        self._history, self._book = History(), SightingBook()
         self._analysed = -1
         self._next_analysis_s = -math.inf
         self._pictures: dict[str, Any] = {"matrix": None, "timeline": None, "heat": []}
@@ -108,14 +112,14 @@ class RunFollower:
             return
         self._analysed = self._sources.changes
         windows = [window for _, window in sorted(self._sources.windows.items())]
-        job = build(joined(windows))
+        job = build(joined(windows), self._book)
         if job.messages or job.operations or job.spans:
             matrix = delay_matrix(job, self._usual)
             heat = [one.to_json() for one in heat_maps(job)[:_MOST_MAPS]]
             shown = matrix if matrix["cells"] else None
             self._pictures = {"matrix": shown, "timeline": timeline(job), "heat": heat}
             if any(window.is_recorded for window in windows) and not self._sources.has("findings"):
-                self._own = [_told_by_page(finding) for finding in findings_of(job)]
+                self._own = [_told_by_page(finding) for finding in findings_of(job, self._history)]
         self._next_analysis_s = time.monotonic() + (time.monotonic() - begun) / _MOST_SHARE
 
     def _findings(self, *, is_over: bool) -> tuple[list[dict[str, Any]], str]:
@@ -123,18 +127,19 @@ class RunFollower:
         sources = self._sources
         if sources.has("findings"):
             return sources.findings.to_json(), "run"
-        if any(window.is_recorded for window in sources.windows.values()):
-            return self._own, "page"
-        if is_over and sources.has("transfers"):
+        is_recorded = any(window.is_recorded for window in sources.windows.values())
+        if is_over and (is_recorded or sources.has("transfers")):
             if self._of_the_end is None:
                 self._of_the_end = self._diagnosed()
             return self._of_the_end, "page"
-        return [], "nobody"
+        return (self._own, "page") if is_recorded else ([], "nobody")
 
     def _diagnosed(self) -> list[dict[str, Any]]:
         """Return what `thinwire diagnose` says of a run that is over, where its files are not too long."""
         try:
-            files = [path for path in self._folder.glob("*-replica-*.jsonl") if not path.name.startswith("rounds")]
+            files = list(self._folder.glob(RECORDS)) or [
+                path for path in self._folder.glob("*-replica-*.jsonl") if not path.name.startswith("rounds")
+            ]
             if sum(path.stat().st_size for path in files) > _MOST_DIAGNOSED_BYTES:
                 return []
             found = diagnose(read_files([self._folder]))
