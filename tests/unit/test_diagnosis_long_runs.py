@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
@@ -200,31 +201,47 @@ def test_two_long_rounds_are_nothing_however_long() -> None:
     assert watch.change is None
 
 
-def test_a_wire_that_is_very_slow_is_told_as_a_hang_once_and_not_message_by_message() -> None:
+def _told_live(*, slow: range) -> list[tuple[float, str]]:
+    """Return what is told by the clock of a job with a round each 0.4 s, whose wire 0 -> 2 takes 2 s in some."""
     ends: list[tuple[float, Record]] = []
     now_s = 0.0
-    for number in range(60):
-        longer = 20.0 if 40 <= number < 44 else 1.0
+    for number in range(220):
+        slow_s = 2.0 if number in slow else 0.1
         for rank in RANKS:
             post = Operation(
                 communicator="rounds", rank=rank, sequence=number, kind="round", round=number, posted_s=now_s
             )
-            done_s = now_s + 0.1 * longer + 0.05
+            done_s = now_s + slow_s + 0.05
             ends += [(now_s, post), (done_s, replace(post, done_s=done_s))]
         for pair in PAIRS:
-            done_s = now_s + 0.1 * (longer if pair == (0, 2) else 1.0)
+            done_s = now_s + (slow_s if pair == (0, 2) else 0.1)
             ends += [(now_s, one) for one in _message(pair, number, now_s, None)]
             ends += [(done_s, one) for one in _message(pair, number, now_s, done_s)]
-        now_s += 0.1 * longer + 0.3
+        now_s += slow_s + 0.3
     beats = [(half / 2, Beat(rank=rank, at_s=half / 2)) for half in range(int(2 * now_s)) for rank in RANKS]
     ordered = sorted([*ends, *beats], key=lambda one: one[0])
-    judge, told, look_s = LiveJudge(), list[str](), 0.0
+    judge, look_s = LiveJudge(), 0.4 * (slow[0] - 10)
+    told: list[tuple[float, str]] = []
     judge.take([PLACE])
     while look_s < now_s:
-        judge.take([one for at_s, one in ordered if look_s - 0.25 <= at_s < look_s])
-        told += [f"{news.state} {news.finding.kind}: {news.finding.where}" for news in judge.look()]
+        num_come = bisect_left(ordered, look_s, key=lambda one: one[0])
+        judge.take([one for _, one in ordered[:num_come]])
+        del ordered[:num_come]
+        told += [(look_s, f"{news.state} {news.finding.kind}: {news.finding.where}") for news in judge.look()]
         look_s += 0.25
-    assert told == [
+    return told
+
+
+def test_a_wire_that_is_very_slow_is_told_as_a_hang_once_and_not_message_by_message() -> None:
+    told = _told_live(slow=range(200, 204))
+    assert [words for _, words in told] == [
         "new communication hang: link 0 <-> 2", "new communication slow: link 0 -> 2",
         "over communication hang: link 0 <-> 2", "over communication slow: link 0 -> 2",
     ]  # fmt: skip
+    # before the third message has come, which is long far beyond all that was usual
+    (slow_s,) = [at_s for at_s, words in told if words.startswith("new communication slow")]
+    assert 200 * 0.4 + 2 * 2.3 < slow_s < 200 * 0.4 + 2 * 2.3 + 2.0
+
+
+def test_two_very_slow_messages_are_no_slow_wire_while_the_third_may_come_in_time() -> None:
+    assert [words for _, words in _told_live(slow=range(200, 202)) if "slow" in words] == []

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 LEAST_HISTORY = 12
 MOST_HISTORY = 64
@@ -178,7 +178,11 @@ class Company:
             bases = [base for watch in self._watches for base in watch.bases()]
             self._fresh, self._count = len(self._watches), sum(base.count for base in bases)
             self._longest = max((base.longest for base in bases), default=0.0)
-        return self._count >= _FAR_HISTORY and excess >= _FARTHER + self._longest
+        return self.was_far(excess)
+
+    def was_far(self, excess: float) -> bool:
+        """Return the same by what was known when it was last looked up."""
+        return excess >= _FAR and self._count >= _FAR_HISTORY and excess >= _FARTHER + self._longest
 
 
 class Watch:
@@ -296,6 +300,25 @@ class Watch:
             change.until_round, change.until_s = self._begin
             self._sum = 0.0
             self._held.clear()
+
+    def soon(self, round: int, time_s: float, *, size_class: int = 0) -> Change | None:
+        """Return the alarm that a time will make which is not over yet, and is far beyond all that is usual already.
+
+        Args:
+            round: Of what is not over.
+            time_s: For how long it has lasted.
+            size_class: See `add`.
+        """
+        base, company = self._bases.get(size_class), self._company
+        if company is None or base is None or not base.is_known:
+            return None
+        if self.change is not None and not self.change.is_over and self._level >= _FAR:
+            return None  # it has been made
+        far = list(takewhile(lambda one: company.was_far(one[2]), reversed(self.excess)))
+        if len(far) < _FAR_SAMPLES - 1 or not company.was_far(math.log(max(time_s, _LEAST_TIME_S)) - base.middle):
+            return None
+        since_round, since_s, _ = far[-1]
+        return Change(since_round=since_round, since_s=since_s, seen_round=round)
 
     def bases(self) -> Collection[Baseline]:
         """Return what is usual, by size."""

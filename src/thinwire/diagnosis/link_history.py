@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, Company, Watch
+from thinwire.diagnosis.changes import LEAST_HISTORY, Change, Company, Watch
 from thinwire.diagnosis.delay_matrix import Cell
 from thinwire.diagnosis.ends import End, EndHistory
 from thinwire.diagnosis.sharing import alone_s
@@ -41,6 +41,8 @@ class LinkTimes:
         ends: All wires of a rank together.
         retries: Sum of each.
         times: The first seconds of each, by size class.
+        soon: Alarms of links whose latest messages were far beyond the usual, and the next one is so before it has
+            come.
     """
 
     watches: dict[Cell, Watch] = field(default_factory=dict)
@@ -48,6 +50,7 @@ class LinkTimes:
     ends: list[End] = field(default_factory=list)
     retries: dict[Cell, int] = field(default_factory=dict)
     times: dict[tuple[Cell, int], list[float]] = field(default_factory=dict)
+    soon: dict[Cell, Change] = field(default_factory=dict)
 
 
 _Group = list[Message]  # of one link in one round
@@ -84,6 +87,7 @@ class LinkHistory:
         self._parts: dict[Cell, int] = {}
         self._bytes: dict[Cell, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         self._classes: dict[int, int] = {}
+        self._open: list[Message] = []
         self._ends = EndHistory()
         self.newest = -1
 
@@ -108,6 +112,7 @@ class LinkHistory:
         for number in [*self._classes][:-_MOST_CLASSES]:
             del self._classes[number]
         self._watch_ends(is_all=settled_s is None)
+        self._times.soon = {} if settled_s is None else self._soon(job, settled_s)
         return _within(self._times, job)
 
     def _fresh(self, job: Job, settled_s: float | None) -> list[tuple[Cell, int, _Group]]:
@@ -119,12 +124,15 @@ class LinkHistory:
             if is_new and not {*cell} & job.unsteady:
                 groups[cell][message.operation].append(message)
         found = []
+        self._open = []
         for cell, own in groups.items():
             least = self._parts.get(cell, 0)
             for number, group in own.items():
                 done = [message for message in group if message.transfer_s is not None]
                 if done and (settled_s is None or _is_settled(job, group, settled_s, least)):
                     found.append((cell, number, done))
+                elif not done:
+                    self._open += [message for message in group if message.is_stuck and not message.error]
         found.sort(key=lambda one: (one[1], one[0]))
         self._note(groups, found)
         return found
@@ -158,21 +166,26 @@ class LinkHistory:
         if cell not in times.watches:
             times.watches[cell], times.alone[cell] = Watch(company=self._plain), Watch(company=self._shared)
         watch, alone = times.watches[cell], times.alone[cell]
-        if job.clock_of.get(cell[0]) == job.clock_of.get(cell[1]):
-            watch.add(round, at_s, time_s, size_class=2 * classed)
-            alone.add(round, at_s, share_s, size_class=2 * classed)
-        else:
-            # a time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's
-            # own word holds none: where another end is late than before, it changes without any change of the link
-            is_late = (message.begin_s or 0.0) > (message.received_posted_s or 0.0)
-            error_s = job.error_s.get(cell[0], 0.0) + job.error_s.get(cell[1], 0.0)
-            if error_s > _MOST_ERROR * time_s:
-                return  # not even who was late is known
-            watch.add(round, at_s, time_s, size_class=2 * classed + is_late, margin_s=error_s)
-            alone.add(round, at_s, share_s, size_class=2 * classed + is_late, margin_s=error_s)
+        classed_so, error_s = _measured(job, message, classed)
+        if error_s > _MOST_ERROR * time_s:
+            return  # not even who was late is known
+        watch.add(round, at_s, time_s, size_class=classed_so, margin_s=error_s)
+        alone.add(round, at_s, share_s, size_class=classed_so, margin_s=error_s)
         first = times.times.setdefault((cell, classed), [])
         if len(first) < 4 * LEAST_HISTORY:
             first.append(time_s)
+
+    def _soon(self, job: Job, settled_s: float) -> dict[Cell, Change]:
+        found: dict[Cell, Change] = {}
+        for message in self._open:
+            cell = (message.source, message.destination)
+            if cell in self._times.watches and message.begin_s is not None:
+                classed, error_s = _measured(job, message, size_class(message.num_bytes))
+                lasted_s = settled_s - message.begin_s - error_s
+                change = self._times.watches[cell].soon(message.operation, lasted_s, size_class=classed)
+                if change is not None:
+                    found[cell] = change
+        return found
 
     def _watch_ends(self, *, is_all: bool) -> None:
         if is_all:
@@ -187,6 +200,19 @@ class LinkHistory:
         ]
         until = max(min(recent), self.newest - _LATER)
         self._times.ends = self._ends.take(self._times.alone, self._classes, until=until)
+
+
+def _measured(job: Job, message: Message, classed: int) -> tuple[int, float]:
+    """Return the class of a message's time by its size and by how it is measured, and the error of the latter.
+
+    A time from the sender's word to the receiver's holds the error of both clocks, one from the receiver's own word
+    holds none: where another end is late than before, it changes without any change of the link.
+    """
+    ends = message.source, message.destination
+    if job.clock_of.get(ends[0]) == job.clock_of.get(ends[1]):
+        return 2 * classed, 0.0
+    is_late = (message.begin_s or 0.0) > (message.received_posted_s or 0.0)
+    return 2 * classed + is_late, sum(job.error_s.get(end, 0.0) for end in ends)
 
 
 def _is_settled(job: Job, group: _Group, settled_s: float, least: int) -> bool:
@@ -232,4 +258,5 @@ def _within(times: LinkTimes, job: Job) -> LinkTimes:
     if len(watches) == len(times.watches):
         return times
     first = {key: values for key, values in times.times.items() if key[0] in watches}
-    return LinkTimes(watches=watches, alone=kept(times.alone), ends=times.ends, retries=times.retries, times=first)
+    soon = {cell: change for cell, change in times.soon.items() if cell in watches}
+    return replace(times, watches=watches, alone=kept(times.alone), times=first, soon=soon)

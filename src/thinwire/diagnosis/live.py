@@ -75,8 +75,8 @@ class LiveJudge:
 
     A finding must be there at several looks before it is new, and be gone for several before it is over. Two findings
     are of one cause where they are of one kind and name a common place, or where one's ranks are among the other's:
-    what was ambiguous and becomes exact is no second cause. A hang that may be a very slow wire or rank is over only when
-    twice as long as it lasted has gone by without another, so that it is told once and not message by message.
+    what was ambiguous and becomes exact is no second cause. A hang that may be a very slow wire or rank is over only
+    when twice as long as it lasted has gone by without another, so that it is told once and not message by message.
 
     Args:
         looks_until_new: Looks in a row that a finding must be there.
