@@ -141,6 +141,21 @@ def test_another_slow_place_is_no_reason_to_doubt_one() -> None:
     assert sorted(one.where for one in found) == ["link 0 <-> 2", "sender rank 1"]
 
 
+def test_two_slow_places_of_three_hosts_may_leave_one_wire_as_it_was() -> None:
+    # as in a job of the lab, where host 1 and the sender of host 2 were five times as slow
+    longer = {(0, 1): 1.17, (0, 2): -0.6, (1, 0): 1.18, (1, 2): 1.83, (2, 0): 1.15, (2, 1): 1.8}
+    found = diagnose(from_records(_longer(longer)))
+    assert sorted(str(one.places[0]) for one in found) == ["host b", "link 2 -> 0"]
+
+
+@pytest.mark.parametrize(("wires", "told"), [(((0, 1),), []), (((0, 1), (0, 2)), ["sender rank 0"])])
+def test_a_wire_alone_that_is_a_little_slower_is_not_told_and_a_sender_is(
+    wires: tuple[tuple[int, int], ...], told: list[str]
+) -> None:
+    longer = {(a, b): 0.27 if (a, b) in wires else 0.0 for a in range(3) for b in range(3) if a != b}
+    assert [one.where for one in diagnose(from_records(_longer(longer)))] == told
+
+
 def _company(count: int, *, spike: float = 2.0) -> tuple[Company, list[Watch]]:
     """Return watches that have seen 60 rounds each, one of which was long."""
     draw, company = random.Random(8), Company()

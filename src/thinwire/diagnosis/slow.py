@@ -18,12 +18,12 @@ from thinwire.diagnosis.link_history import LinkTimes, size_class
 from thinwire.diagnosis.timeline import Job
 
 PEERS_RATIO = 3.0
-# Wires that take longer by less share their access with others than before, as far as anybody can tell.
-_LEAST_TOLD = 1.3
+# A wire alone that takes longer by less may just share its access with others than before.
+_LEAST_ALONE = 1.35
 _LEAST_SAMPLES = 2
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
-_LEAST_LINKS = 4
+_LEAST_LINKS, _FEW_LINKS = 4, 6
 # A link that shows less than this part of what another place explains is none beside it.
 _OWN = 0.5
 _LEAST_HOSTS = 3
@@ -110,8 +110,7 @@ class _Search:
         if explained is None:
             return None, frozenset()
         own = median([*_bare({cell: matrix.get(cell, 0.0) for cell in first}).values()])
-        is_slow = min(explained.excess, own) >= math.log(_LEAST_TOLD)
-        if not is_slow or not _stands_out(matrix, explained, alarmed):
+        if min(explained.excess, own) < math.log(_least(explained)) or not _stands_out(matrix, explained, alarmed):
             return None, frozenset()
         return explained, _claimed(explained, matrix, first)
 
@@ -121,11 +120,19 @@ class _Search:
         if known is None:
             known = self._longer[first, last] = _longer(self._times, first, last)
         found, host_of = {cell: excess for cell, excess in known.items() if cell in self.left}, self._job.host_of
-        # a busy machine slows all wires; one slow host of three leaves a quarter of them as they were, one of two none
+        # a busy machine slows all wires; one slow host of three leaves a quarter of them as they were, one of two none,
+        # and of three hosts two slow places may leave a single one
         hosts = {host_of[rank] for cell in found for rank in cell}
         has_others = len(found) >= _LEAST_LINKS and len(hosts) >= _LEAST_HOSTS
-        common = max(0.0, sorted(found.values())[len(found) // 4]) if has_others else 0.0
+        least = sorted(found.values())[len(found) // 4 if len(found) > _FEW_LINKS else 0] if has_others else 0.0
+        common = max(0.0, least)
         return {cell: excess - common for cell, excess in found.items()}
+
+
+def _least(explained: Explanation) -> float:
+    """Return how many times as long the wires of a place take at least where it is told."""
+    is_alone = len({frozenset(cell) for cell in explained.cells}) == 1
+    return _LEAST_ALONE if is_alone else LEAST_RATIO
 
 
 def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:
