@@ -12,12 +12,12 @@ from thinwire.diagnosis.delay_matrix import DelayMatrix
 from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.ends import watch_ends
 from thinwire.diagnosis.findings import report
-from thinwire.diagnosis.flapping import flapping_of
 from thinwire.diagnosis.live import LiveJudge
 from thinwire.diagnosis.reading import from_records
 from thinwire.diagnosis.records import Record
 from thinwire.diagnosis.rehearsal import rehearse
 from thinwire.diagnosis.scenes import Fault, Place, Scene
+from thinwire.diagnosis.turns import flapping_of
 from thinwire.diagnosis.work import regular_stalls
 
 HOSTS = {0: "a", 1: "b", 2: "c", 3: "d"}

@@ -346,6 +346,10 @@ class Watch:
         """Return whether `OFTEN` of the latest values are twice the usual time or more."""
         return len(self._long) == OFTEN and self._num_values - self._long[0] < of
 
+    def num_long(self, *, of: int) -> int:
+        """Return how many of the latest values are twice the usual time or more, `OFTEN` at the most."""
+        return sum(self._num_values - one <= of for one in self._long)
+
     def values_in(self, first: int, last: int) -> list[float]:
         """Return the logarithms of the ratio in rounds first to last, the latest first."""
         latest = islice(reversed(self.excess), self._most_since(first))
