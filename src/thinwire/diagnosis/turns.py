@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -62,15 +62,15 @@ def usual_share(watches: Mapping[Cell, Watch], least: float) -> float:
     return _USUAL_BAD + 2 * _middle_share(own, least)
 
 
-def _middle_share(histories: Sequence[Collection[_Value]], least: float) -> float:
+def _middle_share(histories: Sequence[Sequence[_Value]], least: float) -> float:
     shares = []
     for latest in (_LATEST, None):
         shares.append(median([_share(values, least, latest) for values in histories] or [0.0]))
     return min(shares)
 
 
-def _share(values: Collection[_Value], least: float, latest: int | None) -> float:
-    bad = [excess >= least for _, _, excess in islice(reversed([*values]), latest)]
+def _share(values: Sequence[_Value], least: float, latest: int | None) -> float:
+    bad = [excess >= least for _, _, excess in islice(reversed(values), latest)]
     return sum(bad) / len(bad) if bad else 0.0
 
 
