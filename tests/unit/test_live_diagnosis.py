@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -221,6 +223,21 @@ def status(*there: Any, findings: tuple[str, ...] = (), repeated: int = 0) -> di
 
 def action(kind: str, *, is_hang: bool = True) -> Action:
     return Action(kind=kind, target=1, case=0, why="It broke.", is_hang=is_hang)  # type: ignore[arg-type]
+
+
+def test_the_hands_know_whose_process_has_ended_also_before_anybody_has_looked_after_it(tmp_path: Path) -> None:
+    hands = ElasticHands(tmp_path, status=lambda: status(member(0, step=5), member(1, step=5)), tell=lambda *_: "")
+    write_pid(tmp_path, 0)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        (tmp_path / "logs" / "replica-1.pid").write_text(f"{process.pid}\n")
+        found = hands.members()
+        assert found is not None and (found.local, found.gone) == ({0, 1}, frozenset())
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and its parent has not asked
+        dead = hands.members()
+        assert dead is not None and dead.gone == {1}
+    gone = hands.members()
+    assert gone is not None and (gone.local, gone.gone) == ({0, 1}, {1})
 
 
 def test_the_hands_of_an_elastic_run_ask_the_coordinator_and_order_the_launcher(tmp_path: Path) -> None:

@@ -176,8 +176,33 @@ def test_a_long_file_begins_anew_with_the_rank_s_place(taken: TakenRecords, tmp_
     assert PLACE in found and found[-1] == Beat(rank=3, at_s=99.0) and len(found) < 100
 
 
-@given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin1")))
+def test_who_has_been_silent_for_longest_makes_room_for_those_who_come(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "replica-0.pid").write_text("1")
+    own = tmp_path / "records-rank-0.jsonl"  # this host's own, which are bounded by themselves
+    own.write_text("x" * 9000)
+
+    def kept() -> set[int]:
+        return {int(path.stem.rpartition("-")[2]) for path in tmp_path.glob("records-rank-*.jsonl")}
+
+    taken = TakenRecords(tmp_path, say=print, most_bytes=6000)
+    words = pressed([beat(second, rank=3) for second in range(40)])  # 1.5 KB as they are written
+    taken.take(3, words)
+    for replica in (4, 5):
+        taken.take(replica, pressed([beat(second, rank=replica) for second in range(40)]))
+    taken.take(3, pressed([beat(41)]))
+    assert kept() == {0, 3, 4, 5}
+    # another coordinator counts what is there
+    os.utime(tmp_path / "records-rank-4.jsonl", (1, 1))
+    later = TakenRecords(tmp_path, say=print, most_bytes=6000)
+    later.take(6, pressed([beat(second, rank=6) for second in range(40)]))
+    assert kept() == {0, 3, 5, 6} and own.stat().st_size == 9000
+    later.take(4, pressed([beat(42, rank=4)]))
+    assert records(tmp_path, rank=4) == [Beat(rank=4, at_s=42.0)], "who comes back begins anew"
+
+
 @settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=200) | st.binary(max_size=200).map(lambda raw: raw.decode("latin1")))
 def test_nothing_that_is_said_breaks_it(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("hostile")
     TakenRecords(folder, say=lambda text: None).take(3, text)

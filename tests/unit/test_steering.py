@@ -90,6 +90,14 @@ def test_restarts_are_so_many_an_hour_and_on_this_host_only() -> None:
     assert elsewhere is not None and elsewhere.kind == "warn" and "another host" in elsewhere.why
 
 
+def test_who_was_killed_is_told_and_is_none_of_the_restarts_of_the_hour() -> None:
+    steering = steer("restart", most_restarts=1, cooldown_s=0.0)
+    killed = steering.decide(news(), now_s=0.0, present=PRESENT, local={1}, gone={1})
+    assert killed is not None and killed.kind == "warn" and "its launcher starts another one" in killed.why
+    stopped = steering.decide(news(case=1), now_s=1.0, present=PRESENT, local={1})
+    assert stopped is not None and stopped.kind == "restart"
+
+
 @pytest.mark.parametrize(
     ("places", "target"),
     [

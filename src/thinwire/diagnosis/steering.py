@@ -133,8 +133,9 @@ class Steering:
         self._most_present = 0
 
     def decide(
-        self, news: News, *, now_s: float, present: Collection[int], local: Collection[int] | None = None
-    ) -> Action | None:
+        self, news: News, *, now_s: float, present: Collection[int], local: Collection[int] | None = None,
+        gone: Collection[int] = (),
+    ) -> Action | None:  # fmt: skip
         """Return what is to be done about news; nothing for what is over, or was decided on already.
 
         Args:
@@ -142,6 +143,7 @@ class Steering:
             now_s: Seconds on a clock that only grows.
             present: The ranks that take part now.
             local: Ranks that can be restarted from here; none for all of them.
+            gone: Of these, those whose process has ended: somebody else starts another one.
         """
         self._most_present = max(self._most_present, len(present))
         if news.state != "new" or news.case in self._decided:
@@ -158,6 +160,8 @@ class Steering:
         target = None if kind == "abort" else target_of(wanted)
         if not refusal and kind in ("exclude", "restart"):
             refusal = self._limit(kind, target, now_s=now_s, present=present, local=local)
+            if kind == "restart" and target in gone:
+                refusal = f"the process of replica {target} has ended, and its launcher starts another one"
         if kind == "warn" or refusal:
             return Action(kind="warn", target=None, case=news.case, why=refusal or "told only, as --on-finding says")
         if target is not None:

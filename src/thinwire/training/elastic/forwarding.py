@@ -30,6 +30,8 @@ MOST_BATCH_BYTES = 32768
 MOST_WAITING_BYTES = 1 << 18
 _SPAN = '{"record":"span"'
 _FINISH_S, _FINISH_LOOK_S = 2.0, 0.02
+# Of all replicas of other hosts together, also of those that have long gone: as many come as spot machines do.
+MOST_KEPT_BYTES = 1 << 29
 # At the coordinator: a replica that says the truth stays far below.
 _TAKEN_A_SECOND, _TAKEN_AT_ONCE = 2 * BYTES_A_SECOND, float(MOST_WAITING_BYTES)
 
@@ -150,18 +152,25 @@ class TakenRecords:
 
     A line is read as a record and written anew. One of another rank, one that is no record, and what a replica says
     beyond its allowance are left out. Nothing is written for a replica whose process is on this host: it writes itself.
+    Where all files together grow too long, those go whose replica has been silent for longest.
 
     Args:
         run_dir: The run's folder.
         say: Told once where a file cannot be written.
         now: Gives seconds that only grow.
+        most_bytes: How long all files together may be.
 
     Attributes:
         num_refused: Lines and batches that were left out.
     """
 
-    def __init__(self, run_dir: Path, *, say: Callable[[str], None], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run_dir: Path, *, say: Callable[[str], None], now: Callable[[], float] = time.monotonic,
+        most_bytes: int = MOST_KEPT_BYTES,
+    ) -> None:  # fmt: skip
         self._run_dir = run_dir
+        self._most_bytes = most_bytes
+        self._kept = self._kept_before()
         self._say = say
         self._now = now
         self._allowances: dict[int, Allowance] = {}
@@ -213,9 +222,35 @@ class TakenRecords:
             with contextlib.closing(file):
                 if file.write(lines) and replica in self._places:
                     file.write([self._places[replica]])
+            self._make_room(replica)
         except OSError as error:
             self._failed.add(replica)
             self._say(f"the records of replica {replica} are not kept any more: {error.strerror or error}")
+
+    def _make_room(self, replica: int) -> None:
+        """Remove what those wrote who have been silent for longest, until there is room for all."""
+        self._kept.pop(replica, None)
+        self._kept[replica] = self._num_bytes(replica)
+        while sum(self._kept.values()) > self._most_bytes and len(self._kept) > 1:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._met.discard(oldest)
+            for path in record_paths(self._run_dir, rank=oldest):
+                path.unlink(missing_ok=True)
+
+    def _kept_before(self) -> dict[int, int]:
+        """Return what another coordinator has kept of replicas of other hosts, the oldest first."""
+        found = []
+        for path in self._run_dir.glob("records-rank-*.jsonl"):
+            number = path.stem.removesuffix(".old").rpartition("-")[2]
+            if number.isdecimal() and not (self._run_dir / "logs" / f"replica-{number}.pid").exists():
+                with contextlib.suppress(OSError):
+                    found.append((path.stat().st_mtime, int(number)))
+        return {number: self._num_bytes(number) for _, number in sorted(found)}
+
+    def _num_bytes(self, replica: int) -> int:
+        paths = record_paths(self._run_dir, rank=replica)
+        return sum(path.stat().st_size for path in paths if path.exists())
 
     def _beyond_the_last(self, replica: int, lines: list[str]) -> list[str]:
         """Return what of a replica's first batch is not kept yet: a coordinator may have died before it answered.

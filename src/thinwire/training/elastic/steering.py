@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from thinwire.diagnosis.downtime import Downtime, Incident, account
 from thinwire.diagnosis.live import News
 from thinwire.diagnosis.steering import Action, target_of
@@ -64,8 +66,9 @@ class ElasticHands:
             return None
         active = {int(one["replica"]): one for one in status["members"] if one["standing"] == "active"}
         present = frozenset(active)
+        pids = {number: pid for number in present if (pid := read_pid(self._run_dir, number)) is not None}
         return Members(
-            present=present, local=frozenset(n for n in present if read_pid(self._run_dir, n) is not None),
+            present=present, local=frozenset(pids), gone=frozenset(n for n, pid in pids.items() if _has_ended(pid)),
             resting=frozenset(n for n, one in active.items() if one["paused"] or self._is_late(n, one)),
         )  # fmt: skip
 
@@ -127,6 +130,15 @@ def read_pid(run_dir: Path, replica: int) -> int | None:
         return int(_pid_path(run_dir, replica).read_text())
     except (OSError, ValueError):
         return None
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, ValueError, OverflowError):
+        return False
 
 
 def _pid_path(run_dir: Path, replica: int) -> Path:
