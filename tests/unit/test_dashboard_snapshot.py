@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import time
@@ -82,6 +83,52 @@ def test_the_usual_time_of_a_link_outlives_the_window_of_records(
         follower.look()
         found = follower.sections()
     assert cell(found, 0, 2)["times_longer"] > 3.5  # though all that is still there is slow
+
+
+HOSTS = tuple("abcdefghijkl")
+# of twelve hosts that all exchange, the page keeps the latest 45 rounds of those that it follows
+HEALED = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=20, end=34, severity=6.0)
+
+
+def _told(sections: dict[str, Any]) -> list[tuple[str, bool]]:
+    return [(one["where"], one["is_over"]) for one in sections["findings"]["findings"]]
+
+
+def test_a_page_that_judges_itself_remembers_what_the_records_that_it_keeps_tell_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.training.dashboard.snapshot._MOST_SHARE", math.inf)
+    whole = write_records(tmp_path / "whole", HEALED, rounds=90, hosts=HOSTS)
+    written = {path.name: path.read_text().splitlines(keepends=True) for path in whole.glob("records-rank-*.jsonl")}
+    run = tmp_path / "run"
+    run.mkdir()
+    follower = RunFollower(run)
+    for part in range(4):
+        for name, lines in written.items():
+            with (run / name).open("a") as file:
+                file.writelines(lines[part * len(lines) // 4 : (part + 1) * len(lines) // 4])
+        while follower.look():
+            pass
+        found = follower.sections()
+    assert ("link 0 -> 2", True) in _told(found)
+    latest = tmp_path / "latest"  # what it keeps of them
+    latest.mkdir()
+    for name, lines in written.items():
+        (latest / name).write_text("".join([*lines[:2], *lines[len(lines) // 2 :]]))
+    assert _told(snapshot(latest)) == []
+
+
+def test_a_run_that_is_over_is_judged_by_all_of_its_records_unless_they_are_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_records(tmp_path, HEALED, rounds=90, hosts=HOSTS)
+    write_run(tmp_path / "other")
+    (run / "summary.json").write_text((tmp_path / "other" / "summary.json").read_text())
+    assert ("link 0 -> 2", True) in _told(snapshot(run))
+    slow = write_records(tmp_path / "slow", SLOW)
+    (slow / "summary.json").write_text((run / "summary.json").read_text())
+    monkeypatch.setattr("thinwire.training.dashboard.snapshot._MOST_DIAGNOSED_BYTES", 1000)
+    assert _told(snapshot(slow)) == [("link 0 -> 2", False)], "what is kept is judged"
 
 
 def test_a_run_without_a_recorder_is_drawn_from_its_metrics_and_transfers(tmp_path: Path) -> None:

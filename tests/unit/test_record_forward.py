@@ -183,7 +183,7 @@ def test_who_has_been_silent_for_longest_makes_room_for_those_who_come(tmp_path:
     own.write_text("x" * 9000)
 
     def kept() -> set[int]:
-        return {int(path.stem.rpartition("-")[2]) for path in tmp_path.glob("records-rank-*.jsonl")}
+        return {int(path.stem.removesuffix(".old").rpartition("-")[2]) for path in tmp_path.glob("records-rank-*.jsonl")}
 
     taken = TakenRecords(tmp_path, say=print, most_bytes=6000)
     words = pressed([beat(second, rank=3) for second in range(40)])  # 1.5 KB as they are written
@@ -194,6 +194,9 @@ def test_who_has_been_silent_for_longest_makes_room_for_those_who_come(tmp_path:
     assert kept() == {0, 3, 4, 5}
     # another coordinator counts what is there
     os.utime(tmp_path / "records-rank-4.jsonl", (1, 1))
+    older = tmp_path / "records-rank-5.old.jsonl"  # what a replica put aside long ago does not make it silent
+    older.write_text("")
+    os.utime(older, (0, 0))
     later = TakenRecords(tmp_path, say=print, most_bytes=6000)
     later.take(6, pressed([beat(second, rank=6) for second in range(40)]))
     assert kept() == {0, 3, 5, 6} and own.stat().st_size == 9000

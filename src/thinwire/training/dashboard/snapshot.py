@@ -131,17 +131,17 @@ class RunFollower:
         if is_over and (is_recorded or sources.has("transfers")):
             if self._of_the_end is None:
                 self._of_the_end = self._diagnosed()
-            return self._of_the_end, "page"
+            return self._own if self._of_the_end is None else self._of_the_end, "page"
         return (self._own, "page") if is_recorded else ([], "nobody")
 
-    def _diagnosed(self) -> list[dict[str, Any]]:
-        """Return what `thinwire diagnose` says of a run that is over, where its files are not too long."""
+    def _diagnosed(self) -> list[dict[str, Any]] | None:
+        """Return what `thinwire diagnose` says of a run that is over; None where its files are too long for a page."""
         try:
             files = list(self._folder.glob(RECORDS)) or [
                 path for path in self._folder.glob("*-replica-*.jsonl") if not path.name.startswith("rounds")
             ]
             if sum(path.stat().st_size for path in files) > _MOST_DIAGNOSED_BYTES:
-                return []
+                return None
             found = diagnose(read_files([self._folder]))
         except (DataError, OSError, ValueError) as error:
             self._sources.refused.add(self._folder.name, str(error))

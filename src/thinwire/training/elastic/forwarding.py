@@ -239,18 +239,21 @@ class TakenRecords:
                 path.unlink(missing_ok=True)
 
     def _kept_before(self) -> dict[int, int]:
-        """Return what another coordinator has kept of replicas of other hosts, the oldest first."""
-        found = []
+        """Return what another coordinator has kept of replicas of other hosts, who has been silent for longest first."""
+        latest_s: dict[int, float] = {}
         for path in self._run_dir.glob("records-rank-*.jsonl"):
             number = path.stem.removesuffix(".old").rpartition("-")[2]
             if number.isdecimal() and not (self._run_dir / "logs" / f"replica-{number}.pid").exists():
                 with contextlib.suppress(OSError):
-                    found.append((path.stat().st_mtime, int(number)))
-        return {number: self._num_bytes(number) for _, number in sorted(found)}
+                    latest_s[int(number)] = max(latest_s.get(int(number), 0.0), path.stat().st_mtime)
+        return {number: self._num_bytes(number) for number in sorted(latest_s, key=lambda number: latest_s[number])}
 
     def _num_bytes(self, replica: int) -> int:
-        paths = record_paths(self._run_dir, rank=replica)
-        return sum(path.stat().st_size for path in paths if path.exists())
+        total = 0
+        for path in record_paths(self._run_dir, rank=replica):
+            with contextlib.suppress(OSError):  # one that is not there holds none
+                total += path.stat().st_size
+        return total
 
     def _beyond_the_last(self, replica: int, lines: list[str]) -> list[str]:
         """Return what of a replica's first batch is not kept yet: a coordinator may have died before it answered.
