@@ -346,3 +346,10 @@ def test_a_file_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("thinwire.diagnosis.nccl_ras.MOST_BYTES", 100)
     with pytest.raises(DataError, match="more than 100 bytes"):
         _read(tmp_path, answer([world(8)]).encode())
+
+
+def test_many_answers_that_are_none_are_refused_by_their_lines_in_time(tmp_path: Path) -> None:
+    path, count = tmp_path / "ras.json", 200_000
+    path.write_text('{"nccl_version": 1}\n' * count)
+    records = read_files([path])  # lines are counted once: from the begin each time, a file of 64 MB would take hours
+    assert records.num_refused == count and [one.line for one in records.refusals[:3]] == [1, 2, 3]

@@ -183,7 +183,8 @@ def test_who_has_been_silent_for_longest_makes_room_for_those_who_come(tmp_path:
     own.write_text("x" * 9000)
 
     def kept() -> set[int]:
-        return {int(path.stem.removesuffix(".old").rpartition("-")[2]) for path in tmp_path.glob("records-rank-*.jsonl")}
+        found = tmp_path.glob("records-rank-*.jsonl")
+        return {int(path.stem.removesuffix(".old").rpartition("-")[2]) for path in found}
 
     taken = TakenRecords(tmp_path, say=print, most_bytes=6000)
     words = pressed([beat(second, rank=3) for second in range(40)])  # 1.5 KB as they are written

@@ -112,14 +112,15 @@ def _objects(records: Records, path: Path) -> Iterator[tuple[int, dict[str, Any]
     """
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"{path} has more than {MOST_BYTES} bytes")
+            raise DataError(f"{path} has more than {MOST_BYTES} bytes; give fewer answers at a time")
         content = path.read_bytes().decode("utf-8", "replace")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     decoder, at, torn = json.JSONDecoder(), 0, 0
+    line, counted = 1, 0
     begins = re.compile(r"^\{", re.MULTILINE)
     while torn < _MOST_TORN and (begin := begins.search(content, at)) is not None:
-        line = content.count("\n", 0, begin.start()) + 1
+        line, counted = line + content.count("\n", counted, begin.start()), begin.start()
         try:
             told, at = decoder.raw_decode(content, begin.start())
             yield line, told

@@ -239,7 +239,7 @@ class TakenRecords:
                 path.unlink(missing_ok=True)
 
     def _kept_before(self) -> dict[int, int]:
-        """Return what another coordinator has kept of replicas of other hosts, who has been silent for longest first."""
+        """Return what another coordinator has kept of other hosts' replicas, who has been silent for longest first."""
         latest_s: dict[int, float] = {}
         for path in self._run_dir.glob("records-rank-*.jsonl"):
             number = path.stem.removesuffix(".old").rpartition("-")[2]
