@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from test_elastic_run import active, runs, start, texts, wait_until
-from training_runs import Started
+import psutil
+import pytest
+from test_elastic_run import STEP_S, active, runs, start, texts, wait_until
+from training_runs import Started, with_slow_steps
 
+from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.elastic.steering import read_pid
 
 __all__ = ["runs", "texts"]
@@ -47,3 +52,41 @@ def test_a_replica_that_was_stopped_is_found_and_another_process_takes_its_place
     lost = json.loads((run / "downtime.json").read_text())
     assert lost["num_incidents"] == 1 and 0 < lost["total_s"] < lost["run_s"]
     assert f"{action['action']} replica 1" in started.stderr
+
+
+def join(run: Path, other: Path) -> subprocess.Popen[str]:
+    """Add a host: a folder of its own, and a launcher of its own."""
+    settings = LocalSettings.load(run)
+    words = [settings.invitation, "--secret", settings.secret, "--out", str(other), "--threads", "1"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "thinwire.cli.main", "join", *words],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["restart", "exclude"])
+def test_the_first_host_also_acts_on_a_process_of_another_one(
+    texts: Path, tmp_path: Path, runs: list[Started], what: str
+) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    started = start(runs, texts, run, steps=100_000, more=["--on-finding", what])
+    wait_until(run, lambda found: len(active(found)) == 2, started)
+    joined = join(run, other)
+    try:
+        found = wait_until(run, lambda found: active(found) == {0, 1, 2}, started)
+        wait_until(run, lambda later: later["step"] > found["step"] + 20, started)
+        pid = read_pid(other, 2)
+        assert pid is not None and read_pid(run, 2) is None
+        os.kill(pid, signal.SIGSTOP)
+        action = first_line(run / "actions.jsonl")
+        assert (action["action"], action["target"]) == (what, "2") and "replica 2 on" in action["result"]
+        if what == "restart":
+            wait_until(run, lambda found: active(found) == {0, 1, 3}, started)
+            assert joined.poll() is None and read_pid(other, 3) not in (None, pid)
+        else:  # the only one of that host: its launcher has nothing left to do
+            assert joined.wait(SOON_S) == 0
+            wait_until(run, lambda found: active(found) == {0, 1}, started)
+        assert not psutil.pid_exists(pid)
+    finally:
+        joined.send_signal(signal.SIGTERM)
+        joined.communicate(timeout=SOON_S)

@@ -78,23 +78,21 @@ def test_no_more_are_excluded_than_half_of_them(count: int, left: int) -> None:
     assert actions[-1] is not None and f"{left} are the least" in actions[-1].why
 
 
-def test_restarts_are_so_many_an_hour_and_on_this_host_only() -> None:
+def test_restarts_are_so_many_an_hour() -> None:
     steering = steer("restart", most_restarts=2, cooldown_s=0.0)
     kinds = []
     for case, now_s in enumerate((0.0, 10.0, 20.0, 3601.0)):
-        action = steering.decide(news(case=case), now_s=now_s, present=PRESENT, local={1})
+        action = steering.decide(news(case=case), now_s=now_s, present=PRESENT)
         assert action is not None
         kinds.append(action.kind)
     assert kinds == ["restart", "restart", "warn", "restart"]
-    elsewhere = steer("restart").decide(news(), now_s=0.0, present=PRESENT, local={0})
-    assert elsewhere is not None and elsewhere.kind == "warn" and "another host" in elsewhere.why
 
 
 def test_who_was_killed_is_told_and_is_none_of_the_restarts_of_the_hour() -> None:
     steering = steer("restart", most_restarts=1, cooldown_s=0.0)
-    killed = steering.decide(news(), now_s=0.0, present=PRESENT, local={1}, gone={1})
+    killed = steering.decide(news(), now_s=0.0, present=PRESENT, gone={1})
     assert killed is not None and killed.kind == "warn" and "its launcher starts another one" in killed.why
-    stopped = steering.decide(news(case=1), now_s=1.0, present=PRESENT, local={1})
+    stopped = steering.decide(news(case=1), now_s=1.0, present=PRESENT)
     assert stopped is not None and stopped.kind == "restart"
 
 

@@ -92,10 +92,10 @@ def test_who_lives_on_another_host_and_whose_records_are_late_rests_until_they_c
     assert again is not None and again.resting == frozenset()
 
 
-def test_a_joined_host_is_cut_off_while_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joined_host_is_cut_off_while_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub, is_over = Hub(secret=SECRET, address=HOST, port=0, say=print), threading.Event()
     serving = threading.Thread(target=hub.serve, args=(coordinator(hub.send),), kwargs={"until": is_over.is_set})
-    watch = Watch(Invitation(host=HOST, port=hub.port), secret=SECRET, say=print)
+    watch = Watch(Invitation(host=HOST, port=hub.port), secret=SECRET, say=print, run_dir=tmp_path)
     try:
         assert not watch.is_cut_off()
         monkeypatch.setattr("thinwire.cli.elastic_run.CUT_OFF_S", -1.0)

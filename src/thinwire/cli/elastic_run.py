@@ -16,7 +16,7 @@ from thinwire.membership.invitation import Invitation
 from thinwire.membership.line import Line, ask_once
 from thinwire.membership.protocol import Message
 from thinwire.training.elastic.launch import Role, launch
-from thinwire.training.elastic.steering import ElasticHands, LostTime
+from thinwire.training.elastic.steering import ElasticHands, LostTime, Order, orders_of
 from thinwire.transport.secret import Secret
 
 CUT_OFF_S = 10.0
@@ -30,10 +30,15 @@ class Watch:
         invitation: Where the coordinator is.
         secret: The job's.
         say: Told what people should know.
+        run_dir: The run's folder on this host.
     """
 
-    def __init__(self, invitation: Invitation, *, secret: Secret, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, invitation: Invitation, *, secret: Secret, say: Callable[[str], None], run_dir: Path
+    ) -> None:  # fmt: skip
         self._say = say
+        self._run_dir = run_dir
+        self._orders: list[Order] = []
         self._line = Line(invitation, secret=secret, hear=self._hear)
         self._latest: dict[str, Any] | None = None
         self.status: dict[str, Any] | None = None
@@ -52,6 +57,7 @@ class Watch:
         if status is None:
             return
         self.status = status
+        self._orders = orders_of(status, run_dir=self._run_dir)
         self.lost.see(status, at_s=time.time())
         for finding in _new(self._told, status["findings"]):
             self._say(finding)
@@ -59,6 +65,11 @@ class Watch:
         if now_s >= self._tell_s and status["started"]:
             self._tell_s = now_s + _TELL_S
             self._say(describe(status))
+
+    def take_orders(self) -> list[Order]:
+        """Return what the coordinator wants done to this host's processes, once."""
+        orders, self._orders = self._orders, []
+        return orders
 
     def close(self) -> None:
         """Ask no more."""
@@ -99,7 +110,7 @@ def run_here(
     The first host judges the replicas of all. One that joined judges its own only while no coordinator is heard of.
     """
     say = _say_nothing if is_quiet else tell
-    watch = Watch(invitation, secret=secret, say=say)
+    watch = Watch(invitation, secret=secret, say=say, run_dir=run_dir)
 
     def command(verb: str, target: str) -> str:
         answer = ask_once(invitation, secret=secret, deadline_s=_COMMAND_S, verb=verb, target=target)
@@ -114,8 +125,8 @@ def run_here(
     try:
         with diagnosis or contextlib.nullcontext():
             launch(
-                roles, run_dir=run_dir, say=tell, look=watch.look, part=part, orders=hands.take_orders,
-                is_answered=lambda: watch.status is not None,
+                roles, run_dir=run_dir, say=tell, look=watch.look, part=part,
+                orders=lambda: hands.take_orders() + watch.take_orders(), is_answered=lambda: watch.status is not None,
             )  # fmt: skip
     except Stopped as stop:
         tell(f"{stop}; this host's replicas have left")

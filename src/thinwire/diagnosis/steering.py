@@ -133,8 +133,7 @@ class Steering:
         self._most_present = 0
 
     def decide(
-        self, news: News, *, now_s: float, present: Collection[int], local: Collection[int] | None = None,
-        gone: Collection[int] = (),
+        self, news: News, *, now_s: float, present: Collection[int], gone: Collection[int] = ()
     ) -> Action | None:  # fmt: skip
         """Return what is to be done about news; nothing for what is over, or was decided on already.
 
@@ -142,7 +141,6 @@ class Steering:
             news: Of a finding.
             now_s: Seconds on a clock that only grows.
             present: The ranks that take part now.
-            local: Ranks that can be restarted from here; none for all of them.
             gone: Of these, those whose process has ended: somebody else starts another one.
         """
         self._most_present = max(self._most_present, len(present))
@@ -159,7 +157,7 @@ class Steering:
             self._decided.add(news.case)
         target = None if kind == "abort" else target_of(wanted)
         if not refusal and kind in ("exclude", "restart"):
-            refusal = self._limit(kind, target, now_s=now_s, present=present, local=local)
+            refusal = self._limit(kind, target, now_s=now_s, present=present)
             if kind == "restart" and target in gone:
                 refusal = f"the process of replica {target} has ended, and its launcher starts another one"
         if kind == "warn" or refusal:
@@ -192,8 +190,7 @@ class Steering:
         )
 
     def _limit(
-        self, kind: ActionKind, target: int | None, *, now_s: float, present: Collection[int],
-        local: Collection[int] | None,
+        self, kind: ActionKind, target: int | None, *, now_s: float, present: Collection[int]
     ) -> str:  # fmt: skip
         """Return which limit forbids an action to a rank, or an empty text."""
         if target is None:
@@ -214,8 +211,6 @@ class Steering:
                 if left < least
                 else ""
             )
-        if local is not None and target not in local:
-            return f"replica {target} is on another host and cannot be restarted from here"
         while self._restarts_s and now_s - self._restarts_s[0] >= _HOUR_S:
             self._restarts_s.popleft()
         if len(self._restarts_s) >= self.policy.most_restarts:

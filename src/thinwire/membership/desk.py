@@ -52,11 +52,14 @@ class Desk:
         findings: What people should know, the latest last.
         places: Groups of replicas that reach each other much faster than others.
         detours: Wires that are gone around, since they are much slower than others.
+        orders: What launchers are to do to the processes of replicas that were let go, the latest last.
         keep_records: Takes what a replica recorded, in lines.
     """
 
     _notices: dict[int, int]
     _recorded: dict[int, int]
+    findings: list[str]
+    orders: list[dict[str, Any]]
     keep_records: Callable[[int, str], None]
 
     def __init__(
@@ -74,8 +77,8 @@ class Desk:
         self.has_started = False
         self.has_finished = False
         self.is_paused = False
-        self.findings: list[str] = []
         self.places, self.detours = SiteBook(), DetourBook()
+        self.findings, self.orders = [], []
         self._job = dict(job)
         self._planned = planned
         self._sync_interval = sync_interval

@@ -8,14 +8,18 @@ from thinwire.errors import PayloadError
 from thinwire.membership.memory import Memory
 from thinwire.membership.roster import Member
 
+# Launchers ask once a second.
+_MOST_ORDERS = 64
+
 
 class Counter(Memory):
     """A desk that people can turn to; see `Desk`."""
 
     def status(self, *, now_s: float | None = None) -> dict[str, Any]:
-        """Return what people are shown; with the time, also how long each replica was not heard of."""
+        """Return what people and launchers are shown; with the time, also how long each replica was not heard of."""
         members = [member.describe() for member in self.roster]
         for one, member in zip(members, self.roster, strict=True):
+            one["lost"] = member.is_suspect
             if now_s is not None:
                 one["silent_s"] = round(max(0.0, now_s - member.heard_s), 3)
         return {
@@ -25,7 +29,7 @@ class Counter(Memory):
             "rounds": len(self.book.decisions), "members": members,
             "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
             "sites": [list(site) for site in self.places.sites], "detours": self.detours.describe(),
-            "findings": self.findings[-20:],
+            "findings": self.findings[-20:], "orders": self.orders[-_MOST_ORDERS:],
             "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
             "vote_s": round(self.book.vote_s, 3), "silence_s": round(self.roster.silence_s, 3),
         }  # fmt: skip
@@ -33,7 +37,7 @@ class Counter(Memory):
     def _obey(self, token: bytes, *, verb: str, target: str, now_s: float) -> None:
         verbs = {
             "status": self._do_status, "pause": self._do_pause, "resume": self._do_resume, "leave": self._do_leave,
-            "expel": self._do_expel,
+            "expel": self._do_expel, "restart": self._do_restart, "end": self._do_end,
         }  # fmt: skip
         if verb not in verbs:
             raise PayloadError(f"there is no command {verb[:40]!r}")
@@ -75,6 +79,22 @@ class Counter(Memory):
         for member in found:
             self._expel(member.replica, why="was let go, since it hangs")
         return True, self._told("was let go", found)
+
+    def _do_restart(self, target: str) -> tuple[bool, str]:
+        """Let replicas go that do not answer, and have their hosts start other processes in their places."""
+        return self._order(target, what="kill", told="was let go, and its host starts another process in its place")
+
+    def _do_end(self, target: str) -> tuple[bool, str]:
+        """Let replicas go that do not answer, and have their hosts end their processes."""
+        return self._order(target, what="end", told="was let go, and its host ends its process")
+
+    def _order(self, target: str, *, what: str, told: str) -> tuple[bool, str]:
+        """Let replicas go; the launchers of their hosts, which own the processes, read the rest in the status."""
+        found = self._named(target) if target else []
+        is_done, text = self._do_expel(target)
+        self.orders += [{"replica": member.replica, "what": what} for member in found]
+        del self.orders[:-_MOST_ORDERS]
+        return is_done, self._told(told, found) if is_done else text
 
     def _expel(self, replica: int, *, why: str) -> None:
         """Let a replica go; see `Coordinator`."""

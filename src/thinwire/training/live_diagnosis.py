@@ -43,13 +43,11 @@ class Members:
     Attributes:
         present: Ranks (an elastic run's replicas) that take part.
         resting: Of these, those that were told to pause.
-        local: Of these, those whose process is on this host.
-        gone: Of those on this host, those whose process has ended.
+        gone: Of these, those whose process has ended, as far as is known.
     """
 
     present: frozenset[int] = frozenset()
     resting: frozenset[int] = frozenset()
-    local: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
 
 
@@ -184,8 +182,8 @@ class LiveDiagnosis:
 
     def _steer(self, news: News, members: Members | None) -> None:
         present = self._judge.ranks() if members is None else members.present
-        local, gone = (None, frozenset[int]()) if members is None else (members.local, members.gone)
-        action = self._steering.decide(news, now_s=time.monotonic(), present=present, local=local, gone=gone)
+        gone = frozenset[int]() if members is None else members.gone
+        action = self._steering.decide(news, now_s=time.monotonic(), present=present, gone=gone)
         if action is None:
             return
         finding = f"{news.finding.kind}: {news.finding.where}"

@@ -68,7 +68,8 @@ class ElasticHands:
         present = frozenset(active)
         pids = {number: pid for number in present if (pid := read_pid(self._run_dir, number)) is not None}
         return Members(
-            present=present, local=frozenset(pids), gone=frozenset(n for n, pid in pids.items() if _has_ended(pid)),
+            present=present,
+            gone=frozenset(n for n, one in active.items() if (_has_ended(pids[n]) if n in pids else one.get("lost"))),
             resting=frozenset(n for n, one in active.items() if one["paused"] or self._is_late(n, one)),
         )  # fmt: skip
 
@@ -91,16 +92,16 @@ class ElasticHands:
         pid = read_pid(self._run_dir, action.target)
         if action.kind == "restart":
             if pid is None:
-                return f"failed: there is no process of replica {action.target} on this host"
+                return self._tell("restart", str(action.target))
             self._order(Order(what="kill", pid=pid, why=action.why))
             self._tell("expel", str(action.target))  # the others need not wait until its silence is noticed
             return "its process was killed, and another one takes its place"
         if not action.is_hang:
             return self._tell("leave", str(action.target))
-        answer = self._tell("expel", str(action.target))
-        if pid is not None:  # it would never come to its end by itself
-            self._order(Order(what="end", pid=pid, why=action.why))
-        return answer
+        if pid is None:
+            return self._tell("end", str(action.target))
+        self._order(Order(what="end", pid=pid, why=action.why))  # it would never come to its end by itself
+        return self._tell("expel", str(action.target))
 
     def take_orders(self) -> list[Order]:
         """Return what the launcher is to do, once."""
@@ -130,6 +131,27 @@ def read_pid(run_dir: Path, replica: int) -> int | None:
         return int(_pid_path(run_dir, replica).read_text())
     except (OSError, ValueError):
         return None
+
+
+def orders_of(status: Mapping[str, Any], *, run_dir: Path) -> list[Order]:
+    """Return what the coordinator wants done to processes of this host; the same again as long as it says so.
+
+    Args:
+        status: What it said last.
+        run_dir: The run's folder on this host.
+    """
+    found = []
+    for one in status.get("orders", ()):
+        what, replica = one.get("what"), one.get("replica")
+        pid = read_pid(run_dir, replica) if isinstance(replica, int) and what in ("kill", "end") else None
+        if pid is not None and replica == _latest_replica(run_dir, pid):  # who lived and joined again has another one
+            found.append(Order(what=what, pid=pid, why="the run's diagnosis found that it hangs"))
+    return found
+
+
+def _latest_replica(run_dir: Path, pid: int) -> int:
+    numbers = [path.stem.rpartition("-")[2] for path in (run_dir / "logs").glob("replica-*.pid")]
+    return max((int(n) for n in numbers if n.isdecimal() and read_pid(run_dir, int(n)) == pid), default=-1)
 
 
 def _has_ended(pid: int) -> bool:
