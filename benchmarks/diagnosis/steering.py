@@ -3,11 +3,12 @@
     python benchmarks/diagnosis/steering.py --action exclude --repeats 3
     python benchmarks/diagnosis/steering.py --action restart --repeats 3
     python benchmarks/diagnosis/steering.py --action warn --repeats 3
+    python benchmarks/diagnosis/steering.py --action restart --repeats 3 --joined
 
 Real processes on loopback. Each time is from the signal: until the finding stands in `findings.jsonl`, until the action
 was done (`actions.jsonl`), until the coordinator has let the replica go, and, with `restart`, until another one takes
 part in its place. With `warn` nobody acts on the finding, so the replica is let go for its silence, as without any
-diagnosis.
+diagnosis. With `--joined` the one that is stopped belongs to a launcher of its own, as on another host.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Play:
     def __init__(self, out: Path, process: subprocess.Popen[str]) -> None:
         self.out = out
         self.process = process
+        self.others: list[Path] = []
 
     def wait(self, what: Callable[[], Any], *, name: str) -> Any:
         until_s = time.monotonic() + _SOON_S
@@ -90,14 +92,27 @@ class Play:
 
 @contextlib.contextmanager
 def started(out: Path, options: argparse.Namespace) -> Iterator[Play]:
-    line = words(out, action=options.action, replicas=options.replicas, steps=100_000)
-    with (out.parent / "log").open("w") as log:
+    line = words(out, action=options.action, replicas=options.replicas - options.joined, steps=100_000)
+    with (out.parent / "log").open("w") as log, contextlib.ExitStack() as stack:
         process = subprocess.Popen(line, stdout=log, stderr=log, text=True)
-    try:
-        yield Play(out, process)
-    finally:
-        process.terminate()
-        process.wait(60)
+        stack.callback(end, process)
+        play = Play(out, process)
+        if options.joined:
+            play.wait(lambda: len(play.active()) == options.replicas - 1, name="the first host's replicas")
+            play.others.append(out.parent / "joined")
+            stack.callback(end, join(play, play.others[0], log))
+        yield play
+
+
+def join(play: Play, other: Path, log: Any) -> subprocess.Popen[str]:
+    settings = LocalSettings.load(play.out)
+    line = [sys.executable, "-m", "thinwire.cli.main", "join", settings.invitation, "--secret", settings.secret]
+    return subprocess.Popen([*line, "--out", str(other), "--threads", "1"], stdout=log, stderr=log, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.wait(60)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +135,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def stop_one(play: Play, options: argparse.Namespace) -> dict[str, Any]:
     """Stop a replica and see what comes of it."""
     victim = max(play.active())
-    pid = read_pid(play.out, victim)
+    pid = next((one for out in (play.out, *play.others) if (one := read_pid(out, victim)) is not None), None)
     assert pid is not None
     began_s = time.time()
     os.kill(pid, signal.SIGSTOP)
@@ -150,6 +165,7 @@ def main() -> None:
     parser.add_argument("--action", choices=("warn", "exclude", "restart"), default="exclude")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--joined", action="store_true", help="the one that is stopped is of a host that joined")
     parser.add_argument("--warm-steps", type=int, default=200)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"append to {RESULTS.name}")
@@ -167,7 +183,8 @@ def main() -> None:
     print(json.dumps(whole))
     if options.write:
         with RESULTS.open("a") as file:
-            file.writelines(json.dumps({"asked": options.action, **row}) + "\n" for row in rows)
+            asked = {"asked": options.action, "joined": options.joined}
+            file.writelines(json.dumps({**asked, **row}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

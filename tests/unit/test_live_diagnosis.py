@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,6 +207,18 @@ def test_an_action_or_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path)
     tell_end(tmp_path, diagnosis, Downtime(run_s=5.0), say=said.append)
     assert json.loads((tmp_path / "downtime.json").read_text())["total_s"] == 0.0
     assert said[-1] == "no end of a replica cost time in 5 s; waiting and slow work are not counted"
+
+
+def test_a_disk_without_room_is_told_once_and_so_is_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    diagnosis = judge(tmp_path, FakeHands(None), said, on_finding="warn")
+    for free_bytes in (10**9, 0, 0, 2**20, 0, 10**9, 10**9):
+        usage = SimpleNamespace(free=free_bytes)
+        monkeypatch.setattr("thinwire.training.live_diagnosis.shutil.disk_usage", lambda path, usage=usage: usage)
+        diagnosis.look()
+    assert len(said) == 4, said
+    assert all(f"the disk of {tmp_path} is full (0 B free)" in text for text in said[::2])
+    assert all(f"there is room on the disk of {tmp_path} again" in text for text in said[1::2])
 
 
 # -- an elastic run

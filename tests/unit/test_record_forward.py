@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.full_disk import file_size_limit
 from thinwire.diagnosis.reading import parse_line
 from thinwire.diagnosis.records import Beat, Communicator, Record, Span, header_line, to_line
 from thinwire.training.elastic.forwarding import (
@@ -163,7 +164,24 @@ def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     taken = TakenRecords(tmp_path / "gone" / "away", say=said.append)
     taken.take(3, pressed([beat(1)]))
     taken.take(3, pressed([beat(2)]))
-    assert len(said) == 1 and "records of replica 3 are not kept any more" in said[0]
+    assert len(said) == 1 and "records of replica 3 are lost until they can be written" in said[0]
+
+
+def test_what_there_is_no_room_for_is_lost_whole_and_what_comes_later_is_kept(tmp_path: Path) -> None:
+    said: list[str] = []
+    taken, path = TakenRecords(tmp_path, say=said.append), tmp_path / "records-rank-3.jsonl"
+    with file_size_limit(20):
+        taken.take(3, pressed([beat(0.0)]))
+    assert not path.exists()
+    taken.take(3, pressed([beat(1)]))
+    whole = path.read_text()
+    with file_size_limit(len(whole) + 20):
+        for second in (2.0, 3.0):
+            taken.take(3, pressed([beat(second)]))
+    assert path.read_text() == whole and taken.num_refused == 3
+    taken.take(3, pressed([beat(4.0)]))
+    assert path.read_text() == whole + beat(4.0) + "\n"
+    assert len(said) == 2 and all("records of replica 3 are lost until they can be written" in text for text in said)
 
 
 def test_a_long_file_begins_anew_with_the_rank_s_place(taken: TakenRecords, tmp_path: Path, monkeypatch: Any) -> None:

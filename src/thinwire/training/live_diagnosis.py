@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from thinwire.diagnosis.live import LiveJudge, News
 from thinwire.diagnosis.steering import Action, Steering
 from thinwire.diagnosis.tail import RecordTail
 from thinwire.transport.addresses import host_name
-from thinwire.units import format_moment
+from thinwire.units import format_bytes, format_moment
 
 FINDINGS_FILE = "findings.jsonl"
 ACTIONS_FILE = "actions.jsonl"
@@ -34,6 +35,8 @@ _MOST_SHARE = 0.1
 _NICER = 10
 _STOP_S = 10.0
 _MOST_FILES = 4096
+# What ranks write between two looks has room in it.
+_LEAST_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +102,7 @@ class LiveDiagnosis:
         self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
         self._stop = threading.Event()
         self._told_problem = ""
+        self._is_full = False
         self.news: list[tuple[float, News]] = []
         self.actions: list[dict[str, Any]] = []
         self.num_looks = 0
@@ -126,6 +130,7 @@ class LiveDiagnosis:
         """Read what came, judge it, tell and act; called by the thread."""
         began_s = time.thread_time()
         self._read()
+        self._see_room()
         if self._tails and self._is_mine():
             self.num_looks += 1
             members = self._hands.members()
@@ -157,6 +162,18 @@ class LiveDiagnosis:
                 continue
             tail = self._tails.setdefault(path, RecordTail(path))
             self._judge.take(tail.new_records())
+
+    def _see_room(self) -> None:
+        """Tell of a disk without room: whatever is judged then lacks what could not be written."""
+        free_bytes = shutil.disk_usage(self._run_dir).free
+        if self._is_full != (free_bytes < _LEAST_FREE_BYTES):
+            self._is_full = not self._is_full
+            self._say(
+                f"warning: the disk of {self._run_dir} is full ({format_bytes(free_bytes)} free): records, metrics and "
+                f"checkpoints are lost until there is room; make room there"
+                if self._is_full
+                else f"there is room on the disk of {self._run_dir} again"
+            )
 
     def _is_new(self, path: Path) -> bool:
         """Return whether somebody writes to a file now: what lies there since an earlier part of the run is over."""

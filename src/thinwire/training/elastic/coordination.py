@@ -46,12 +46,13 @@ def coordinate(
         ThinwireError: The port cannot be had, or the journal not be written.
     """
     job = json.loads((run_dir / JOB_FILE).read_text())
-    journal = Journal(run_dir / JOURNAL_FILE)
+    journal = Journal(run_dir / JOURNAL_FILE, say=say, until=until)
     known = read_port(run_dir)
     # one that takes the place of another that died must be where that was
     wanted = known[1] if port == 0 and known is not None else port
     hub = Hub(secret=read_secret(secret_path), address=address, port=wanted, say=say)
-    write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
+    if known != (address, hub.port):  # not where there may be no room, for what is there already
+        write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
     coordinator = Coordinator(
         job=job, planned=job["config"]["begin_with"] or job["config"]["replicas"], sync_interval=job["sync_interval"],
         overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=hub.send, record=journal.write,

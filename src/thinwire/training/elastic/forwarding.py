@@ -175,7 +175,7 @@ class TakenRecords:
         self._now = now
         self._allowances: dict[int, Allowance] = {}
         self._places: dict[int, str] = {}
-        self._failed: set[int] = set()
+        self._told: set[int] = set()
         self._met: set[int] = set()
         self.num_refused = 0
 
@@ -188,7 +188,7 @@ class TakenRecords:
         """
         allowance = self._allowances.setdefault(replica, Allowance(a_second=_TAKEN_A_SECOND, at_once=_TAKEN_AT_ONCE))
         is_allowed = allowance.take(now_s=self._now(), amount=len(text) + 1)
-        if replica in self._failed or not is_allowed or self._is_here(replica):
+        if not is_allowed or self._is_here(replica):
             self.num_refused += 1
             return
         try:
@@ -217,15 +217,21 @@ class TakenRecords:
         return record
 
     def _write(self, replica: int, lines: list[str]) -> None:
+        path, _ = record_paths(self._run_dir, rank=replica)
+        before = path.stat().st_size if path.exists() else 0
         try:
             file = RecordFile(self._run_dir, rank=replica, is_continued=True)
             with contextlib.closing(file):
                 if file.write(lines) and replica in self._places:
                     file.write([self._places[replica]])
             self._make_room(replica)
+            self._told.discard(replica)
         except OSError as error:
-            self._failed.add(replica)
-            self._say(f"the records of replica {replica} are not kept any more: {error.strerror or error}")
+            self.num_refused += len(lines)
+            _cut_back(path, before)
+            if replica not in self._told:
+                self._told.add(replica)
+                self._say(f"records of replica {replica} are lost until they can be written: {error.strerror or error}")
 
     def _make_room(self, replica: int) -> None:
         """Remove what those wrote who have been silent for longest, until there is room for all."""
@@ -281,3 +287,12 @@ class TakenRecords:
         except (OSError, ValueError, OverflowError):
             return False
         return True
+
+
+def _cut_back(path: Path, num_bytes: int) -> None:
+    """Take back what was written of lines for which there was no room."""
+    with contextlib.suppress(OSError):
+        if not num_bytes:
+            path.unlink()
+        elif path.stat().st_size > num_bytes:
+            os.truncate(path, num_bytes)

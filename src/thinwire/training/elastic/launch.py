@@ -15,7 +15,7 @@ from types import FrameType
 
 from thinwire.errors import Stopped, WorkerFailed
 from thinwire.files import write_whole
-from thinwire.training.elastic.spare import Spare
+from thinwire.training.elastic.spare import Spare, log_path
 from thinwire.training.elastic.steering import Order
 
 # A worker that ends with this code has said why, and would end so again.
@@ -92,7 +92,7 @@ class _Worker:
         logs = self._run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         name = self.role.name.replace(" ", "-")
-        path = logs / f"{name}.err"
+        path = log_path(logs / f"{name}.err")
         if self.role.spare:
             self._process = spare.give(log=path.resolve(), words=self.role.words)
         if self._process is None:
@@ -102,7 +102,8 @@ class _Worker:
                     [*command, *self.role.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip
-        write_whole(logs / f"{name}.pid", f"{self._process.pid}\n")
+        with contextlib.suppress(OSError):  # for people; a full disk must not end the run
+            write_whole(logs / f"{name}.pid", f"{self._process.pid}\n")
         self._began_s = time.monotonic()
         self.num_starts += 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,8 @@ class _Life:
             deadline_s=_JOIN_S, warn=self._tell,
         )  # fmt: skip
         self._seated = seated
-        write_pid(Path(self._settings.out), seated.replica)
+        with suppress(OSError):  # a full disk ends no replica; without it nobody can have it restarted
+            write_pid(Path(self._settings.out), seated.replica)
         return seated, address
 
     def _assemble(self, seated: Seated) -> _Parts:

@@ -42,7 +42,7 @@ class Spare:
         logs = self._run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", self._module, str(self._run_dir.resolve()), str(os.getpid())]
-        with (logs / "spare.err").open("ab") as log:
+        with log_path(logs / "spare.err").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
@@ -78,6 +78,14 @@ class Spare:
             self._process.kill()
             self._process.wait()
         self._process = None
+
+
+def log_path(path: Path) -> Path:
+    """Return where a process may write what it prints: nowhere where there is no room for a file of its own."""
+    with contextlib.suppress(OSError):
+        path.open("ab").close()
+        return path
+    return Path(os.devnull)
 
 
 def read_work() -> list[str] | None:
