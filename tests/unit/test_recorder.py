@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,10 +15,10 @@ from thinwire.diagnosis.reading import Records, from_records, read_records
 from thinwire.diagnosis.records import Communicator, TransferEnd
 from thinwire.diagnosis.sources import read_files
 from thinwire.diagnosis.timeline import build
-from thinwire.events import Posted, RoundMark, Transfer
+from thinwire.events import Posted, RoundMark, Transfer, TransferLog
 from thinwire.membership.proposal import blob_name
 from thinwire.training.record_file import RecordFile, record_paths
-from thinwire.training.recorder import TURN_S, Recorder
+from thinwire.training.recorder import BEAT_S, TURN_S, Recorder
 
 POSTED = Posted(
     direction="received", peer=1, kind="round", round_id=7, fragment=2, phase=1, num_bytes=100, posted_s=10.0
@@ -196,3 +198,34 @@ def test_a_disk_that_does_not_answer_keeps_nobody_from_ending(tmp_path: Path, mo
     recorder.close()
     assert said == ["rank 0 ends without its last records: the disk has not answered for 0.01 s"]
     answers.set()
+
+
+class Wire:
+    """A transport whose connections the kernel tells of."""
+
+    def __init__(self) -> None:
+        self.log = TransferLog()
+        self.asked: list[int] = []
+
+    def reading(self, peer: int) -> SimpleNamespace | None:
+        self.asked.append(peer)
+        return SimpleNamespace(received_bytes=1000 * len(self.asked)) if peer == 2 else None
+
+
+def test_what_comes_while_a_message_is_open_is_recorded_and_nothing_where_none_is(tmp_path: Path) -> None:
+    wire, engine = Wire(), SimpleNamespace(on_round=None)
+    recorder = Recorder(tmp_path, rank=1)
+    recorder.follow(wire, engine)  # type: ignore[arg-type]
+    try:
+        time.sleep(3 * BEAT_S)
+        assert not wire.asked
+        now_s = time.monotonic()
+        for peer, direction in ((2, "received"), (3, "received"), (4, "sent")):
+            recorder.add(replace(POSTED, peer=peer, direction=direction, posted_s=now_s))  # type: ignore[arg-type]
+        records = soon(tmp_path, lambda records: len(records.arrivals) >= 3)
+    finally:
+        recorder.close()
+    assert set(wire.asked) == {2, 3}, "whom something is waited for from, once the message has been open for a beat"
+    assert {(one.rank, one.peer) for one in records.arrivals} == {(1, 2)}
+    counts = [one.num_bytes for one in records.arrivals]
+    assert counts == sorted(set(counts)) and records.arrivals[0].at_s >= now_s + BEAT_S

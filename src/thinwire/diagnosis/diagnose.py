@@ -50,9 +50,18 @@ def findings_of(job: Job, history: History | None = None) -> list[Finding]:
     stalls = find_stalls(job, work)
     slow_work = [finding for finding in find_slow_work(job, work) if not _touches(finding, stalls, job)]
     slow = [finding for finding in slow if not _follows(finding, slow_work, job)]
+    hangs = [hang for hang in hangs if not _is_told(hang, [*slow, *slow_work], flapping, job)]
     slow_calls = [finding for finding in find_slow_operations(job) if not _is_beside(finding, slow_work)]
     found = [*desyncs, *hangs, *find_losses(job), *slow, *slow_calls, *slow_work, *flapping, *stalls]
     return [*find_in_nccl(job.nccl, trust=job.trust), *found, *find_set_clocks(job)]
+
+
+def _is_told(hang: Finding, slow: Sequence[Finding], flapping: Sequence[Finding], job: Job) -> bool:
+    """Return whether what stands still and moves is told by others: they have seen more of it."""
+    if "hang" in hang.kind:
+        return False
+    lasting = [one for one in slow if one.kind == hang.kind and one.until_s is None]
+    return _touches(hang, flapping, job) or any(set(hang.places) & set(one.places) for one in lasting)
 
 
 def _is_beside(calls: Finding, slow_work: Sequence[Finding]) -> bool:

@@ -16,11 +16,11 @@ from itertools import pairwise
 from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.moving import LEAST_PATIENCE_S, UNSURE, slow_ranks, slow_wires
 from thinwire.diagnosis.records import Operation
 from thinwire.diagnosis.silence import unrecorded
 from thinwire.diagnosis.timeline import Job, Message
 
-LEAST_PATIENCE_S = 1.0
 # A recorder that says again and again that it lives is silent after so long, however rare rounds are.
 SILENCE_S = 3.0
 _PERIODS = 3.0
@@ -28,7 +28,7 @@ _DURATIONS = 1.5
 _LONGEST_CHAIN = 12
 _LATEST_MESSAGES, _FEW = 256, 20
 # A message that is so many times as late as one usually takes hangs; before that its wire may be very slow.
-_VERY_SLOW, UNSURE = 25.0, 0.7
+_VERY_SLOW = 25.0
 # So is a rank that lives and does not come; where operations are rare, nobody wants to wait for so many of them.
 _LONGEST_UNSURE_S = 60.0
 # Operations that are near each other are one stretch; operations whose times differ by less are alike.
@@ -263,6 +263,8 @@ def _outside(
     others = set(still.inside) - set(culprits)
     sitting = f", which {len(others)} other{'s sit' if len(others) > 1 else ' sits'} in" if others else ""
     is_unsure = not gone and not set(still.inside) <= job.left and job.now_s - still.since_s < _sure_s(still)
+    if is_unsure and (slow := slow_ranks(job, culprits, place, waited_since_s=still.since_s)) is not None:
+        return slow
     return Finding(
         kind="non-communication hang",
         places=(place,),
@@ -288,6 +290,8 @@ def _sure_s(still: _Standstill) -> float:
 
 
 def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
+    if (slow := slow_wires(job, messages)) is not None:
+        return slow
     stuck = [m for m in messages if m.is_stuck or (m.error and m.received_done_s is None)]
     cells: dict[Cell, float] = {
         (m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None and m.sent_posted_s

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from thinwire.diagnosis.clocks import SightingBook
 from thinwire.diagnosis.diagnose import findings_of
 from thinwire.diagnosis.findings import Finding, Place
-from thinwire.diagnosis.hangs import UNSURE
 from thinwire.diagnosis.history import History
 from thinwire.diagnosis.lateness import Lateness
+from thinwire.diagnosis.moving import UNSURE
 from thinwire.diagnosis.records import Record
 from thinwire.diagnosis.silence import find_silent
 from thinwire.diagnosis.timeline import build

@@ -14,6 +14,7 @@ from thinwire.diagnosis.records import (
     FORMAT,
     KINDS,
     VERSION,
+    Arrival,
     Beat,
     Communicator,
     Operation,
@@ -57,6 +58,7 @@ class Records:
         transfers: Ends of transfers.
         spans: Work.
         beats: Signs of life.
+        arrivals: How much had come while messages were open.
         nccl: What NCCL's own tools wrote.
         num_lines: Lines looked at, without headers.
         num_refused: Lines not taken.
@@ -69,6 +71,7 @@ class Records:
     transfers: list[TransferEnd] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     beats: list[Beat] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
     nccl: NcclRecords = field(default_factory=NcclRecords)
     num_lines: int = 0
     num_refused: int = 0
@@ -88,14 +91,16 @@ class Records:
             return
         self.check_room()
         place: dict[type[Record], list[Any]] = {
-            Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats
+            Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats,
+            Arrival: self.arrivals,
         }  # fmt: skip
         place[type(record)].append(record)
 
     @property
     def num_records(self) -> int:
         """How many records there are, without communicators."""
-        return len(self.operations) + len(self.transfers) + len(self.spans) + len(self.beats) + len(self.nccl)
+        own = len(self.operations) + len(self.transfers) + len(self.spans)
+        return own + len(self.beats) + len(self.arrivals) + len(self.nccl)
 
     def check_room(self) -> None:
         """Check that one more record may come.
@@ -273,9 +278,9 @@ def _check_whole(record: Record) -> None:
         if not record.ranks or len(set(record.ranks)) != len(record.ranks):
             raise ValueError("ranks are none, or some are there twice")
         return
-    if isinstance(record, TransferEnd) and record.peer == record.rank:
+    if isinstance(record, TransferEnd | Arrival) and record.peer == record.rank:
         raise ValueError("a transfer of a rank with itself")
-    if isinstance(record, Beat):
+    if isinstance(record, Beat | Arrival):
         return
     begin = record.started_s if isinstance(record, Span) else record.posted_s
     if isinstance(record, Span) and (record.started_s is None or record.done_s is None):

@@ -141,7 +141,24 @@ class Beat:
     error: str = ""
 
 
-Record = Communicator | Operation | TransferEnd | Span | Beat
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """How much has come over a connection, while a message that is to come over it is open.
+
+    Attributes:
+        rank: Who writes, and receives.
+        peer: The other end.
+        at_s: When.
+        num_bytes: What the kernel has received since the connection was made, of all messages and with their frames.
+    """
+
+    rank: int
+    peer: int
+    at_s: float
+    num_bytes: int
+
+
+Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival
 
 KINDS: dict[str, type[Record]] = {
     "communicator": Communicator,
@@ -149,6 +166,7 @@ KINDS: dict[str, type[Record]] = {
     "transfer": TransferEnd,
     "span": Span,
     "beat": Beat,
+    "arrival": Arrival,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
@@ -195,9 +213,7 @@ class RecordRing:
     def __init__(self, *, capacity: int = 8192) -> None:
         if capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
-        self._rings: dict[type[Record], deque[Record]] = {
-            kind: deque(maxlen=capacity) for kind in (Communicator, Operation, TransferEnd, Span, Beat)
-        }
+        self._rings: dict[type[Record], deque[Record]] = {kind: deque(maxlen=capacity) for kind in KINDS.values()}
         self.num_dropped = 0
 
     def add(self, record: Record) -> None:

@@ -12,7 +12,7 @@ from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.clocks import Alignment, Sighting, SightingBook, align
 from thinwire.diagnosis.nccl_values import NcclRecords
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Beat, Communicator, Operation, Span, TransferEnd
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Operation, Span, TransferEnd
 
 _MOST_SIGHTINGS = 200_000
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -107,6 +107,8 @@ class Job:
         beat_s: Usual seconds between two beats of each rank that gives any.
         heard_s: When the latest message of each rank reached another one, as that one wrote.
         late_s: By how much the signs of life of ranks come late again and again, see `Lateness`.
+        arrivals: When, and how many bytes had come from a source to a destination then, in order; while a message was
+            open.
         nccl: What NCCL's own tools wrote; its clocks are not brought together.
     """
 
@@ -129,6 +131,7 @@ class Job:
     beat_s: dict[int, float] = field(default_factory=dict)
     heard_s: dict[int, float] = field(default_factory=dict)
     late_s: dict[int, float] = field(default_factory=dict)
+    arrivals: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
     nccl: NcclRecords = field(default_factory=NcclRecords)
 
     def silence_s(self, rank: int) -> float:
@@ -159,8 +162,7 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     job.num_said_twice += twice
     messages = _sightings(ends, clock_of)
     sightings = [seen for _, seen in messages] if book is None else book.take(messages, of=clock_of.values())
-    sightings = sightings or _sightings_of_operations(records.operations, clock_of)
-    job.alignment = align(clock_of.values(), sightings)
+    job.alignment = align(clock_of.values(), sightings or _sightings_of_operations(records.operations, clock_of))
     fits = {rank: job.alignment.fits[clock] for rank, clock in clock_of.items()}
     job.clock_of, job.error_s = clock_of, {rank: fit.error_s for rank, fit in fits.items()}
     job.unsteady = frozenset(rank for rank, fit in fits.items() if not fit.is_steady)
@@ -181,6 +183,7 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
         _see(job, beat.rank, beat.at_s)
         if beat.is_last:
             job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
+    _take_arrivals(job, records.arrivals, shift)
     job.left = {beat.rank for beat in records.beats if beat.error and not beat.is_last}
     job.spans.sort(key=lambda span: span.step)
     job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
@@ -191,6 +194,14 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     job.heard_s = _heard(job)
     job.trust = 1.0 - records.refused_share
     return job
+
+
+def _take_arrivals(job: Job, arrivals: Iterable[Arrival], shift: _Shift) -> None:
+    for one in sorted(arrivals, key=lambda one: one.at_s):
+        at_s = shift(one.rank, one.at_s)
+        assert at_s is not None
+        job.arrivals.setdefault((one.peer, one.rank), []).append((at_s, one.num_bytes))
+        _see(job, one.rank, one.at_s)
 
 
 def _heard(job: Job) -> dict[int, float]:
@@ -239,6 +250,7 @@ def _places(job: Job, records: Records) -> dict[int, str]:
         {operation.rank for operation in records.operations}, {end.rank for end in records.transfers},
         {end.peer for end in records.transfers},
         {span.rank for span in records.spans}, {beat.rank for beat in records.beats},
+        {one.rank for one in records.arrivals}, {one.peer for one in records.arrivals},
     ]  # fmt: skip
     for rank in sorted(set().union(*told)):
         job.host_of.setdefault(rank, f"rank-{rank}")

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd
 
 _MOST_COMMUNICATORS = 256
-_MOST_RANKS, _MOST_BEATS = 1 << 16, 16
+_MOST_RANKS, _MOST_BEATS, _MOST_ARRIVALS = 1 << 16, 16, 8
 # So many records are kept of each rank or each way between two, as long as these are no more in all; of more, fewer.
 _MANY, _MOST_MANY, _FEW = 16, 12_000, 2
 _MOST_KEPT = 1 << 18
@@ -20,6 +20,7 @@ _MOST_KEPT = 1 << 18
 _LATER_DONE = 3
 
 _Kept = TypeVar("_Kept")
+_Key = TypeVar("_Key")
 
 
 class _Ends(Generic[_Kept]):
@@ -75,6 +76,7 @@ class Window:
         self._transfers: _Ends[TransferEnd] = _Ends(2 * most_records)
         self._spans: _Ends[Span] = _Ends(most_records)
         self._beats: dict[int, deque[Beat]] = {}
+        self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
@@ -92,16 +94,18 @@ class Window:
                     kept.hold(max(kept.most, _most_of(len(self._writers))))
             self._operations.put((record.communicator, record.rank, record.sequence), record)
         elif isinstance(record, TransferEnd):
-            way = (record.rank, record.peer, record.direction)
-            if way not in self._ways and len(self._ways) < _MOST_KEPT:
-                self._ways.add(way)
+            one_way = (record.rank, record.peer, record.direction)
+            if one_way not in self._ways and len(self._ways) < _MOST_KEPT:
+                self._ways.add(one_way)
                 self._transfers.hold(max(self._transfers.most, _most_of(len(self._ways))))
             key = (record.communicator, record.rank, record.peer, record.direction, record.operation, record.part)
             self._transfers.put(key, record)
         elif isinstance(record, Span):
             self._spans.put((record.rank, record.kind, record.step), record)
-        elif record.rank in self._beats or len(self._beats) < _MOST_RANKS:
-            self._beats.setdefault(record.rank, deque(maxlen=_MOST_BEATS)).append(record)
+        elif isinstance(record, Arrival):
+            _put_latest(self._arrivals, (record.rank, record.peer), record, most=_MOST_ARRIVALS)
+        else:
+            _put_latest(self._beats, record.rank, record, most=_MOST_BEATS)
 
     def ranks(self) -> set[int]:
         """Return the ranks that wrote anything: a sign of life, or where they are."""
@@ -132,8 +136,15 @@ class Window:
         found.transfers = [end for end in self._transfers.values() if end.rank not in gone and end.peer not in gone]
         found.spans = [span for span in self._spans.values() if span.rank not in gone]
         found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
+        kept_ways = [own for way, own in self._arrivals.items() if gone.isdisjoint(way)]
+        found.arrivals = [one for own in kept_ways for one in own]
         found.num_lines = found.num_records
         return found
+
+
+def _put_latest(kept: dict[_Key, deque[_Kept]], key: _Key, record: _Kept, *, most: int) -> None:
+    if key in kept or len(kept) < _MOST_RANKS:
+        kept.setdefault(key, deque(maxlen=most)).append(record)
 
 
 def _most_of(count: int) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
 from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
 from thinwire.membership.proposal import named_part
@@ -51,6 +51,24 @@ class Forward(Protocol):
         ...
 
 
+class Reading(Protocol):
+    """What is known of a connection."""
+
+    @property
+    def received_bytes(self) -> int:
+        """What has come over it."""
+        ...
+
+
+class Followed(Protocol):
+    """Carries messages."""
+
+    @property
+    def log(self) -> TransferLog:
+        """What it carried."""
+        ...
+
+
 class Recorder:
     """Writes `records-rank-N.jsonl` of one rank, see `thinwire.training.record_file`.
 
@@ -82,6 +100,7 @@ class Recorder:
         self._open: dict[_Key | int, TransferEnd | Operation] = {}
         self._untold: set[_Key | int] = set()
         self._beat_s = -BEAT_S
+        self._reading: Callable[[int], Reading | None] = lambda peer: None
         self.num_dropped = 0
         self._place = Communicator(
             communicator=COMMUNICATOR, ranks=(rank,), hosts=(host_name(),), clocks=(clock_name(),)
@@ -98,11 +117,17 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="thinwire-recorder", daemon=True)
         self._thread.start()
 
-    def follow(self, log: TransferLog, engine: Engine) -> None:
-        """Record all rounds of an engine and their messages from here on."""
-        log.add_post_sink(self.add)
-        log.add_sink(self.add)
+    def follow(self, transport: Followed, engine: Engine) -> None:
+        """Record all rounds of an engine and their messages from here on.
+
+        Args:
+            transport: What carries them. Where it has a `reading` of each connection, what comes meanwhile is recorded.
+            engine: Whose rounds.
+        """
+        transport.log.add_post_sink(self.add)
+        transport.log.add_sink(self.add)
         engine.on_round = self.add
+        self._reading = getattr(transport, "reading", self._reading)
 
     def add(self, event: Event) -> None:
         """Take an event in, from any thread; nothing is written here."""
@@ -170,12 +195,23 @@ class Recorder:
         lines += [to_line(self._open[key]) for key in self._untold]
         self._untold.clear()
         if beat is not None:
-            lines.append(to_line(beat))
+            lines += [*map(to_line, self._arrivals(beat.at_s)), to_line(beat)]
         if lines:
             self._write(lines)
         if self._forward is not None:
             self._forward.add(lines)
             self._forward.turn()
+
+    def _arrivals(self, now_s: float) -> Iterator[Arrival]:
+        """Yield what has come from those from whom a message has been open for a beat and longer."""
+        waited_for = {
+            key[1] for key, one in self._open.items()
+            if isinstance(key, tuple) and key[0] == "received" and one.posted_s <= now_s - BEAT_S
+        }  # fmt: skip
+        for peer in sorted(waited_for):
+            found = self._reading(peer)
+            if found is not None:
+                yield Arrival(rank=self._rank, peer=peer, at_s=now_s, num_bytes=found.received_bytes)
 
     def _write(self, lines: list[str]) -> None:
         if self._file is None:

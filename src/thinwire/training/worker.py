@@ -173,7 +173,7 @@ class _Replica:
             training = self._assemble(meter, recorder)
             complaint = self._check_code()
             self._go_to(step, training, meter)
-            recorder.follow(self._transport.log, self._optimizer.engine)
+            recorder.follow(self._transport, self._optimizer.engine)
             if complaint and self._transport.replica == 0:
                 meter.write_warning(step + 1, message=complaint)
             training.run()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd
 from thinwire.diagnosis.run_files import ROUNDS, end_of, operation_of
 from thinwire.training.reporting.run_folder import StepLine
 
 MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128
 _MOST_COMMUNICATORS = 64
+_MOST_ARRIVALS = 8
 
 
 class RankWindow:
@@ -39,6 +40,7 @@ class RankWindow:
         self._ends: dict[tuple[str, int, str, int, int], TransferEnd] = {}
         self._spans: dict[tuple[str, int], Span] = {}
         self._beat: Beat | None = None
+        self._arrivals: dict[int, deque[Arrival]] = {}
         self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
 
     def add(self, record: Record, *, room: int) -> None:
@@ -56,6 +58,9 @@ class RankWindow:
             raise ValueError(f"a record of rank {record.rank} in the file of rank {self.rank}")
         if isinstance(record, Beat):
             self._beat = record
+        elif isinstance(record, Arrival):
+            if record.peer in self._arrivals or len(self._arrivals) < room:
+                self._arrivals.setdefault(record.peer, deque(maxlen=_MOST_ARRIVALS)).append(record)
         elif isinstance(record, Operation):
             _keep(self._operations, (record.communicator, record.sequence), record, room=room)
         elif isinstance(record, Span):
@@ -98,6 +103,7 @@ class RankWindow:
             *self._ends.values(),
             *self._spans.values(),
             *([self._beat] if self._beat else []),
+            *(one for own in self._arrivals.values() for one in own),
         ]
         for record in found:
             records.num_lines += 1

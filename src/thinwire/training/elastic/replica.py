@@ -268,7 +268,7 @@ class _Life:
         is_with_coordinator = read_port(config.run_dir) is not None
         forward = None if is_with_coordinator else RecordForward(council)
         self._recorder = Recorder(config.run_dir, rank=seated.replica, warn=self._tell, forward=forward)
-        self._recorder.follow(seated.transport.log, parts.optimizer.engine)
+        self._recorder.follow(seated.transport, parts.optimizer.engine)
         if step:
             parts.optimizer.begin_at(step)
         return step
