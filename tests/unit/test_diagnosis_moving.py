@@ -120,6 +120,20 @@ def test_a_wire_over_which_nothing_comes_hangs(came: list[Record]) -> None:
     assert (found.kind, found.where) == ("communication hang", "link 0 <-> 1")
 
 
+@pytest.mark.parametrize(("a_second", "lasts_s", "is_sure"), [(0.0, 3.0, False), (0.0, 5.0, True), (150.0, 5.0, False)])
+def test_a_wire_over_which_not_even_a_sign_of_life_comes_is_dead_for_sure(
+    a_second: float, lasts_s: float, is_sure: bool
+) -> None:
+    # messages usually take 0.4 s, so that 25 times as long has not gone by
+    slower = [replace(one, done_s=one.posted_s + 0.39) if isinstance(one, TransferEnd) else one for one in healthy()]
+    until_s = BEGUN_S + lasts_s
+    came = arrivals(0, 1, a_second=a_second, until_s=until_s)
+    (found,) = judged(slower, waiting_for((0, 1), until_s=until_s), came)
+    assert (found.kind, found.where) == ("communication hang", "link 0 <-> 1")
+    assert (found.confidence > 0.7, "may also be very slow" in found.text) == (is_sure, not is_sure)
+    assert ("Not a byte" in found.text) == is_sure
+
+
 def test_where_one_message_moves_and_another_one_does_not_it_hangs() -> None:
     found = judged(
         healthy(), waiting_for((0, 1), (1, 2), until_s=UNTIL_S), arrivals(0, 1, a_second=5e5, until_s=UNTIL_S)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.diagnosis.findings import Finding, Place
-from thinwire.diagnosis.moving import LEAST_PATIENCE_S, UNSURE, slow_ranks, slow_wires
+from thinwire.diagnosis.moving import LEAST_PATIENCE_S, UNSURE, is_dead, slow_ranks, slow_wires
 from thinwire.diagnosis.records import Operation
 from thinwire.diagnosis.silence import unrecorded
 from thinwire.diagnosis.timeline import Job, Message
@@ -307,7 +307,9 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     share = explained.fit if explained is not None else 0.0
     confidence = 0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share
     times = _times_late(job, stuck, still.communicator)
-    if times < _VERY_SLOW:
+    if is_dead(job, stuck):
+        text += " Not a byte comes over it, nor a sign of life of the connection."
+    elif times < _VERY_SLOW:
         confidence = min(confidence, UNSURE)
         text += f" They have been waited for {times:.0f} times as long as usual: it may also be very slow."
     return Finding(

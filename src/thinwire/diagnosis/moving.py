@@ -23,6 +23,8 @@ _LEAST_TIMES = 2.0
 _LEAST_BYTES_A_SECOND, _LEAST_SHARE = 2048.0, 1 / 200
 # By how old and how long a stretch it is told what comes now.
 _FRESH_S, _STRETCH_S, _LEAST_STRETCH_S = 1.5, 1.6, 0.4
+# A connection of ours has a sign of life once a second; where this is long, so many of them have not come.
+_DEAD_S = 3.0
 _LATEST_MESSAGES = 64
 _LEAST_STEPS = 8
 # A step that has not ended after so many of the latest ones may never end.
@@ -100,6 +102,25 @@ def _rate(job: Job, cell: Cell) -> float | None:
     long_s, came = earlier[0]
     # a connection that was made anew counts from 0 again
     return came / long_s if long_s >= _LEAST_STRETCH_S and came >= 0 else None
+
+
+def is_dead(job: Job, messages: Sequence[Message]) -> bool:
+    """Return whether not a byte comes over the wires of messages that are late, where a live one has signs of life.
+
+    Args:
+        job: All records.
+        messages: Those that both ends are ready for.
+    """
+    late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= LEAST_PATIENCE_S]
+    return bool(late) and all(_nothing_comes(job, (m.source, m.destination)) for m in late)
+
+
+def _nothing_comes(job: Job, cell: Cell) -> bool:
+    seen = job.arrivals.get(cell, [])
+    if not seen or job.now_s - seen[-1][0] > _FRESH_S:
+        return False
+    still = [at_s for at_s, count in seen if count == seen[-1][1]]
+    return seen[-1][0] - still[0] >= _DEAD_S
 
 
 def slow_ranks(job: Job, ranks: Collection[int], place: Place, *, waited_since_s: float) -> Finding | None:
