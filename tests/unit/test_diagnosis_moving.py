@@ -68,12 +68,15 @@ def waiting_for(*stuck: tuple[int, int], until_s: float, error: str = "") -> lis
 
 
 def arrivals(
-    source: int, destination: int, *, a_second: float, until_s: float, since_s: float = BEGUN_S
+    source: int, destination: int, *, a_second: float, until_s: float, since_s: float = BEGUN_S,
+    has_signs: bool = True,
 ) -> list[Record]:  # fmt: skip
     times = [since_s + 0.5 + 0.5 * half for half in range(int(2 * (until_s - since_s)))]
     return [
-        Arrival(rank=destination, peer=source, at_s=at_s, num_bytes=round(30_000_000 + a_second * (at_s - since_s)))
-        for at_s in times
+        Arrival(
+            rank=destination, peer=source, at_s=at_s, num_bytes=round(30_000_000 + a_second * (at_s - since_s)),
+            has_signs=has_signs,
+        ) for at_s in times
     ]  # fmt: skip
 
 
@@ -120,14 +123,17 @@ def test_a_wire_over_which_nothing_comes_hangs(came: list[Record]) -> None:
     assert (found.kind, found.where) == ("communication hang", "link 0 <-> 1")
 
 
-@pytest.mark.parametrize(("a_second", "lasts_s", "is_sure"), [(0.0, 3.0, False), (0.0, 5.0, True), (150.0, 5.0, False)])
+@pytest.mark.parametrize(
+    ("a_second", "lasts_s", "has_signs", "is_sure"),
+    [(0.0, 3.0, True, False), (0.0, 5.0, True, True), (150.0, 5.0, True, False), (0.0, 5.0, False, False)],
+)
 def test_a_wire_over_which_not_even_a_sign_of_life_comes_is_dead_for_sure(
-    a_second: float, lasts_s: float, is_sure: bool
+    a_second: float, lasts_s: float, has_signs: bool, is_sure: bool
 ) -> None:
     # messages usually take 0.4 s, so that 25 times as long has not gone by
     slower = [replace(one, done_s=one.posted_s + 0.39) if isinstance(one, TransferEnd) else one for one in healthy()]
     until_s = BEGUN_S + lasts_s
-    came = arrivals(0, 1, a_second=a_second, until_s=until_s)
+    came = arrivals(0, 1, a_second=a_second, until_s=until_s, has_signs=has_signs)
     (found,) = judged(slower, waiting_for((0, 1), until_s=until_s), came)
     assert (found.kind, found.where) == ("communication hang", "link 0 <-> 1")
     assert (found.confidence > 0.7, "may also be very slow" in found.text) == (is_sure, not is_sure)

@@ -209,7 +209,7 @@ class Wire:
 
     def reading(self, peer: int) -> SimpleNamespace | None:
         self.asked.append(peer)
-        return SimpleNamespace(received_bytes=1000 * len(self.asked)) if peer == 2 else None
+        return SimpleNamespace(received_bytes=1000 * len(self.asked), has_signs=True) if peer == 2 else None
 
 
 def test_what_comes_while_a_message_is_open_is_recorded_and_nothing_where_none_is(tmp_path: Path) -> None:

@@ -112,7 +112,8 @@ def is_dead(job: Job, messages: Sequence[Message]) -> bool:
         messages: Those that both ends are ready for.
     """
     late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= LEAST_PATIENCE_S]
-    return bool(late) and all(_nothing_comes(job, (m.source, m.destination)) for m in late)
+    cells = {(m.source, m.destination) for m in late}
+    return bool(cells) and cells <= job.signalled and all(_nothing_comes(job, cell) for cell in cells)
 
 
 def _nothing_comes(job: Job, cell: Cell) -> bool:

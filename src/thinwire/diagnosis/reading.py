@@ -369,7 +369,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "communicator": text, "ranks": _ranks, "hosts": _texts, "clocks": _texts,
     "rank": _rank, "peer": _rank, "direction": _direction, "sequence": whole, "operation": whole, "part": whole,
     "kind": text, "dtype": text, "count": _or_unknown, "round": _or_unknown, "num_bytes": whole, "retries": whole,
-    "step": whole, "error": text, "loss": _loss, "is_last": _flag,
+    "step": whole, "error": text, "loss": _loss, "is_last": _flag, "has_signs": _flag,
     "forward_s": _maybe_length, "backward_s": _maybe_length,
     "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
 }  # fmt: skip

@@ -150,12 +150,14 @@ class Arrival:
         peer: The other end.
         at_s: When.
         num_bytes: What the kernel has received since the connection was made, of all messages and with their frames.
+        has_signs: Whether a sign of life comes over it once a second while it is well.
     """
 
     rank: int
     peer: int
     at_s: float
     num_bytes: int
+    has_signs: bool = False
 
 
 Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival

@@ -109,6 +109,7 @@ class Job:
         late_s: By how much the signs of life of ranks come late again and again, see `Lateness`.
         arrivals: When, and how many bytes had come from a source to a destination then, in order; while a message was
             open.
+        signalled: Sources and destinations whose connections have signs of life of their own.
         nccl: What NCCL's own tools wrote; its clocks are not brought together.
     """
 
@@ -132,6 +133,7 @@ class Job:
     heard_s: dict[int, float] = field(default_factory=dict)
     late_s: dict[int, float] = field(default_factory=dict)
     arrivals: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
+    signalled: set[tuple[int, int]] = field(default_factory=set)
     nccl: NcclRecords = field(default_factory=NcclRecords)
 
     def silence_s(self, rank: int) -> float:
@@ -201,6 +203,8 @@ def _take_arrivals(job: Job, arrivals: Iterable[Arrival], shift: _Shift) -> None
         at_s = shift(one.rank, one.at_s)
         assert at_s is not None
         job.arrivals.setdefault((one.peer, one.rank), []).append((at_s, one.num_bytes))
+        if one.has_signs:
+            job.signalled.add((one.peer, one.rank))
         _see(job, one.rank, one.at_s)
 
 

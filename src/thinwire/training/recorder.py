@@ -59,6 +59,11 @@ class Reading(Protocol):
         """What has come over it."""
         ...
 
+    @property
+    def has_signs(self) -> bool:
+        """Whether signs of life come over it by themselves."""
+        ...
+
 
 class Followed(Protocol):
     """Carries messages."""
@@ -211,7 +216,9 @@ class Recorder:
         for peer in sorted(waited_for):
             found = self._reading(peer)
             if found is not None:
-                yield Arrival(rank=self._rank, peer=peer, at_s=now_s, num_bytes=found.received_bytes)
+                yield Arrival(
+                    rank=self._rank, peer=peer, at_s=now_s, num_bytes=found.received_bytes, has_signs=found.has_signs
+                )
 
     def _write(self, lines: list[str]) -> None:
         if self._file is None:

@@ -34,6 +34,7 @@ from thinwire.transport.addresses import (
     resolve,
 )
 from thinwire.transport.meeting import Meeting, open_store, prefixed
+from thinwire.transport.own_sockets import OwnSockets
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.secret import Secret, need_pyzmq, read_secret
@@ -248,7 +249,7 @@ def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: 
         # No accept is needed: the kernel completes connections up to the backlog.
         with listen(address, backlog=place.world_size + 1) as listener:
             own = _station(place, address, port=listener.getsockname()[1], ranks_per_replica=ranks_per_replica)
-            _introduce(own, meeting, ranks_per_replica=ranks_per_replica)
+            stations = _introduce(own, meeting, ranks_per_replica=ranks_per_replica)
     finally:
         meeting.part()
     with gloo_on(interface), _naming_failures(address):
@@ -262,7 +263,10 @@ def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: 
             timeout=timedelta(seconds=deadline_s),
         )
         try:
-            return _own_group(ranks_per_replica, interface, deadline_s=deadline_s, made_default=True)
+            sockets = OwnSockets({station.rank: station.address for station in stations})
+            return _own_group(
+                ranks_per_replica, interface, deadline_s=deadline_s, made_default=True, sockets=sockets
+            )  # fmt: skip
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -350,8 +354,9 @@ def _odd_one_out(stations: list[Station], *, ranks_per_replica: int) -> str:
 
 
 def _own_group(
-    ranks_per_replica: int, interface: str | None, *, deadline_s: float, made_default: bool = False
-) -> ProcessGroupTransport:
+    ranks_per_replica: int, interface: str | None, *, deadline_s: float, made_default: bool = False,
+    sockets: OwnSockets | None = None,
+) -> ProcessGroupTransport:  # fmt: skip
     """Make a gloo group for thinwire's messages alone: a user's collectives never meet them."""
     _check_divides(ranks_per_replica, world_size=dist.get_world_size())
     with gloo_on(interface), _naming_failures("this host"):
@@ -364,7 +369,7 @@ def _own_group(
         if made_default and dist.is_initialized():
             dist.destroy_process_group()
 
-    return ProcessGroupTransport(group, ranks_per_replica=ranks_per_replica, release=release)
+    return ProcessGroupTransport(group, ranks_per_replica=ranks_per_replica, release=release, sockets=sockets)
 
 
 @contextlib.contextmanager

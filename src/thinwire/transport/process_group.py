@@ -36,6 +36,8 @@ from thinwire.errors import PeerLost, TransportError
 from thinwire.transport.awaited import Awaited
 from thinwire.transport.base import Envelope, Pending, check_peer
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
+from thinwire.transport.own_sockets import OwnSockets
+from thinwire.transport.wire_liveness import TcpReading
 
 OPENING_BYTES = 1 << 16
 MOST_PARTS = 64
@@ -95,6 +97,7 @@ class ProcessGroupTransport:
         group: A gloo group of all ranks that nobody else sends messages on.
         ranks_per_replica: Ranks that form one replica.
         release: Called once by `close`, for what the maker of the group made.
+        sockets: What the kernel tells of the connections to other replicas is found by; none where nobody knows.
 
     Attributes:
         tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
@@ -107,8 +110,9 @@ class ProcessGroupTransport:
     runs_in_background = True
 
     def __init__(
-        self, group: dist.ProcessGroup, *, ranks_per_replica: int = 1, release: Callable[[], None] | None = None
-    ) -> None:
+        self, group: dist.ProcessGroup, *, ranks_per_replica: int = 1, release: Callable[[], None] | None = None,
+        sockets: OwnSockets | None = None,
+    ) -> None:  # fmt: skip
         world_size = dist.get_world_size(group)
         if ranks_per_replica < 1 or world_size % ranks_per_replica:
             raise ValueError(
@@ -118,6 +122,7 @@ class ProcessGroupTransport:
         self._group = group
         self._ranks_per_replica = ranks_per_replica
         self._release = release
+        self._sockets = sockets
         self._replica, self._shard = divmod(dist.get_rank(group), ranks_per_replica)
         self._num_replicas = world_size // ranks_per_replica
         self._in_flight: set[_Transfer] = set()
@@ -142,6 +147,11 @@ class ProcessGroupTransport:
     def shard(self) -> int:
         """The rank's number within its replica."""
         return self._shard
+
+    def reading(self, peer: int) -> TcpReading | None:
+        """Return what the kernel knows of the connections to a replica, None where nobody can tell which they are."""
+        rank = peer * self._ranks_per_replica + self._shard
+        return None if self._sockets is None else self._sockets.reading(rank)
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send a payload to another replica; the transport keeps the bytes alive until they are out.

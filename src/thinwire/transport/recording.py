@@ -14,6 +14,7 @@ from thinwire.errors import DeadlineExceeded, TransportError
 from thinwire.events import Direction, Posted, Transfer, TransferLog
 from thinwire.transport.base import Answer, Ask, AskingTransport, Envelope, Pending, Received, Transport
 from thinwire.transport.message import HEADER_BYTES
+from thinwire.transport.wire_liveness import TcpReading
 
 
 @runtime_checkable
@@ -68,6 +69,12 @@ class RecordingTransport:
     def runs_in_background(self) -> bool:
         """Whether an exchange may be driven from a thread of its own."""
         return self.inner.runs_in_background
+
+    def reading(self, peer: int) -> TcpReading | None:
+        """Return what the kernel knows of the connection to a replica, None where the transport cannot tell."""
+        read = getattr(self.inner, "reading", None)
+        found: TcpReading | None = None if read is None else read(peer)
+        return found
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
         """Start to send, see `Transport.send`."""

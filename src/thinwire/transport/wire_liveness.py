@@ -32,12 +32,14 @@ class TcpReading:
         rtt_s: Its smoothed round-trip time.
         sent_bytes: That the other end has acknowledged.
         received_bytes: That have come.
+        has_signs: Whether a sign of life comes over it once a second while it is well, also when nothing is sent.
     """
 
     silence_s: float
     rtt_s: float
     sent_bytes: int
     received_bytes: int
+    has_signs: bool = True
 
 
 def read_tcp(connection: socket.socket) -> TcpReading | None:
