@@ -43,11 +43,14 @@ def received(sockets: OwnSockets, rank: int, wanted: int) -> int:
         time.sleep(0.01)
 
 
-def test_all_connections_to_a_rank_count_together_and_nobody_else_s(stack: ExitStack) -> None:
-    sockets = OwnSockets({0: HERE, 1: THERE, 2: OTHER})
+def test_all_connections_to_a_rank_count_together_and_nobody_else_s(stack: ExitStack, tmp_path: Path) -> None:
+    now_s = 0.0
+    sockets = OwnSockets({0: HERE, 1: THERE, 2: OTHER}, now=lambda: now_s)
     assert sockets.reading(1) is None, "nothing leads there yet"
     num_open = len(list(OPEN.iterdir()))
     pairs = [connection(stack, address) for address in (THERE, THERE, OTHER)]
+    assert sockets.reading(1) is None, "it has looked just now"
+    now_s += 6.0
     for (_, far), count in zip(pairs, (1000, 200, 30), strict=True):
         far.sendall(bytes(count))
     assert received(sockets, 1, 1200) == 1200 and received(sockets, 2, 30) == 30
@@ -56,6 +59,7 @@ def test_all_connections_to_a_rank_count_together_and_nobody_else_s(stack: ExitS
     assert pairs[0][0].recv(10) == bytes(10), "the connection is as it was"
     for own, _ in pairs[:2]:
         own.close()
+    stack.enter_context((tmp_path / "something else").open("w"))  # takes the number of one
     assert sockets.reading(1) is None and sockets.reading(7) is None
     stack.close()
     assert len(list(OPEN.iterdir())) == num_open

@@ -7,15 +7,18 @@ replicas apart where each has an address of its own.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from thinwire.transport.wire_liveness import TcpReading, read_tcp
 
 _OPEN = Path("/proc/self/fd")
+_AGAIN_S = 5.0
 
 
 class OwnSockets:
@@ -23,15 +26,19 @@ class OwnSockets:
 
     Args:
         addresses: The IPv4 address of each rank, this one's too.
+        now: Gives seconds that only grow.
 
     Example:
         >>> OwnSockets({0: "192.0.2.1", 1: "192.0.2.2"}).reading(1) is None  # nothing leads there
         True
     """
 
-    def __init__(self, addresses: Mapping[int, str]) -> None:
+    def __init__(self, addresses: Mapping[int, str], *, now: Callable[[], float] = time.monotonic) -> None:
         shared = Counter(addresses.values())
         self._addresses = {rank: address for rank, address in addresses.items() if shared[address] == 1}
+        self._now = now
+        self._numbers: list[int] = []
+        self._found_s = -math.inf
 
     def reading(self, rank: int) -> TcpReading | None:
         """Return what the kernel knows of all connections to a rank together.
@@ -39,7 +46,7 @@ class OwnSockets:
         None where there is none, where others have the same address, and where the kernel does not tell.
         """
         address = self._addresses.get(rank)
-        found = [] if address is None else [one for one in map(read_tcp, _connections(address)) if one is not None]
+        found = [] if address is None else [one for one in map(read_tcp, self._connections(address)) if one is not None]
         if not found:
             return None
         return TcpReading(
@@ -48,15 +55,38 @@ class OwnSockets:
             has_signs=False,
         )  # fmt: skip
 
+    def _connections(self, address: str) -> Iterator[socket.socket]:
+        """Yield copies of the IPv4 connections to an address, each until the next one is asked for."""
+        now_s = self._now()
+        if now_s - self._found_s > _AGAIN_S:  # to look at all that is open takes a hundred times as long
+            self._numbers, self._found_s = list(_open_sockets()), now_s
+        for number in self._numbers:
+            copy = copy_of(number)
+            if copy is None:
+                continue
+            with contextlib.suppress(OSError), copy:
+                # a socket over IPv6 is torch's store
+                if copy.family == socket.AF_INET and copy.getpeername()[0] == address:
+                    yield copy
 
-def _connections(address: str) -> Iterator[socket.socket]:
-    """Yield copies of this process's IPv4 connections to an address, each until the next one is asked for."""
+
+def copy_of(number: int) -> socket.socket | None:
+    """Return another descriptor of a socket; None where that number is none any more."""
+    try:
+        copy = os.dup(number)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # something else than a socket has the number by now
+        os.close(copy)
+        return None
+
+
+def _open_sockets() -> Iterator[int]:
+    """Yield the descriptors that are sockets now; what has such a number later may be something else."""
     with contextlib.suppress(OSError):
         for path in list(_OPEN.iterdir()):
             with contextlib.suppress(OSError):
-                if not str(path.readlink()).startswith("socket:"):
-                    continue
-                with socket.socket(fileno=os.dup(int(path.name))) as copy:
-                    # a socket over IPv6 is torch's store
-                    if copy.family == socket.AF_INET and copy.getpeername()[0] == address:
-                        yield copy
+                if str(path.readlink()).startswith("socket:"):
+                    yield int(path.name)

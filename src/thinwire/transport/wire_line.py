@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import zmq
 
+from thinwire.transport.own_sockets import copy_of
 from thinwire.transport.wire_bounds import EARLY_BYTES, EARLY_MESSAGES, MOST_WANTS
 from thinwire.transport.wire_frames import MOST_FRAME_BYTES
 from thinwire.transport.wire_liveness import BEAT_S, TcpReading, read_tcp
@@ -76,24 +76,12 @@ def borrowed(fd: int, *, peer: Endpoint | None) -> Iterator[socket.socket | None
     Yields:
         A socket for the connection, None where there is none such.
     """
-    copy = _copied(fd)
+    copy = copy_of(fd)
     if copy is None:
         yield None
         return
     with copy:
         yield copy if peer is None or endpoint_of(copy) == peer else None
-
-
-def _copied(fd: int) -> socket.socket | None:
-    try:
-        number = os.dup(fd)
-    except OSError:
-        return None
-    try:
-        return socket.socket(fileno=number)
-    except OSError:  # something else than a socket has the number by now
-        os.close(number)
-        return None
 
 
 def endpoint_of(connection: socket.socket) -> Endpoint | None:
