@@ -101,7 +101,10 @@ def _rate(job: Job, cell: Cell) -> float | None:
     earlier = [(last_s - at_s, last - count) for at_s, count in seen if last_s - at_s <= _STRETCH_S]
     long_s, came = earlier[0]
     # a connection that was made anew counts from 0 again
-    return came / long_s if long_s >= _LEAST_STRETCH_S and came >= 0 else None
+    if long_s < _LEAST_STRETCH_S or came < 0:
+        return None
+    # what came before the wire was cut does not come now
+    return came / long_s if last > seen[-2][1] else 0.0
 
 
 def is_dead(job: Job, messages: Sequence[Message]) -> bool:
