@@ -140,6 +140,24 @@ def test_a_wire_over_which_not_even_a_sign_of_life_comes_is_dead_for_sure(
     assert ("Not a byte" in found.text) == is_sure
 
 
+def test_a_dead_wire_is_told_as_soon_after_slow_messages_as_before_them() -> None:
+    # one message in ten took 1.5 s lately: three times of that would be waited for
+    slower = [
+        replace(one, done_s=one.posted_s + 1.5)
+        if isinstance(one, TransferEnd) and one.operation % 5 == 0 and one.peer == 0 and one.done_s else one
+        for one in healthy()
+    ]  # fmt: skip
+    longer = [
+        replace(one, done_s=one.posted_s + 2.5) if isinstance(one, Operation) and one.sequence % 5 == 0 else one
+        for one in slower
+    ]
+    until_s = BEGUN_S + 2.5
+    hang = waiting_for((0, 1), until_s=until_s)
+    assert judged(longer, hang) == []
+    (found,) = judged(longer, hang, arrivals(0, 1, a_second=0.0, until_s=until_s))
+    assert (found.kind, found.where) == ("communication hang", "link 0 <-> 1")
+
+
 def test_where_one_message_moves_and_another_one_does_not_it_hangs() -> None:
     found = judged(
         healthy(), waiting_for((0, 1), (1, 2), until_s=UNTIL_S), arrivals(0, 1, a_second=5e5, until_s=UNTIL_S)

@@ -16,7 +16,7 @@ from itertools import pairwise
 from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.diagnosis.findings import Finding, Place
-from thinwire.diagnosis.moving import LEAST_PATIENCE_S, UNSURE, is_dead, slow_ranks, slow_wires
+from thinwire.diagnosis.moving import LEAST_PATIENCE_S, UNSURE, is_dead, is_still, slow_ranks, slow_wires
 from thinwire.diagnosis.records import Operation
 from thinwire.diagnosis.silence import unrecorded
 from thinwire.diagnosis.timeline import Job, Message
@@ -169,16 +169,20 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
 def _has_stuck(job: Job, communicator: str, sequence: int) -> bool:
     """Return whether a message that both ends are ready for has not come in three times what 95 % of the latest took.
 
-    How long operations take says nothing here: most of it is waiting for ranks that come late.
+    How long operations take says nothing here: most of it is waiting for ranks that come late. Where not a byte comes,
+    three times of what the middle one took is enough.
     """
     own = [m for m in job.messages if m.communicator == communicator]
-    stuck = [m.begin_s for m in own if m.operation == sequence and m.is_stuck and m.begin_s is not None]
+    stuck = [m for m in own if m.operation == sequence and m.is_stuck and m.begin_s is not None]
     if not stuck:
         return False
     took = _took(own)
     # the longest of a fault that is over say nothing of the next one
     longest_s = took[-1 - len(took) // _FEW] if took else math.inf
-    return job.now_s - min(stuck) >= max(LEAST_PATIENCE_S, _PERIODS * longest_s)
+    if took and is_still(job, stuck):
+        longest_s = median(took)
+    waited_s = job.now_s - min(m.begin_s for m in stuck if m.begin_s is not None)
+    return waited_s >= max(LEAST_PATIENCE_S, _PERIODS * longest_s)
 
 
 def _took(messages: Sequence[Message]) -> list[float]:

@@ -116,15 +116,31 @@ def is_dead(job: Job, messages: Sequence[Message]) -> bool:
     """
     late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= LEAST_PATIENCE_S]
     cells = {(m.source, m.destination) for m in late}
-    return bool(cells) and cells <= job.signalled and all(_nothing_comes(job, cell) for cell in cells)
+    return bool(cells) and cells <= job.signalled and all(_still_s(job, cell) >= _DEAD_S for cell in cells)
 
 
-def _nothing_comes(job: Job, cell: Cell) -> bool:
+def is_still(job: Job, messages: Sequence[Message]) -> bool:
+    """Return whether not a byte has come for a second over the wires of all messages that are late.
+
+    Args:
+        job: All records.
+        messages: Those that both ends are ready for.
+    """
+    late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= LEAST_PATIENCE_S]
+    return bool(late) and all(_still_s(job, (m.source, m.destination)) >= LEAST_PATIENCE_S for m in late)
+
+
+def _still_s(job: Job, cell: Cell) -> float:
+    """Return for how long nothing has come from one rank to another, as far as somebody looked just now."""
     seen = job.arrivals.get(cell, [])
     if not seen or job.now_s - seen[-1][0] > _FRESH_S:
-        return False
-    still = [at_s for at_s, count in seen if count == seen[-1][1]]
-    return seen[-1][0] - still[0] >= _DEAD_S
+        return 0.0
+    still_s = seen[-1][0]
+    for at_s, count in reversed(seen):
+        if count != seen[-1][1]:
+            break
+        still_s = at_s
+    return seen[-1][0] - still_s
 
 
 def slow_ranks(job: Job, ranks: Collection[int], place: Place, *, waited_since_s: float) -> Finding | None:
