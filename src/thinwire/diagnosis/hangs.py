@@ -158,7 +158,7 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     # whose calls have failed wait no longer: who has not come to them is gone
     is_left = bool(missing) and set(inside) <= job.left
     is_sure = is_left or still_s >= limit_s or (still_s >= LEAST_PATIENCE_S and _silent(job, gone_s)) or _survivors(job)
-    if not is_sure and not (still_s >= gone_s and _has_stuck(job, communicator, sequence)):
+    if not is_sure and not _has_stuck(job, communicator, sequence, is_long=still_s >= gone_s):
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
@@ -166,21 +166,23 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     )  # fmt: skip
 
 
-def _has_stuck(job: Job, communicator: str, sequence: int) -> bool:
+def _has_stuck(job: Job, communicator: str, sequence: int, *, is_long: bool) -> bool:
     """Return whether a message that both ends are ready for has not come in three times what 95 % of the latest took.
 
     How long operations take says nothing here: most of it is waiting for ranks that come late. Where not a byte comes,
-    three times of what the middle one took is enough.
+    three times of what the middle one took is enough; else the operation must have stood for long too.
     """
     own = [m for m in job.messages if m.communicator == communicator]
     stuck = [m for m in own if m.operation == sequence and m.is_stuck and m.begin_s is not None]
-    if not stuck:
-        return False
     took = _took(own)
-    # the longest of a fault that is over say nothing of the next one
-    longest_s = took[-1 - len(took) // _FEW] if took else math.inf
-    if took and is_still(job, stuck):
+    if not stuck or not took:
+        return False
+    if is_still(job, stuck):
         longest_s = median(took)
+    elif is_long:
+        longest_s = took[-1 - len(took) // _FEW]  # the longest of a fault that is over say nothing of the next one
+    else:
+        return False
     waited_s = job.now_s - min(m.begin_s for m in stuck if m.begin_s is not None)
     return waited_s >= max(LEAST_PATIENCE_S, _PERIODS * longest_s)
 
