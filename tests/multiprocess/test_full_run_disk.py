@@ -44,16 +44,16 @@ def test_a_run_goes_on_while_its_disk_is_full_also_when_a_replica_and_the_coordi
     started = start(runs, texts, run, steps=100_000)
     found = wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
     theirs = fill(disk)
-    found = wait_until(run, lambda later: later["step"] > found["step"] + 30, started)  # beyond a checkpoint
+    found = wait_until(run, lambda later: later["step"] > found["step"] + 22, started)  # beyond a checkpoint
     size = (run / "coordinator.jsonl").stat().st_size
     pid = int((run / "logs" / "replica-1.pid").read_text())
     os.kill(pid, signal.SIGKILL)
     found = wait_until(run, lambda later: active(later) == {0, 2}, started)
     assert (run / "coordinator.jsonl").stat().st_size > size, "there is room for what must not be forgotten"
     processes(started, "thinwire.cli.coordinator")[0].kill()
-    wait_until(run, lambda later: active(later) == {0, 2} and later["step"] > found["step"] + 20, started)
+    wait_until(run, lambda later: active(later) == {0, 2} and later["step"] > found["step"] + 8, started)
     theirs.unlink()
-    found = wait_until(run, lambda later: later["step"] > found["step"] + 40, started)
+    found = wait_until(run, lambda later: later["step"] > found["step"] + 8, started)
     assert active(found) == {0, 2}
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == 128 + signal.SIGTERM

@@ -158,7 +158,8 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
     # whose calls have failed wait no longer: who has not come to them is gone
     is_left = bool(missing) and set(inside) <= job.left
     is_sure = is_left or still_s >= limit_s or (still_s >= LEAST_PATIENCE_S and _silent(job, gone_s)) or _survivors(job)
-    if not is_sure and not _has_stuck(job, communicator, sequence, is_long=still_s >= gone_s):
+    may_be = still_s >= (min(gone_s, LEAST_PATIENCE_S) if job.arrivals else gone_s)
+    if not is_sure and not (may_be and _has_stuck(job, communicator, sequence, is_long=still_s >= gone_s)):
         return None
     return _Standstill(
         communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,

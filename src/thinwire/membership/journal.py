@@ -95,7 +95,7 @@ class Journal:
         """Close the file, and give back the room that was not needed; closing twice is fine."""
         if self._file >= 0:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._num_bytes)
+                os.ftruncate(self._file, os.fstat(self._file).st_size)  # which lets go of what lies behind it
             os.close(self._file)
             self._file = -1
 
@@ -114,6 +114,7 @@ class Journal:
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._num_bytes)
+                self._reserved = self._num_bytes  # what lay behind it went with it
             raise
         self._num_bytes += len(data)
 
