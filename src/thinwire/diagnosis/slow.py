@@ -19,7 +19,7 @@ from thinwire.diagnosis.timeline import Job
 
 PEERS_RATIO = 3.0
 # A wire alone that takes longer by less may just share its access with others than before.
-_LEAST_ALONE = 1.35
+_LEAST_ALONE = 1.4
 _LEAST_SAMPLES = 2
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
