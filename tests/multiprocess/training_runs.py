@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -60,8 +61,19 @@ class Started:
             assert time.monotonic() < until, f"{path} never came"
             time.sleep(0.01)
 
+    def wait_to_read(self, words: str) -> None:
+        """Read what the command says to its terminal, until it has said some words."""
+        assert self.process.stderr is not None
+        until = time.monotonic() + DEADLINE_S
+        while words not in self.stderr:
+            assert select.select([self.process.stderr], [], [], until - time.monotonic())[0], f"it never said {words!r}"
+            said = os.read(self.process.stderr.fileno(), 1 << 16).decode()
+            assert said, f"ended before it said {words!r}: {self.stderr}"
+            self.stderr += said
+
     def end(self) -> int:
-        self.stdout, self.stderr = self.process.communicate(timeout=DEADLINE_S)
+        self.stdout, rest = self.process.communicate(timeout=DEADLINE_S)
+        self.stderr += rest
         return self.process.returncode
 
 

@@ -92,6 +92,13 @@ def test_who_did_not_come_and_does_not_live_is_gone() -> None:
     assert "paused, killed or cut off" in finding.text and finding.since_s < 5.0
 
 
+def test_nobody_waits_for_who_stops_in_what_the_others_have_ended() -> None:
+    beats = _beats({0: 12.0, 1: 12.0, 2: 4.5, 3: 12.0})
+    (finding,) = _diagnose([*_operations(5), _last(2, 5), *_operations(6, ranks=(0, 1, 3))[15:], *beats])
+    assert finding.text.startswith("Rank 2 has stopped inside of operation 5")
+    assert finding.evidence["wait_chain"] == "nobody waits for 2"
+
+
 def test_a_job_that_has_just_begun_to_wait_does_not_hang() -> None:
     records = [*_operations(5), *(_last(rank, 5) for rank in (0, 1, 3)), *_beats(dict.fromkeys(range(4), 6.0))]
     assert _diagnose(records) == []

@@ -385,4 +385,5 @@ def _chain(still: _Standstill, messages: list[Message], culprits: tuple[int, ...
         if path[-1] in culprits and len(path) > 1:
             return " waits for ".join(map(str, path))
     others = sorted(set(still.inside) - set(culprits))
-    return f"{', '.join(map(str, others[:16]))} wait for {', '.join(map(str, culprits))}"
+    who = f"{', '.join(map(str, others[:16]))} wait" if others else "nobody waits"
+    return f"{who} for {', '.join(map(str, culprits))}"
