@@ -4,10 +4,11 @@
     python benchmarks/diagnosis/steering.py --action restart --repeats 3
     python benchmarks/diagnosis/steering.py --action warn --repeats 3
     python benchmarks/diagnosis/steering.py --action restart --repeats 3 --joined
+    python benchmarks/diagnosis/steering.py --action replace --repeats 3
 
 Real processes on loopback. Each time is from the signal: until the finding stands in `findings.jsonl`, until the action
-was done (`actions.jsonl`), until the coordinator has let the replica go, and, with `restart`, until another one takes
-part in its place. With `warn` nobody acts on the finding, so the replica is let go for its silence, as without any
+was done (`actions.jsonl`), until the coordinator has let the replica go, and, with `restart` and `replace`, until another
+one takes part in its place; with `replace` that is one of a spare host, a launcher that waits. With `warn` nobody acts on the finding, so the replica is let go for its silence, as without any
 diagnosis. With `--joined` the one that is stopped belongs to a launcher of its own, as on another host.
 """
 
@@ -101,13 +102,17 @@ def started(out: Path, options: argparse.Namespace) -> Iterator[Play]:
             play.wait(lambda: len(play.active()) == options.replicas - 1, name="the first host's replicas")
             play.others.append(out.parent / "joined")
             stack.callback(end, join(play, play.others[0], log))
+        if options.action == "replace":
+            play.wait(lambda: len(play.active()) == options.replicas, name="all replicas")
+            stack.callback(end, join(play, out.parent / "spare", log, "--spare"))
+            play.wait(lambda: (play.status() or {}).get("spares"), name="the spare")
         yield play
 
 
-def join(play: Play, other: Path, log: Any) -> subprocess.Popen[str]:
+def join(play: Play, other: Path, log: Any, *more: str) -> subprocess.Popen[str]:
     settings = LocalSettings.load(play.out)
     line = [sys.executable, "-m", "thinwire.cli.main", "join", settings.invitation, "--secret", settings.secret]
-    return subprocess.Popen([*line, "--out", str(other), "--threads", "1"], stdout=log, stderr=log, text=True)
+    return subprocess.Popen([*line, "--out", str(other), "--threads", "1", *more], stdout=log, stderr=log, text=True)
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -149,7 +154,7 @@ def stop_one(play: Play, options: argparse.Namespace) -> dict[str, Any]:
             "result": acted["result"], "acted_s": round(acted["at"] - began_s, 2),
             "gone_s": round(time.time() - began_s, 2), "back_s": None,
         }  # fmt: skip
-        if options.action == "restart":
+        if options.action in ("restart", "replace"):
             play.wait(lambda: len(play.active()) == options.replicas, name="another replica")
             row["back_s"] = round(time.time() - began_s, 2)
         step = play.step()
@@ -162,7 +167,7 @@ def stop_one(play: Play, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--action", choices=("warn", "exclude", "restart"), default="exclude")
+    parser.add_argument("--action", choices=("warn", "exclude", "restart", "replace"), default="exclude")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--joined", action="store_true", help="the one that is stopped is of a host that joined")

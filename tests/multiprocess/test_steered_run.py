@@ -65,10 +65,10 @@ def test_a_replica_that_was_stopped_is_found_and_another_process_takes_its_place
     assert f"{action['action']} replica 1" in started.stderr
 
 
-def join(run: Path, other: Path) -> subprocess.Popen[str]:
+def join(run: Path, other: Path, *more: str) -> subprocess.Popen[str]:
     """Add a host: a folder of its own, and a launcher of its own."""
     settings = LocalSettings.load(run)
-    words = [settings.invitation, "--secret", settings.secret, "--out", str(other), "--threads", "1"]
+    words = [settings.invitation, "--secret", settings.secret, "--out", str(other), "--threads", "1", *more]
     return subprocess.Popen(
         [sys.executable, "-m", "thinwire.cli.main", "join", *words],
         stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S)},
@@ -95,3 +95,32 @@ def test_the_first_host_also_restarts_a_process_of_another_one(
     finally:
         joined.send_signal(signal.SIGTERM)
         joined.communicate(timeout=SOON_S)
+
+
+def test_a_spare_host_takes_the_place_of_a_replica_that_was_stopped_and_others_end_with_the_run(
+    texts: Path, tmp_path: Path, runs: list[Started]
+) -> None:
+    run, others = tmp_path / "run", [tmp_path / name for name in ("first", "second")]
+    started = start(runs, texts, run, steps=100_000, more=["--on-finding", "replace"])
+    wait_until(run, lambda found: active(found) == {0, 1} and found["step"] > 20, started)
+    spares: list[subprocess.Popen[str]] = []
+    try:
+        for number, other in enumerate(others):
+            spares.append(join(run, other, "--spare"))
+            wait_until(run, lambda found, count=number + 1: len(found["spares"]) == count, started)
+        pid = read_pid(run, 1)
+        assert pid is not None and not list(others[0].glob("logs/replica-*.pid"))
+        os.kill(pid, signal.SIGSTOP)
+        action = first_done(run)
+        assert (action["action"], action["target"]) == ("replace", "1") and "takes its place" in action["result"]
+        found = wait_until(run, lambda found: active(found) == {0, 2}, started)
+        assert read_pid(others[0], 2) is not None and len(found["spares"]) == 1 and not psutil.pid_exists(pid)
+        started.process.send_signal(signal.SIGTERM)
+        started.end()
+        lost = json.loads((run / "downtime.json").read_text())
+        assert lost["num_incidents"] == 1 and 0 < lost["total_s"] < lost["run_s"]
+    finally:
+        for spare in spares:
+            spare.send_signal(signal.SIGTERM)
+        told = [spare.communicate(timeout=SOON_S)[1] for spare in spares]
+    assert "as a spare" in told[1] and spares[1].returncode == 128 + signal.SIGTERM, told[1]

@@ -34,15 +34,15 @@ def steer(on_finding: ActionKind, **limits: float) -> Steering:
 
 
 @pytest.mark.parametrize("kind", HELPS)
-@pytest.mark.parametrize("on_finding", ["warn", "exclude", "restart", "abort"])
+@pytest.mark.parametrize("on_finding", ["warn", "exclude", "restart", "replace", "abort"])
 def test_what_is_done_is_what_was_asked_for_where_it_helps_and_a_warning_else(
     kind: Kind, on_finding: ActionKind
 ) -> None:
-    action = steer(on_finding).decide(news(kind), now_s=0.0, present=PRESENT)
+    action = steer(on_finding).decide(news(kind), now_s=0.0, present=PRESENT, num_spares=1)
     assert action is not None
     expected = on_finding if on_finding in HELPS[kind] else "warn"
     assert action.kind == expected
-    assert action.target == (1 if expected in ("exclude", "restart") else None)
+    assert action.target == (1 if expected in ("exclude", "restart", "replace") else None)
 
 
 def test_the_table_knows_every_kind_of_finding() -> None:
@@ -96,6 +96,23 @@ def test_who_was_killed_is_told_and_is_none_of_the_restarts_of_the_hour() -> Non
     assert stopped is not None and stopped.kind == "restart"
 
 
+def test_who_was_killed_is_not_replaced_since_its_launcher_starts_another_one() -> None:
+    for num_spares in (0, 1):
+        action = steer("replace").decide(news(), now_s=0.0, present=PRESENT, gone={1}, num_spares=num_spares)
+        assert action is not None and action.kind == "warn" and "its launcher starts another one" in action.why
+
+
+def test_where_no_spare_waits_a_replica_is_excluded_within_the_limits_of_that() -> None:
+    steering = steer("replace", cooldown_s=0.0)
+    actions = [
+        steering.decide(news("desync", rank(number), case=number), now_s=0.0, present=range(4), num_spares=num_spares)
+        for number, num_spares in enumerate((1, 0, 0, 1))
+    ]
+    assert [action.kind for action in actions if action] == ["replace", "exclude", "warn", "replace"]
+    assert actions[1] is not None and actions[1].why == "It broke. No spare host waits."
+    assert actions[2] is not None and "2 are the least" in actions[2].why
+
+
 @pytest.mark.parametrize(
     ("places", "target"),
     [
@@ -133,7 +150,7 @@ def test_what_becomes_sure_is_acted_on_then_and_once() -> None:
 
 
 def test_a_policy_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="on_finding must be one of warn, exclude, restart, abort, got 'pray'"):
+    with pytest.raises(ValueError, match="on_finding must be one of warn, exclude, restart, replace, abort, got 'pray'"):
         Policy(on_finding="pray")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="least_confidence and least_share"):
         Policy(least_share=0.0)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cli.steered import diagnosis_of, tell_end
-from thinwire.errors import Stopped, WorkerFailed
+from thinwire.errors import RunOver, Stopped, WorkerFailed
 from thinwire.membership.invitation import Invitation
 from thinwire.membership.line import Line, ask_once
+from thinwire.membership.people import COME
 from thinwire.membership.protocol import Message
 from thinwire.training.elastic.launch import Role, launch
 from thinwire.training.elastic.steering import ElasticHands, LostTime, Order, orders_of
@@ -21,6 +22,8 @@ from thinwire.transport.secret import Secret
 
 CUT_OFF_S = 10.0
 _ASK_S, _TELL_S, _COMMAND_S = 1.0, 15.0, 5.0
+# So long a spare waits for a coordinator that has answered it before, which may come back.
+_ALONE_S = 600.0
 
 
 class Watch:
@@ -31,12 +34,19 @@ class Watch:
         secret: The job's.
         say: Told what people should know.
         run_dir: The run's folder on this host.
+        spare: What this host calls itself where it waits as a spare, else empty.
+
+    Attributes:
+        status: What the coordinator said last.
+        lost: What was lost of replicas' time.
     """
 
     def __init__(
-        self, invitation: Invitation, *, secret: Secret, say: Callable[[str], None], run_dir: Path
+        self, invitation: Invitation, *, secret: Secret, say: Callable[[str], None], run_dir: Path, spare: str = ""
     ) -> None:  # fmt: skip
         self._say = say
+        self._spare = spare
+        self._is_called = not spare
         self._run_dir = run_dir
         self._orders: list[Order] = []
         self._line = Line(invitation, secret=secret, hear=self._hear)
@@ -52,7 +62,8 @@ class Watch:
         now_s = time.monotonic()
         if now_s >= self._ask_s:
             self._ask_s = now_s + _ASK_S
-            self._line.say("command", verb="status", target="")
+            verb = "status" if self._is_called else "spare"
+            self._line.say("command", verb=verb, target="" if self._is_called else self._spare)
         status, self._latest = self._latest, None
         if status is None:
             return
@@ -78,6 +89,26 @@ class Watch:
     def _hear(self, message: Message) -> None:
         if message["kind"] == "answer":
             self._latest, self._heard_s = message["status"], time.monotonic()
+            self._is_called = self._is_called or message["text"] == COME
+
+    def is_waiting(self) -> bool:
+        """Tell whether this host waits as a spare.
+
+        Raises:
+            RunOver: The run has come to its end, and has not needed it.
+            WorkerFailed: The coordinator has not answered for too long.
+        """
+        if self._is_called:
+            return False
+        if self.status is not None and self.status["finished"]:
+            raise RunOver("the run has come to its end, and this spare was not needed")
+        silent_s = time.monotonic() - self._heard_s
+        if silent_s > _ALONE_S:
+            raise WorkerFailed(
+                f"the coordinator has not answered for {silent_s:.0f} s: the run has ended, or its first host is gone; "
+                f"start this spare again once thinwire status answers"
+            )
+        return True
 
     def is_cut_off(self) -> bool:
         """Tell whether the coordinator has not answered for a while."""
@@ -103,14 +134,15 @@ def _new(told: list[str], findings: list[str]) -> list[str]:
 def run_here(
     roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool,
     part: Callable[[], None] = lambda: None, on_finding: str = "warn", steer_dry_run: bool = False, batch_size: int = 1,
-    is_joined: bool = False,
+    is_joined: bool = False, spare: str = "",
 ) -> int:  # fmt: skip
     """Run this host's processes to the end; return the exit code.
 
-    The first host judges the replicas of all. One that joined judges its own only while no coordinator is heard of.
+    The first host judges the replicas of all. One that joined judges its own only while no coordinator is heard of. A
+    spare, which has a name, starts them once it is called.
     """
     say = _say_nothing if is_quiet else tell
-    watch = Watch(invitation, secret=secret, say=say, run_dir=run_dir)
+    watch = Watch(invitation, secret=secret, say=say, run_dir=run_dir, spare=spare)
 
     def command(verb: str, target: str) -> str:
         answer = ask_once(invitation, secret=secret, deadline_s=_COMMAND_S, verb=verb, target=target)
@@ -127,7 +159,11 @@ def run_here(
             launch(
                 roles, run_dir=run_dir, say=tell, look=watch.look, part=part,
                 orders=lambda: hands.take_orders() + watch.take_orders(), is_answered=lambda: watch.status is not None,
+                is_waiting=watch.is_waiting,
             )  # fmt: skip
+    except RunOver as over:
+        say(str(over))
+        return 0
     except Stopped as stop:
         tell(f"{stop}; this host's replicas have left")
         return 128 + stop.signal_number
@@ -182,6 +218,8 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
     print(f"deadlines: late replicas {grace_s}, votes {vote_s}, silence {silence_s}")
     if status["sites"]:
         print("sites: " + "; ".join("replicas " + ", ".join(map(str, site)) for site in status["sites"]))
+    if status["spares"]:
+        print("spares: " + ", ".join(status["spares"]))
     for one in status["detours"]:
         print(f"detour: {one['text']}")
     for finding in status["findings"][-5:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ from thinwire.cli.words import read_words
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
+    from thinwire.membership.invitation import Invitation
     from thinwire.transport.secret import Secret
+
+# As long as a replica's process waits for a first answer.
+_ANSWER_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,8 @@ class JoinOptions:
     """File of the job's secret, where the address does not hold it."""
     replicas: int = 1
     """Replicas to add on this host."""
+    spare: bool = False
+    """Wait, and add them only when a replica is lost or --on-finding replace asks for it."""
     ranks_per_replica: int = 1
     """Processes of this host that hold each of them together, a shard of the model each (FSDP2)."""
     out: Path | None = None
@@ -103,12 +110,33 @@ def _join(options: JoinOptions) -> int:
         threads=threads, device=options.device, batch_size=options.batch_size, data=options.data, address=own,
         ranks_per_replica=options.ranks_per_replica,
     ).save()  # fmt: skip
+    if options.spare:
+        check_spare(invitation, secret=secret)
     if not options.quiet:
-        tell(f"asking {invitation.host}, port {invitation.port}, to let this host join")
+        what = "take this host as a spare" if options.spare else "let this host join"
+        tell(f"asking {invitation.host}, port {invitation.port}, to {what}")
     roles = replica_roles(options.replicas)
     return run_here(
-        roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet, is_joined=True
-    )
+        roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet, is_joined=True,
+        spare=socket.gethostname() if options.spare else "",
+    )  # fmt: skip
+
+
+def check_spare(invitation: Invitation, *, secret: Secret) -> None:
+    """Ask before the wait what would else be found out only when the spare is needed.
+
+    Raises:
+        ConnectError: No coordinator answers.
+        ThinwireError: The job runs another version.
+    """
+    from thinwire.membership.line import ask_once
+    from thinwire.version import __version__
+
+    status = ask_once(invitation, secret=secret, deadline_s=_ANSWER_S, verb="status", target="")["status"]
+    if status.get("thinwire") != __version__:
+        raise ThinwireError(
+            f"the job runs thinwire {status.get('thinwire')} and this host {__version__}; install the same version"
+        )
 
 
 def job_secret(told: Secret | None, path: Path | None, *, run_dir: Path) -> tuple[Secret, Path]:

@@ -81,7 +81,7 @@ def _check_elastic(config: TrainConfig) -> None:
                 "--checkpoint-auto is not possible under torchrun, where hosts would choose apart; give "
                 "--checkpoint-every"
             )
-        if config.on_finding in ("exclude", "restart"):
+        if config.on_finding in ("exclude", "restart", "replace"):
             raise ValueError(
                 f"--on-finding {config.on_finding} is for elastic runs, since others cannot go on without a replica; "
                 f"give --elastic too, or --on-finding warn or abort"

@@ -14,20 +14,20 @@ from typing import Any, Literal
 from thinwire.diagnosis.findings import Finding, Kind
 from thinwire.diagnosis.live import News
 
-ActionKind = Literal["warn", "exclude", "restart", "abort"]
-ON_FINDING: tuple[str, ...] = ("off", "warn", "exclude", "restart", "abort")
+ActionKind = Literal["warn", "exclude", "restart", "replace", "abort"]
+ON_FINDING: tuple[str, ...] = ("off", "warn", "exclude", "restart", "replace", "abort")
 
 # What helps against what, of that which one may ask for. Another process on the same machine makes no wire faster, and
 # a clock that was set or a stall now and then is no reason to lose a replica. Losses of small batches scatter: that one
 # has parted from the others' is for a person to judge.
 HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
-    "communication hang": ("exclude", "restart", "abort"),
-    "non-communication hang": ("exclude", "restart", "abort"),
-    "communication slow": ("exclude",),
-    "non-communication slow": ("exclude",),
-    "slowing compute": ("exclude",),
-    "desync": ("exclude", "restart", "abort"),
-    "non-finite loss": ("exclude", "restart", "abort"),
+    "communication hang": ("exclude", "restart", "replace", "abort"),
+    "non-communication hang": ("exclude", "restart", "replace", "abort"),
+    "communication slow": ("exclude", "replace"),
+    "non-communication slow": ("exclude", "replace"),
+    "slowing compute": ("exclude", "replace"),
+    "desync": ("exclude", "restart", "replace", "abort"),
+    "non-finite loss": ("exclude", "restart", "replace", "abort"),
     "loss divergence": (),
     "periodic stall": (),
     "flapping link": (),
@@ -133,7 +133,7 @@ class Steering:
         self._most_present = 0
 
     def decide(
-        self, news: News, *, now_s: float, present: Collection[int], gone: Collection[int] = ()
+        self, news: News, *, now_s: float, present: Collection[int], gone: Collection[int] = (), num_spares: int = 0
     ) -> Action | None:  # fmt: skip
         """Return what is to be done about news; nothing for what is over, or was decided on already.
 
@@ -142,6 +142,7 @@ class Steering:
             now_s: Seconds on a clock that only grows.
             present: The ranks that take part now.
             gone: Of these, those whose process has ended: somebody else starts another one.
+            num_spares: Hosts that wait to take a place; without one, a replica is excluded where it should be replaced.
         """
         self._most_present = max(self._most_present, len(present))
         if news.state != "new" or news.case in self._decided:
@@ -156,19 +157,25 @@ class Steering:
             self.unsure.discard(news.case)
             self._decided.add(news.case)
         target = None if kind == "abort" else target_of(wanted)
-        if not refusal and kind in ("exclude", "restart"):
+        if not refusal and target in gone and kind in ("restart", "replace"):
+            refusal = f"the process of replica {target} has ended, and its launcher starts another one"
+        kind, more = ("exclude", " No spare host waits.") if kind == "replace" and not num_spares else (kind, "")
+        if not refusal and kind in ("exclude", "restart", "replace"):
             refusal = self._limit(kind, target, now_s=now_s, present=present)
-            if kind == "restart" and target in gone:
-                refusal = f"the process of replica {target} has ended, and its launcher starts another one"
         if kind == "warn" or refusal:
             return Action(kind="warn", target=None, case=news.case, why=refusal or "told only, as --on-finding says")
-        if target is not None:
-            self._acted_s[target] = now_s
-            if kind == "exclude":
-                self._excluded.add(target)
-            else:
-                self._restarts_s.append(now_s)
-        return Action(kind=kind, target=target, case=news.case, why=wanted.text, is_hang="hang" in wanted.kind)
+        self._note(kind, target, now_s=now_s)
+        return Action(kind=kind, target=target, case=news.case, why=wanted.text + more, is_hang="hang" in wanted.kind)
+
+    def _note(self, kind: ActionKind, target: int | None, *, now_s: float) -> None:
+        """Remember an action for the limits of the next ones."""
+        if target is None:
+            return
+        self._acted_s[target] = now_s
+        if kind == "restart":
+            self._restarts_s.append(now_s)
+        else:
+            self._excluded.add(target)
 
     def _refusal(self, finding: Finding, *, now_s: float) -> str:
         """Return why a finding is no reason for the action that was asked for, or an empty text."""
@@ -211,6 +218,8 @@ class Steering:
                 if left < least
                 else ""
             )
+        if kind == "replace":  # another one comes for each that goes
+            return ""
         while self._restarts_s and now_s - self._restarts_s[0] >= _HOUR_S:
             self._restarts_s.popleft()
         if len(self._restarts_s) >= self.policy.most_restarts:

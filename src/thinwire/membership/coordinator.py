@@ -51,7 +51,8 @@ class Coordinator(Counter):
         """Do what time alone makes due."""
         for member in self.roster.silent(now_s=now_s):
             silence_s = now_s - member.heard_s
-            self._remove(member, why=f"was silent for {silence_s:.1f} s")
+            self._remove(member, why=f"was silent for {silence_s:.1f} s", is_lost=True)
+        self._call_spares(now_s)
         self._settle(now_s)
         if now_s >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_S
@@ -78,6 +79,7 @@ class Coordinator(Counter):
         if member is None:
             member = self.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
             self._write_member(member)
+            self.spares.come(member.host)
             self._find(f"replica {member.replica} on {member.host} joins")
         welcome = {"replica": member.replica, "generation": self._generation, "job": self._job}
         self._send(token, "welcome", welcome)
@@ -344,11 +346,13 @@ class Coordinator(Counter):
     def _expel(self, replica: int, *, why: str) -> None:
         member = self.roster.get(replica)
         if member is not None:
-            self._remove(member, why=why)
+            self._remove(member, why=why, is_lost=why != RUN_OVER)
 
-    def _remove(self, member: Member, *, why: str, is_told: bool = True) -> None:
+    def _remove(self, member: Member, *, why: str, is_told: bool = True, is_lost: bool = False) -> None:
         if is_told:
             self._send(member.token, "expelled", {"why": why})
+        if is_lost:
+            self.spares.lose(member.replica, member.host, now_s=member.heard_s)
         self.roster.remove(member.replica)
         self.book.forget(member.replica)
         self.book.drop_empty()

@@ -13,6 +13,7 @@ from thinwire.membership.roster import Member, Roster, Standing
 from thinwire.membership.rounds import Decision, RoundBook
 from thinwire.membership.shards import Lease, Ledger
 from thinwire.membership.sites import SiteBook
+from thinwire.membership.spare_hosts import SpareHosts
 
 # Intervals whose parts are kept for a replica that is behind.
 _MOST_BEHIND = 8
@@ -52,6 +53,8 @@ class Desk:
         findings: What people should know, the latest last.
         places: Groups of replicas that reach each other much faster than others.
         detours: Wires that are gone around, since they are much slower than others.
+        spares: Hosts that wait to take a lost replica's place.
+        replaced: Whose place a spare was called for, and its host, the latest last.
         orders: What launchers are to do to the processes of replicas that were let go, the latest last.
         keep_records: Takes what a replica recorded, in lines.
     """
@@ -60,6 +63,7 @@ class Desk:
     _recorded: dict[int, int]
     findings: list[str]
     orders: list[dict[str, Any]]
+    replaced: list[dict[str, Any]]
     keep_records: Callable[[int, str], None]
 
     def __init__(
@@ -77,8 +81,8 @@ class Desk:
         self.has_started = False
         self.has_finished = False
         self.is_paused = False
-        self.places, self.detours = SiteBook(), DetourBook()
-        self.findings, self.orders = [], []
+        self.places, self.detours, self.spares = SiteBook(), DetourBook(), SpareHosts()
+        self.findings, self.orders, self.replaced = [], [], []
         self._job = dict(job)
         self._planned = planned
         self._sync_interval = sync_interval

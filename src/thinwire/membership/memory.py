@@ -37,6 +37,8 @@ class Memory(Desk):
                 self._replay_member(line, now_s=now_s)
             case "gone":
                 self.roster.remove(line["replica"])
+            case "gaps":
+                self.spares.load(line["gaps"], now_s=now_s)
             case "ledger":
                 self.ledger.load_state_dict(line)
             case _:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from thinwire.errors import PayloadError
 from thinwire.membership.memory import Memory
+from thinwire.membership.protocol import printable
 from thinwire.membership.roster import Member
 
 # Launchers ask once a second.
 _MOST_ORDERS = 64
+# What a spare is answered that is to come, and not to wait on.
+COME = "come"
 
 
 class Counter(Memory):
@@ -25,19 +30,22 @@ class Counter(Memory):
         return {
             "thinwire": self._job.get("thinwire"), "unix_s": self._clock(),
             "loss": round(self.roster.loss(), 4),
-            "step": self.book.step, "started": self.has_started, "paused": self.is_paused,
+            "step": self.book.step, "started": self.has_started, "finished": self.has_finished,
+            "paused": self.is_paused,
             "rounds": len(self.book.decisions), "members": members,
             "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
             "sites": [list(site) for site in self.places.sites], "detours": self.detours.describe(),
             "findings": self.findings[-20:], "orders": self.orders[-_MOST_ORDERS:],
+            "spares": [] if now_s is None else list(self.spares.waiting(now_s=now_s)), "replaced": self.replaced,
             "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
             "vote_s": round(self.book.vote_s, 3), "silence_s": round(self.roster.silence_s, 3),
         }  # fmt: skip
 
     def _obey(self, token: bytes, *, verb: str, target: str, now_s: float) -> None:
-        verbs = {
+        verbs: dict[str, Callable[[str], tuple[bool, str]]] = {
             "status": self._do_status, "pause": self._do_pause, "resume": self._do_resume, "leave": self._do_leave,
             "expel": self._do_expel, "restart": self._do_restart, "end": self._do_end,
+            "spare": partial(self._do_spare, token, now_s), "call": partial(self._do_call, now_s),
         }  # fmt: skip
         if verb not in verbs:
             raise PayloadError(f"there is no command {verb[:40]!r}")
@@ -87,6 +95,37 @@ class Counter(Memory):
     def _do_end(self, target: str) -> tuple[bool, str]:
         """Let replicas go that do not answer, and have their hosts end their processes."""
         return self._order(target, what="end", told="was let go, and its host ends its process")
+
+    def _do_spare(self, token: bytes, now_s: float, target: str) -> tuple[bool, str]:
+        """Note that a host waits as a spare, and tell it whether it is to come."""
+        host = printable(target, most=200)
+        return True, COME if self.spares.ask(token, host, now_s=now_s) else ""
+
+    def _do_call(self, now_s: float, target: str) -> tuple[bool, str]:
+        """Call a spare for the place of a replica that has been let go, or is about to leave."""
+        if not (target.isascii() and target.isdecimal() and int(target) < self.roster.next_replica):
+            return False, f"there was no replica {target[:80]!r}"
+        host = self.spares.call(int(target), now_s=now_s)
+        if host is None:
+            return False, "no spare host waits; add one with: thinwire join WORDS --spare"
+        self._replace(int(target), host)
+        return True, f"spare {host} takes its place"
+
+    def _call_spares(self, now_s: float) -> None:
+        """Call spares for those that were lost and that their own hosts do not bring back.
+
+        A replica is let go after so long a silence, and its host has as long again.
+        """
+        patience_s = 2 * self.roster.silence_s
+        for one in () if self.has_finished else self.spares.due(now_s=now_s, patience_s=patience_s):
+            self._replace(one.replica, one.host)
+        if (gaps := self.spares.news()) is not None:
+            self._record("gaps", {"gaps": gaps})
+
+    def _replace(self, replica: int, host: str) -> None:
+        self.replaced.append({"replica": replica, "host": host})
+        del self.replaced[:-_MOST_ORDERS]
+        self._find(f"spare {host} is called to take the place of replica {replica}")
 
     def _order(self, target: str, *, what: str, told: str) -> tuple[bool, str]:
         """Let replicas go; the launchers of their hosts, which own the processes, read the rest in the status."""

@@ -158,7 +158,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """How many of an elastic run's checkpoints are kept."""
     on_finding: str = "warn"
-    """What a run does about its own faults: warn, exclude (a replica), restart (its process), abort, or off."""
+    """What a run does about its own faults: warn; exclude, restart or replace a replica; abort; or off."""
     steer_dry_run: bool = False
     """Only tell what --on-finding would do."""
     join_deadline_s: float = 300.0

@@ -47,11 +47,13 @@ class Members:
         present: Ranks (an elastic run's replicas) that take part.
         resting: Of these, those that were told to pause.
         gone: Of these, those whose process has ended, as far as is known.
+        num_spares: Hosts that wait to take a place.
     """
 
     present: frozenset[int] = frozenset()
     resting: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
+    num_spares: int = 0
 
 
 class Hands(Protocol):
@@ -198,9 +200,10 @@ class LiveDiagnosis:
         self._say(f"finding: {finding.kind}: {finding.where} (confidence {finding.confidence:.2f}). {finding.text}")
 
     def _steer(self, news: News, members: Members | None) -> None:
-        present = self._judge.ranks() if members is None else members.present
-        gone = frozenset[int]() if members is None else members.gone
-        action = self._steering.decide(news, now_s=time.monotonic(), present=present, gone=gone)
+        members = Members(present=self._judge.ranks()) if members is None else members
+        action = self._steering.decide(
+            news, now_s=time.monotonic(), present=members.present, gone=members.gone, num_spares=members.num_spares
+        )
         if action is None:
             return
         finding = f"{news.finding.kind}: {news.finding.where}"

@@ -88,7 +88,9 @@ class _End:
         if self._finished_s is None:
             self._finished_s = now_s
         waited_s = now_s - self._finished_s
-        has_parted = not len(self._coordinator.roster) and waited_s > _FAREWELL_S / 10
+        # spares, which ask once a second, learn of the end too
+        least_s = _FAREWELL_S / 2 if self._coordinator.spares.waiting(now_s=now_s) else _FAREWELL_S / 10
+        has_parted = not len(self._coordinator.roster) and waited_s > least_s
         return has_parted or waited_s > _LONGEST_FAREWELL_S
 
 

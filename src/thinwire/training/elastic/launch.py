@@ -71,6 +71,8 @@ class _Worker:
     def look(self, say: Callable[[str], None], spare: Spare, *, is_answered: Callable[[], bool]) -> None:
         """Start the process when it is due, and see how it ended."""
         if self.has_ended:
+            if self._process is not None:
+                self._process.poll()  # one that was killed for good is no zombie
             return
         if self._process is None:
             if time.monotonic() >= self._due_s:
@@ -156,7 +158,7 @@ class _Worker:
 def launch(
     roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], look: Callable[[], None],
     part: Callable[[], None] = lambda: None, orders: Callable[[], list[Order]] = list,
-    is_answered: Callable[[], bool] = lambda: True,
+    is_answered: Callable[[], bool] = lambda: True, is_waiting: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
     """Run processes until all have ended well.
 
@@ -171,6 +173,7 @@ def launch(
         orders: Gives what is to be done to the processes, once.
         is_answered: Whether the coordinator has ever answered this host; else a process that it does not answer is not
             started again.
+        is_waiting: Whether to start none of them yet, but keep a process ready. What it raises ends the waiting.
 
     Raises:
         WorkerFailed: One cannot go on, and said why, or the run was ended by an order; the others have ended too.
@@ -186,13 +189,12 @@ def launch(
 
     before = {number: signal.signal(number, take) for number in _SIGNALS}
     try:
+        _wait(signals, spare, look=look, is_waiting=is_waiting)
         while not signals:
             for worker in workers:
                 worker.look(say, spare, is_answered=is_answered)
             _obey(workers, orders())
-            problems = [worker.problem for worker in workers if worker.problem]
-            if problems:
-                raise WorkerFailed(problems[0])
+            _check(workers)
             if all(worker.has_ended for worker in workers):
                 return
             is_parted = all(worker.has_ended for worker in workers if worker.role.is_needed)
@@ -209,6 +211,22 @@ def launch(
         _stop_all(workers)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _wait(
+    signals: Sequence[int], spare: Spare, *, look: Callable[[], None], is_waiting: Callable[[], bool]
+) -> None:  # fmt: skip
+    """Keep a process ready, and start none in a replica's place."""
+    while not signals and is_waiting():
+        spare.start()
+        look()
+        time.sleep(_LOOK_S)
+
+
+def _check(workers: Sequence[_Worker]) -> None:
+    problems = [worker.problem for worker in workers if worker.problem]
+    if problems:
+        raise WorkerFailed(problems[0])
 
 
 def _obey(workers: Sequence[_Worker], orders: Sequence[Order]) -> None:

@@ -71,6 +71,7 @@ class ElasticHands:
             present=present,
             gone=frozenset(n for n, one in active.items() if (_has_ended(pids[n]) if n in pids else one.get("lost"))),
             resting=frozenset(n for n, one in active.items() if one["paused"] or self._is_late(n, one)),
+            num_spares=len(status.get("spares", ())),
         )  # fmt: skip
 
     def _is_late(self, replica: int, told: Mapping[str, Any]) -> bool:
@@ -96,12 +97,16 @@ class ElasticHands:
             self._order(Order(what="kill", pid=pid, why=action.why))
             self._tell("expel", str(action.target))  # the others need not wait until its silence is noticed
             return "its process was killed, and another one takes its place"
+        let_go = self._let_go(action.target, pid, action)
+        return f"{let_go}; {self._tell('call', str(action.target))}" if action.kind == "replace" else let_go
+
+    def _let_go(self, target: int, pid: int | None, action: Action) -> str:
         if not action.is_hang:
-            return self._tell("leave", str(action.target))
+            return self._tell("leave", str(target))
         if pid is None:
-            return self._tell("end", str(action.target))
+            return self._tell("end", str(target))
         self._order(Order(what="end", pid=pid, why=action.why))  # it would never come to its end by itself
-        return self._tell("expel", str(action.target))
+        return self._tell("expel", str(target))
 
     def take_orders(self) -> list[Order]:
         """Return what the launcher is to do, once."""
@@ -198,6 +203,7 @@ class LostTime:
         self._lives: dict[int, _Life] = {}
         self._lost: list[_Lost] = []
         self._arrivals: list[tuple[str, float]] = []
+        self._spare_of: dict[int, str] = {}
         self._repeated_windows = 0
         self._first_windows: int | None = None
         self._step_s = 0.0
@@ -207,6 +213,7 @@ class LostTime:
         """Take in what the coordinator says, at a time in seconds since 1970."""
         members = {int(one["replica"]): one for one in status["members"]}
         active = {number: one for number, one in members.items() if one["standing"] == "active"}
+        self._spare_of |= {int(one["replica"]): str(one["host"]) for one in status.get("replaced", ())}
         for number, life in [*self._lives.items()]:
             if number not in members:
                 del self._lives[number]
@@ -228,17 +235,21 @@ class LostTime:
         lost = _Lost(replica, life.host, life.moved_s, at_s, share=1 / self._num_active)
         self._lost.append(lost)
         # one that came in its place may have been there before it was let go
-        came = [one for one in self._arrivals if one[0] == life.host and one[1] > life.moved_s]
+        came = [one for one in self._arrivals if self._may_come(one[0], lost) and one[1] > life.moved_s]
         if came:
             lost.back_s = came[0][1]
             self._arrivals.remove(came[0])
 
     def _come(self, host: str, at_s: float) -> None:
-        waiting = [lost for lost in self._lost if lost.back_s is None and lost.host == host]
+        waiting = [lost for lost in self._lost if lost.back_s is None and self._may_come(host, lost)]
         if waiting:
             waiting[0].back_s = at_s
         else:
             self._arrivals.append((host, at_s))
+
+    def _may_come(self, host: str, lost: _Lost) -> bool:
+        """Tell whether a replica of a host takes the place of one that was lost."""
+        return host in (lost.host, self._spare_of.get(lost.replica))
 
     def _learn(self, status: Mapping[str, Any], active: Mapping[int, Mapping[str, Any]]) -> None:
         repeated = int(status["data"].get("repeated", 0))

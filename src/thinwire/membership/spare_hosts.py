@@ -1,0 +1,142 @@
+"""Hosts that wait to take a lost replica's place, and the places that nobody has taken yet.
+
+Pure: time comes in as a number. A spare asks again and again whether it is to come, so nothing is said to it only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# A spare asks once a second: one that was heard of so lately is there.
+HEARD_S = 5.0
+_MOST_SPARES, _MOST_GAPS = 256, 64
+
+
+@dataclass(slots=True, kw_only=True)
+class _Spare:
+    host: str
+    heard_s: float
+    is_called: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A place that is to be taken.
+
+    Attributes:
+        replica: Who was lost.
+        host: On which a process may take its place: its own, or a spare that was called.
+        since_s: Since when it is waited for.
+    """
+
+    replica: int
+    host: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called:
+    """A spare that was called.
+
+    Attributes:
+        host: The spare.
+        replica: Whose place it takes.
+    """
+
+    host: str
+    replica: int
+
+
+class SpareHosts:
+    """See the module.
+
+    Attributes:
+        gaps: Places that nobody has taken yet, the oldest first.
+
+    Example:
+        >>> spares = SpareHosts()
+        >>> spares.ask(b"s", "gamma", now_s=0.0), spares.waiting(now_s=1.0)
+        (False, ('gamma',))
+        >>> spares.lose(1, "beta", now_s=1.0)
+        >>> spares.due(now_s=10.0, patience_s=20.0), spares.due(now_s=22.0, patience_s=20.0)
+        ([], [])
+        >>> spares.ask(b"s", "gamma", now_s=22.5), spares.due(now_s=23.0, patience_s=20.0)
+        (False, [Called(host='gamma', replica=1)])
+        >>> spares.ask(b"s", "gamma", now_s=23.5), spares.waiting(now_s=23.5)
+        (True, ())
+    """
+
+    def __init__(self) -> None:
+        self.gaps: list[Gap] = []
+        self._has_news = False
+        self._spares: dict[bytes, _Spare] = {}
+
+    def ask(self, token: bytes, host: str, *, now_s: float) -> bool:
+        """Note that a spare waits; return whether it is to come.
+
+        Args:
+            token: Names its connection.
+            host: As it calls itself.
+            now_s: The time.
+        """
+        for old in [old for old, one in self._spares.items() if now_s - one.heard_s > HEARD_S]:
+            del self._spares[old]
+        spare = self._spares.get(token)
+        if spare is None:
+            if len(self._spares) >= _MOST_SPARES:
+                return False
+            spare = self._spares[token] = _Spare(host=host, heard_s=now_s)
+        spare.heard_s = now_s
+        return spare.is_called
+
+    def waiting(self, *, now_s: float) -> tuple[str, ...]:
+        """Return the spares that are there and were not called, who came first first."""
+        return tuple(one.host for one in self._free(now_s))
+
+    def lose(self, replica: int, host: str, *, now_s: float) -> None:
+        """Note that a replica was lost."""
+        self._change([*self.gaps, Gap(replica=replica, host=host, since_s=now_s)])
+
+    def come(self, host: str) -> None:
+        """Note that a replica of a host has joined, which takes the oldest place that waits for that host."""
+        found = next((gap for gap in self.gaps if gap.host == host), None)
+        if found is not None:
+            self._change([gap for gap in self.gaps if gap is not found])
+
+    def call(self, replica: int, *, now_s: float) -> str | None:
+        """Call a spare for a replica's place, and return its host; None where none waits."""
+        free = self._free(now_s)
+        if not free:
+            return None
+        free[0].is_called = True
+        # where it does not come in its turn, another one is called
+        others = [gap for gap in self.gaps if gap.replica != replica]
+        self._change([*others, Gap(replica=replica, host=free[0].host, since_s=now_s)])
+        return free[0].host
+
+    def due(self, *, now_s: float, patience_s: float) -> list[Called]:
+        """Call spares for the places that nobody has taken for so long, as far as spares wait."""
+        found = []
+        for gap in [gap for gap in self.gaps if now_s - gap.since_s > patience_s]:
+            host = self.call(gap.replica, now_s=now_s)
+            if host is None:
+                break
+            found.append(Called(host=host, replica=gap.replica))
+        return found
+
+    def news(self) -> list[list[int | str]] | None:
+        """Return the places for a journal, once after they have changed."""
+        has_news, self._has_news = self._has_news, False
+        return [[gap.replica, gap.host] for gap in self.gaps] if has_news else None
+
+    def load(self, told: Sequence[Sequence[int | str]], *, now_s: float) -> None:
+        """Take back what was told to a journal; patience begins anew, since spares have to find this process first."""
+        self.gaps = [Gap(replica=int(replica), host=str(host), since_s=now_s) for replica, host in told][-_MOST_GAPS:]
+
+    def _free(self, now_s: float) -> list[_Spare]:
+        return [one for one in self._spares.values() if not one.is_called and now_s - one.heard_s <= HEARD_S]
+
+    def _change(self, gaps: list[Gap]) -> None:
+        self.gaps = gaps[-_MOST_GAPS:]
+        self._has_news = True
