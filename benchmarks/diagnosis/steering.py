@@ -7,9 +7,10 @@
     python benchmarks/diagnosis/steering.py --action replace --repeats 3
 
 Real processes on loopback. Each time is from the signal: until the finding stands in `findings.jsonl`, until the action
-was done (`actions.jsonl`), until the coordinator has let the replica go, and, with `restart` and `replace`, until another
-one takes part in its place; with `replace` that is one of a spare host, a launcher that waits. With `warn` nobody acts on the finding, so the replica is let go for its silence, as without any
-diagnosis. With `--joined` the one that is stopped belongs to a launcher of its own, as on another host.
+was done (`actions.jsonl`), until the coordinator has let the replica go, and, with `restart` and `replace`, until
+another one takes part in its place; with `replace` that is one of a spare host, a launcher that waits. With `warn`
+nobody acts on the finding, so the replica is let go for its silence, as without any diagnosis. With `--joined` the one
+that is stopped belongs to a launcher of its own, as on another host.
 """
 
 from __future__ import annotations
