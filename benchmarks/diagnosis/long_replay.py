@@ -23,7 +23,7 @@ from long_matrix import RESULTS, Look, Verdict
 from long_report import report
 
 from thinwire.diagnosis.live import LiveJudge, News
-from thinwire.diagnosis.records import Beat, Communicator, Record
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Record
 from thinwire.diagnosis.tail import RecordTail
 from thinwire.training.live_diagnosis import LOOK_S
 
@@ -42,7 +42,7 @@ def stamped(path: Path) -> Iterator[tuple[float, Record]]:
 def _told_s(record: Record) -> float:
     if isinstance(record, Communicator):
         return 0.0
-    if isinstance(record, Beat):
+    if isinstance(record, Beat | Arrival):
         return record.at_s
     times = [getattr(record, name, None) for name in ("posted_s", "started_s", "done_s")]
     return max((time_s for time_s in times if time_s is not None), default=0.0)

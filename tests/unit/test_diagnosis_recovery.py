@@ -152,6 +152,18 @@ def test_stalls_stand_out_from_the_steps_around_them() -> None:
     assert found is not None and found[1] == 8
 
 
+@pytest.mark.parametrize(
+    ("severity", "rounds", "is_told"), [(1.6, 52, False), (1.6, 60, True), (4.0, 52, True)]
+)  # fmt: skip
+def test_work_that_is_slower_by_little_is_told_once_it_has_lasted_for_seconds(
+    severity: float, rounds: int, is_told: bool
+) -> None:
+    """What else runs on a machine makes a rank of it half as slow again, for three seconds."""
+    work = Fault(kind="slow work", place=Place(kind="rank", ranks=(1,)), begin=40, severity=severity)
+    found = diagnose(from_records(rehearse(Scene(hosts=tuple("abc"), rounds=rounds, faults=(work,)))))
+    assert [(one.kind, one.where) for one in found] == [("non-communication slow", "rank 1")] * is_told
+
+
 def test_work_that_was_slow_and_is_not_any_more_hides_no_slow_wire_of_that_rank() -> None:
     work = Fault(kind="slow work", place=Place(kind="rank", ranks=(1,)), begin=30, end=60, severity=8.0)
     slow = Fault(kind="slow link", place=Place(kind="receiver", ranks=(1,)), begin=100, severity=5.0)

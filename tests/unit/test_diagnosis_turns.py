@@ -63,10 +63,25 @@ def test_three_times_both_ways_at_once_are_enough_though_each_way_alone_shows_li
         ("one way slow for good", {(0, 1): dict.fromkeys(range(60, 84), 20.0), (1, 0): FLAPS}),
         ("slow and well again", _both(dict.fromkeys(range(60, 68), 6.0))),
         ("far apart", _both({24: 2.6, 52: 2.6, 80: 2.6})),
+        ("two times and one that goes on", _both({60: 6.2, 66: 6.7, **dict.fromkeys(range(80, 84), 6.0)})),
+        ("two times and a fault of its own", _both({60: 6.2, 66: 6.7, **dict.fromkeys(range(72, 77), 20.0)})),
     ],
 )
 def test_what_is_no_flapping(name: str, longer: Mapping[Cell, Mapping[int, float]]) -> None:
     assert not _flaps(longer), name
+
+
+def test_what_goes_on_is_a_time_of_its_own_once_it_has_ended() -> None:
+    longer = _both({60: 6.2, 66: 6.7, **dict.fromkeys(range(80, 83), 6.0)})
+    assert not _flaps(longer, rounds=83) and set(_flaps(longer, rounds=84)) == set(BOTH)
+
+
+def test_a_link_that_has_become_slower_flaps_all_the_same() -> None:
+    """After a black hole a connection took 1.8 times as long for good, and flapped then."""
+    slower = dict.fromkeys(range(30, 84), 1.8)
+    longer = _both({**slower, **dict.fromkeys(range(52, 84, 5), 16.0)})
+    assert set(_flaps(longer)) == set(BOTH)
+    assert not _flaps(_both(slower)) and not _flaps(_both(dict.fromkeys(range(30, 84), 6.0)))
 
 
 def test_it_is_over_once_nothing_has_come_for_long() -> None:

@@ -17,6 +17,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
+from thinwire.diagnosis.company import FAR, FAR_SAMPLES, PAIR, Company, Pair
+
 LEAST_HISTORY = 12
 MOST_HISTORY = 64
 # Of the logarithm: times that vary less are taken to vary by 8 %, so that a steady wire is no reason for alarms.
@@ -30,9 +32,6 @@ OFTEN, LONG = 5, math.log(2.0)
 _LEAST_SAMPLES = 4
 _LEAST_TIME_S = 1e-6
 _REFRESH = 8
-# A time that is so many times the usual, and twice what any watch of its kind has usually seen at the longest, is far:
-# so many in a row are an alarm, where so many values are known.
-_FAR, _FARTHER, _FAR_HISTORY, _FAR_SAMPLES = math.log(6.0), math.log(2.0), 200, 3
 # Twice the usual time, and longer than any of so many of its own latest ones: so many in a row are an alarm.
 _RECORD, _RECORD_HISTORY, _RECORD_SAMPLES = math.log(2.0), 48, 4
 
@@ -152,39 +151,6 @@ class Change:
         return self.until_s is not None
 
 
-class Company:
-    """Watches of one kind, which know together how long times get without any fault.
-
-    What they know is looked up once for as many values as there are watches, about once a round.
-    """
-
-    __slots__ = ("_count", "_fresh", "_longest", "_watches")
-
-    def __init__(self) -> None:
-        self._watches: list[Watch] = []
-        self._fresh = self._count = 0
-        self._longest = 0.0
-
-    def join(self, watch: Watch) -> None:
-        """Take a watch in."""
-        self._watches.append(watch)
-
-    def is_far(self, excess: float) -> bool:
-        """Return whether a logarithm over the usual time is far beyond all that was usual in any of the watches."""
-        self._fresh -= 1
-        if excess < _FAR:
-            return False
-        if self._fresh <= 0:
-            bases = [base for watch in self._watches for base in watch.bases()]
-            self._fresh, self._count = len(self._watches), sum(base.count for base in bases)
-            self._longest = max((base.longest for base in bases), default=0.0)
-        return self.was_far(excess)
-
-    def was_far(self, excess: float) -> bool:
-        """Return the same by what was known when it was last looked up."""
-        return excess >= _FAR and self._count >= _FAR_HISTORY and excess >= _FARTHER + self._longest
-
-
 class Watch:
     """Watches one time, of one or several size classes, for a lasting growth.
 
@@ -206,11 +172,12 @@ class Watch:
     """
 
     __slots__ = ("_alarm", "_bases", "_begin", "_company", "_early", "_held", "_level", "_long", "_most_usual",
-                 "_newest", "_num_late", "_num_values", "_record", "_records", "_return", "_sum", "change",
+                 "_newest", "_num_late", "_num_values", "_pair", "_record", "_records", "_return", "_sum", "change",
                  "excess")  # fmt: skip
 
     def __init__(self, *, alarm: float = ALARM, most_usual: int = MOST_HISTORY, company: Company | None = None) -> None:
         self._company = company
+        self._pair = None if company is None else Pair(company)
         if company is not None:
             company.join(self)
         self._alarm = alarm
@@ -228,7 +195,10 @@ class Watch:
         self.change: Change | None = None
         self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * MOST_HISTORY)
 
-    def add(self, round: int, at_s: float, time_s: float, *, size_class: int = 0, margin_s: float = 0.0) -> None:
+    def add(
+        self, round: int, at_s: float, time_s: float, *, size_class: int = 0, margin_s: float = 0.0,
+        begin_s: float | None = None,
+    ) -> None:  # fmt: skip
         """Take the time of a round in.
 
         Args:
@@ -237,6 +207,7 @@ class Watch:
             time_s: How long it took.
             size_class: Only times of one class are alike; 2 n and 2 n + 1 are of one size, measured in two ways.
             margin_s: By how much these two ways may differ.
+            begin_s: When it began, if that is known: two that do not overlap may be enough.
         """
         value = math.log(max(time_s, _LEAST_TIME_S))
         base = self._base(size_class)
@@ -255,7 +226,7 @@ class Watch:
         self._newest = max(round, self._newest)
         self.excess.append((round, at_s, value - base.middle))
         if self.change is None or self.change.is_over:
-            self._step(round, at_s, value, base)
+            self._step(round, at_s, value, base, begin_s)
         else:
             self._step_back(self.change, round, at_s, value, base)
 
@@ -265,30 +236,43 @@ class Watch:
             base = self._bases[size_class] = Baseline(self._most_usual)
         return base
 
-    def _step(self, round: int, at_s: float, value: float, base: Baseline) -> None:
+    def _step(self, round: int, at_s: float, value: float, base: Baseline, begin_s: float | None) -> None:
         if self._sum == 0.0:
             self._begin = (round, at_s)
             # what went before was no change: it is history now
             for old, held in self._held:
                 old.learn(held)
             self._held.clear()
-        is_far = self._company is not None and self._company.is_far(value - base.middle)
-        gained = self._alarm / _FAR_SAMPLES if is_far else base.score(value) - DRIFT - base.shift
+        excess = value - base.middle
+        is_far = self._company is not None and self._company.is_far(excess)
+        gained = self._alarm / FAR_SAMPLES if is_far else base.score(value) - DRIFT - base.shift
         self._sum = max(0.0, self._sum + gained)
         self._records = self._records + 1 if base.is_record(value) else 0
         if self._records == 1:
             self._record = (round, at_s)
         if len(self._held) < MOST_HISTORY:
             self._held.append((base, value))
+        is_pair = self._is_pair(round, begin_s, at_s, excess) if base.count >= 2 * LEAST_HISTORY else False
         # noise before a fault may have begun the sum, and is not part of what lasts
-        begins = [*[self._begin] * (self._sum >= self._alarm), *[self._record] * (self._records >= _RECORD_SAMPLES)]
-        for begin in begins:
-            ratios = sorted(excess for number, _, excess in self.excess if number >= begin[0])
-            least = _FAR_SAMPLES if ratios and ratios[0] >= _FAR else _LEAST_SAMPLES
-            if len(ratios) >= least and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO):
-                self.change = Change(since_round=begin[0], since_s=begin[1], seen_round=round)
-                self._level, self._return = median(ratios), 0.0
-                return
+        if self._sum >= self._alarm:
+            self._alarmed(self._begin, round, least=_LEAST_SAMPLES)
+        if self._records >= _RECORD_SAMPLES:
+            self._alarmed(self._record, round, least=_LEAST_SAMPLES)
+        if is_pair and self._pair is not None:
+            self._alarmed(self._pair.begin, round, least=PAIR)
+
+    def _is_pair(self, round: int, begin_s: float | None, at_s: float, excess: float) -> bool:
+        return self._pair is not None and begin_s is not None and self._pair.add(round, begin_s, at_s, excess)
+
+    def _alarmed(self, begin: tuple[int, float], round: int, *, least: int) -> None:
+        """Make an alarm of what there is since it began, if that is long and enough, and there is none yet."""
+        if self.change is not None and not self.change.is_over:
+            return
+        ratios = sorted(excess for number, _, excess in self.excess if number >= begin[0])
+        enough = min(least, FAR_SAMPLES) if ratios and ratios[0] >= FAR else least
+        if len(ratios) >= enough and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO):
+            self.change = Change(since_round=begin[0], since_s=begin[1], seen_round=round)
+            self._level, self._return = median(ratios), 0.0
 
     def _step_back(self, change: Change, round: int, at_s: float, value: float, base: Baseline) -> None:
         """Sum up what speaks for times as they were before: scores below the middle between then and now."""
@@ -312,10 +296,10 @@ class Watch:
         base, company = self._bases.get(size_class), self._company
         if company is None or base is None or not base.is_known:
             return None
-        if self.change is not None and not self.change.is_over and self._level >= _FAR:
+        if self.change is not None and not self.change.is_over and self._level >= FAR:
             return None  # it has been made
         far = list(takewhile(lambda one: company.was_far(one[2]), reversed(self.excess)))
-        if len(far) < _FAR_SAMPLES - 1 or not company.was_far(math.log(max(time_s, _LEAST_TIME_S)) - base.middle):
+        if len(far) < FAR_SAMPLES - 1 or not company.was_far(math.log(max(time_s, _LEAST_TIME_S)) - base.middle):
             return None
         since_round, since_s, _ = far[-1]
         return Change(since_round=since_round, since_s=since_s, seen_round=round)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from thinwire.diagnosis.desync import find_desync, find_losses
@@ -18,6 +19,8 @@ from thinwire.diagnosis.work import find_slow_work, find_stalls
 from thinwire.diagnosis.work_history import work_times
 
 _SMALL_SHARE = 0.2
+# Work that is less than so many times as slow must have lasted for so long.
+_LITTLE, _LITTLE_S = 2.0, 5.0
 
 
 def diagnose(records: Records) -> list[Finding]:
@@ -52,6 +55,7 @@ def findings_of(job: Job, history: History | None = None) -> list[Finding]:
     slow = [finding for finding in slow if not _follows(finding, slow_work, job)]
     hangs = [hang for hang in hangs if not _is_told(hang, [*slow, *slow_work], flapping, job)]
     slow_calls = [finding for finding in find_slow_operations(job) if not _is_beside(finding, slow_work)]
+    slow_work, slow_calls = _without_passing(slow_work, job), _without_passing(slow_calls, job)
     found = [*desyncs, *hangs, *find_losses(job), *slow, *slow_calls, *slow_work, *flapping, *stalls]
     return [*find_in_nccl(job.nccl, trust=job.trust), *found, *find_set_clocks(job)]
 
@@ -62,6 +66,17 @@ def _is_told(hang: Finding, slow: Sequence[Finding], flapping: Sequence[Finding]
         return False
     lasting = [one for one in slow if one.kind == hang.kind and one.until_s is None]
     return _touches(hang, flapping, job) or any(set(hang.places) & set(one.places) for one in lasting)
+
+
+def _without_passing(slow: Sequence[Finding], job: Job) -> list[Finding]:
+    """Leave out what is slower by little and has not lasted: other work makes a machine so for seconds."""
+    found = []
+    for one in slow:
+        lasted_s = (job.now_s if one.until_s is None else one.until_s) - one.since_s
+        ratio = one.evidence.get("times_longer", math.inf)
+        if lasted_s >= _LITTLE_S or not isinstance(ratio, float) or ratio >= _LITTLE:
+            found.append(one)
+    return found
 
 
 def _is_beside(calls: Finding, slow_work: Sequence[Finding]) -> bool:

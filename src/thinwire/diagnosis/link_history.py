@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, Change, Company, Watch
+from thinwire.diagnosis.changes import LEAST_HISTORY, Change, Watch
+from thinwire.diagnosis.company import Company
 from thinwire.diagnosis.delay_matrix import Cell
 from thinwire.diagnosis.ends import End, EndHistory
 from thinwire.diagnosis.sharing import alone_s
@@ -169,8 +170,8 @@ class LinkHistory:
         classed_so, error_s = _measured(job, message, classed)
         if error_s > _MOST_ERROR * time_s:
             return  # not even who was late is known
-        watch.add(round, at_s, time_s, size_class=classed_so, margin_s=error_s)
-        alone.add(round, at_s, share_s, size_class=classed_so, margin_s=error_s)
+        watch.add(round, at_s, time_s, size_class=classed_so, margin_s=error_s, begin_s=at_s - time_s)
+        alone.add(round, at_s, share_s, size_class=classed_so, margin_s=error_s, begin_s=at_s - time_s)
         first = times.times.setdefault((cell, classed), [])
         if len(first) < 4 * LEAST_HISTORY:
             first.append(time_s)

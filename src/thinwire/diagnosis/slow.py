@@ -12,9 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
+from thinwire.diagnosis.company import FAR_SAMPLES
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.link_history import LinkTimes, size_class
+from thinwire.diagnosis.moving import UNSURE
 from thinwire.diagnosis.timeline import Job
 
 PEERS_RATIO = 3.0
@@ -193,6 +195,9 @@ def _slow_link(
     ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
     retries = sum(times.retries.get(cell, 0) for cell in explained.cells)
     is_one = len(explained.places) == 1
+    num_rounds = max(len(times.watches[cell].since(since_round)) for cell in explained.cells)
+    is_young = num_rounds < FAR_SAMPLES  # what takes that long once more is no passing trouble
+    sure = 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)
     return Finding(
         kind="communication slow",
         places=explained.places,
@@ -204,9 +209,8 @@ def _slow_link(
             "clock_error_s": round(job.alignment.error_s, 6),
         },
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, counted from when both ends are "
-        "ready.",
-        confidence=min(0.97, (0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)) if is_one else 0.5)
-        * job.trust,
+        f"ready{f'; {num_rounds} rounds so far' if is_young else ''}.",
+        confidence=min(UNSURE if is_young else 0.97, sure if is_one else 0.5) * job.trust,
         remedy="look at the interface, cable and other traffic there; until then send less over it: larger "
         "sync_interval, "
         "a smaller codec, other partners",

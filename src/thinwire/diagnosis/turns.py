@@ -20,6 +20,8 @@ _LEAST_EPISODES = 3
 LEAST_BAD = OFTEN
 _DENSE = 10  # of so many messages in a row most are bad: slow, not flapping
 _MOST_BAD = 7
+_SHORT = 4
+_LONGER = 3
 _USUAL_BAD = 0.01
 _OVER = 1e-3
 _LATEST = 32
@@ -83,6 +85,7 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
         usual: Which share of its messages may be.
     """
     values = list(watch.excess)[-WINDOW:]
+    values = _above(_lately(values), values)
     bad = [index for index, (_, _, excess) in enumerate(values) if excess >= least]
 
     def chance(own: Sequence[int]) -> float:
@@ -104,7 +107,9 @@ class BothWays:
         self._num_pairs = len(pairs)
         self._often = [pair for pair in pairs if self._is_often_long(pair)]
         looked_at = {*self._often, *pairs[:: 1 + len(pairs) // _MOST_LOOKED]} if self._often else set()
-        self._values = {pair: _joint(watches[pair], watches[pair[::-1]]) for pair in pairs if pair in looked_at}
+        joint = {pair: _joint(watches[pair], watches[pair[::-1]])[-WINDOW:] for pair in pairs if pair in looked_at}
+        self._lately = {pair: _lately(values) for pair, values in joint.items()}
+        self._values = {pair: _above(self._lately[pair], values) for pair, values in joint.items()}
 
     def _is_often_long(self, pair: Cell) -> bool:
         return all(self._watches[way].num_long(of=WINDOW) >= _LEAST_EPISODES for way in (pair, pair[::-1]))
@@ -114,7 +119,7 @@ class BothWays:
         if not self._often:
             return {}
         self._num_bad = Counter(
-            number for values in self._values.values() for number, _, excess in values[-WINDOW:] if excess >= BAD[0]
+            number for values in self._values.values() for number, _, excess in values if excess >= BAD[0]
         )
         usual = [
             share + 2 * _middle_share(list(self._values.values()), least)
@@ -122,7 +127,7 @@ class BothWays:
         ]
         found = {}
         for pair in self._often:
-            one = self._of(pair, self._values[pair][-WINDOW:], usual)
+            one = self._of(pair, self._values[pair], usual)
             if one is not None:
                 found[pair] = found[pair[::-1]] = one
         return found
@@ -146,8 +151,21 @@ class BothWays:
             return None
         first, last = found.episodes[0][0], found.episodes[-1][1]
         # one way that is slow for good, and another that is long now and then, do not flap
-        slow = max(sum(excess >= BAD[0] for excess in one.values_in(first, last)) for one in both)
+        least = BAD[0] + self._lately[pair]
+        slow = max(sum(excess >= least for excess in one.values_in(first, last)) for one in both)
         return found if 2 * slow < sum(first <= number <= last for number, _, _ in values) else None
+
+
+def _lately(values: Sequence[_Value]) -> float:
+    """Return by how much times are longer in the middle than they were once.
+
+    What has become slower, such as by a connection that was made anew, may flap all the same.
+    """
+    return max(0.0, median([excess for _, _, excess in values] or [0.0]))
+
+
+def _above(level: float, values: Sequence[_Value]) -> list[_Value]:
+    return [(number, at_s, excess - level) for number, at_s, excess in values]
 
 
 def _joint(there: Watch, back: Watch) -> list[_Value]:
@@ -157,8 +175,12 @@ def _joint(there: Watch, back: Watch) -> list[_Value]:
 
 
 def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable[Watch]) -> list[int]:
-    """Leave out what was told as slow and is over, which was no flapping, and what came before it was slow for good."""
+    """Leave out what was told as slow and is over, which was no flapping, and what came before it was slow for good.
+
+    What was over so soon may be a bad time of a link that flaps.
+    """
     past = [one.change for one in watches if one.change is not None and one.change.is_over]
+    past = [one for one in past if one.until_round - one.since_round > _SHORT]
     bad = [index for index in bad if not any(one.since_round <= values[index][0] < one.until_round for one in past)]
     dense = [late for early, late in zip(bad, bad[_MOST_BAD:], strict=False) if late - early < _DENSE]
     return [index for index in bad if not dense or index > dense[-1]]
@@ -168,6 +190,7 @@ def _in_turns(
     values: Sequence[_Value], bad: list[int], chance: Callable[[Sequence[int]], float], *, least_bad: int, most: float
 ) -> Flapping | None:
     """Return what is bad in several times with good ones between, where that is no chance."""
+    bad = _alike(bad, len(values))
     if len(bad) < least_bad:
         return None
     bad = _least_likely(bad, chance, least_bad)
@@ -190,6 +213,19 @@ def _in_turns(
         return None
     rounds = frozenset(values[index][0] for index in bad)
     return Flapping(episodes=tuple(episodes), since_s=values[bad[0]][1], bad=rounds, seen_round=seen_round)
+
+
+def _alike(bad: list[int], count: int) -> list[int]:
+    """Leave out bad times that are no turns: far longer ones, and one that goes on and may be there to stay."""
+    times: list[list[int]] = []
+    for place, index in enumerate(bad):
+        if not place or bad[place - 1] < index - 1:
+            times.append([])
+        times[-1].append(index)
+    if bad and bad[-1] == count - 1:
+        del times[-1]
+    most = max(_SHORT, _LONGER * median([len(own) for own in times] or [0]))
+    return [index for own in times if len(own) <= most for index in own]
 
 
 def _least_likely(bad: list[int], chance: Callable[[Sequence[int]], float], least_bad: int) -> list[int]:

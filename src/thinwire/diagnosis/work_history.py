@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from thinwire.diagnosis.changes import LEAST_HISTORY, Company, Watch, median
+from thinwire.diagnosis.changes import LEAST_HISTORY, Watch, median
+from thinwire.diagnosis.company import Company
 from thinwire.diagnosis.own_time import Work, between_operations
 from thinwire.diagnosis.timeline import Job
 
