@@ -5,10 +5,14 @@
 
 This has not been run on a GPU yet: no machine with one was at hand. What it does beside nccl was tried over gloo.
 
-Blocks of steps with and without recording follow each other, so that what else the machine does falls on both; a pair
-of blocks gives one ratio. The host waits for its GPU at the end of a block, not of a step, as a job would. After each
-recorded block every rank reads its own records: each call must have an end, and there must be an all-reduce for each
-step. The last line says so and the cost ratio; the exit status is 1 where a record is missing or has no end.
+First a few collectives that are not asynchronous, plain ones and those of FSDP2, are recorded: they give no `Work`, so
+that an event of ours marks their ends. None may pass by, and no end may be told before its call can have run.
+
+Then blocks of steps with and without recording follow each other, so that what else the machine does falls on both; a
+pair of blocks gives one ratio. The host waits for its GPU at the end of a block, not of a step, as a job would. After
+each recorded block every rank reads its own records: each call must have an end, and there must be an all-reduce for
+each step. The last line says so and the cost ratio; the exit status is 1 where a record is missing, has no end or an
+early one.
 """
 
 from __future__ import annotations
@@ -26,18 +30,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import thinwire
+from thinwire.diagnosis.records import Operation
 from thinwire.diagnosis.sources import read_files
 
 WIDTH, LAYERS, ROWS, BUCKET_MB = 1024, 8, 128, 4
+FEW_STEPS, PLAIN_CALLS = 5, 10
+BUSY_CYCLES = 200_000_000  # of a GPU's clock: at least a tenth of a second below 2 GHz
+EARLIEST_S = 0.05
 
 
-def stepper(device: torch.device) -> Callable[[], None]:
-    """Return one step of a model of 8.4 M parameters under DDP."""
+def stepper(device: torch.device, *, is_sharded: bool = False) -> Callable[[], None]:
+    """Return one step of a model of 8.4 M parameters under DDP, or under FSDP2."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS))).to(device)
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
+    wrapped: nn.Module = model
+    if is_sharded:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rows = torch.randn(ROWS, WIDTH, device=device)
 
@@ -60,22 +77,52 @@ def timed(step: Callable[[], None], device: torch.device, *, steps: int) -> floa
     return (time.perf_counter() - begin_s) / steps
 
 
-def faults_of(folder: str, *, steps: int) -> list[str]:
-    """Return what is wrong with this rank's records of a block."""
+def own_records(folder: str) -> list[Operation]:
+    return [one for one in read_files([Path(folder)]).operations if one.rank == dist.get_rank()]
+
+
+def faults_of(own: list[Operation], *, least: dict[str, int]) -> list[str]:
+    """Return what is wrong with this rank's records of a block, in which there are some calls of each kind."""
     rank = dist.get_rank()
-    own = [one for one in read_files([Path(folder)]).operations if one.rank == rank]
     called = {(one.communicator, one.sequence): one.kind for one in own}
     # a call's end is told in a second record of it
     ended = {(one.communicator, one.sequence) for one in own if one.done_s is not None}
     endless = [f"{kind} {call[1]}" for call, kind in called.items() if call not in ended]
-    reduced = sum(kind == "all_reduce" for kind in called.values())
     faults = [f"rank {rank}: no end of {', '.join(endless[:5])}"] if endless else []
-    return faults if reduced >= steps else [*faults, f"rank {rank}: {reduced} all-reduces in {steps} steps"]
+    counts = {kind: sum(one == kind for one in called.values()) for kind in least}
+    return faults + [
+        f"rank {rank}: {counts[kind]} of {kind}, not {number}"
+        for kind, number in least.items()
+        if counts[kind] < number
+    ]
+
+
+def faults_without_work(device: torch.device, folder: str) -> list[str]:
+    """Return what is wrong with the records of collectives that are not asynchronous: plain ones and FSDP2's."""
+    step, faults = stepper(device, is_sharded=True), list[str]()
+    step()  # it makes its buffers, and nccl its connections, in the first
+    with thinwire.watch(folder, gpu_calls=True) as watching:
+        for _ in range(PLAIN_CALLS):
+            if device.type == "cuda":
+                torch.cuda._sleep(BUSY_CYCLES)  # the stream stands here, so that each call ends long after it was made
+            dist.all_reduce(torch.ones(WIDTH, device=device))
+    faults += faults_of(own := own_records(folder), least={"all_reduce": PLAIN_CALLS})
+    early = [one.sequence for one in own if one.done_s is not None and one.done_s - one.posted_s < EARLIEST_S]
+    if device.type == "cuda" and early:
+        faults.append(f"rank {dist.get_rank()}: ends too early of {early[:5]}")
+    passed_by = watching.num_passed_by
+    with thinwire.watch(folder, gpu_calls=True) as watching:
+        for _ in range(FEW_STEPS):
+            step()
+    least = FEW_STEPS * LAYERS if dist.get_world_size() > 1 else 0  # FSDP2 calls nothing where it is alone
+    faults += faults_of(own_records(folder), least={"all_gather": least, "reduce_scatter": least})
+    passed_by += watching.num_passed_by
+    return [*faults, f"rank {dist.get_rank()}: {passed_by} calls passed by"] if passed_by else faults
 
 
 def in_turns(device: torch.device, folder: str, *, pairs: int, steps: int) -> dict[str, Any]:
     """Return the seconds of a step in each block, with and without recording, and what is wrong with the records."""
-    step, errors, passed_by = stepper(device), list[str](), 0
+    step, errors, passed_by = stepper(device), faults_without_work(device, folder), 0
     timed(step, device, steps=10)  # DDP makes its buckets anew after the first
     took: dict[str, list[float]] = {"without": [], "with": []}
     for pair in range(pairs):
@@ -86,7 +133,7 @@ def in_turns(device: torch.device, folder: str, *, pairs: int, steps: int) -> di
                 watching.close()
                 passed_by += watching.num_passed_by
                 errors += [f"rank {dist.get_rank()}: {watching.lost}"] if watching.lost else []
-                errors += faults_of(folder, steps=steps)
+                errors += faults_of(own_records(folder), least={"all_reduce": steps})
     return {"took": took, "errors": errors, "passed_by": passed_by}
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from thinwire.transport import watched_job
 from thinwire.transport.polled_work import End, WorkPoller
+from thinwire.transport.stream_marks import EventMark, is_capturing
 
 SOON_S = 10.0
 POLL_S = 0.002
@@ -43,6 +47,30 @@ class Work:
         if self._took_ms is None:
             raise RuntimeError("getDuration only works if timing was enabled")
         return self._took_ms
+
+
+class Passed:
+    """A mark that has been passed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = 0
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Event:
+    """Stands for an event of CUDA, which cannot be made here."""
+
+    def __init__(self, is_timed: bool) -> None:
+        self.is_timed, self.has_come = is_timed, False
+        self.recorded_on: list[Any] = []
+
+    def record(self, stream: Any) -> None:
+        self.recorded_on.append(stream)
+
+    def query(self) -> bool:
+        return self.has_come
 
 
 @pytest.fixture
@@ -84,12 +112,12 @@ def test_nothing_is_asked_and_no_thread_runs_before_the_first_call() -> None:
     assert not threads()
 
 
-def test_calls_of_a_group_are_asked_oldest_first_and_no_further_than_the_first_that_lasts(poller: WorkPoller) -> None:
+def test_calls_of_a_stream_are_asked_oldest_first_and_no_further_than_the_first_that_lasts(poller: WorkPoller) -> None:
     works, told = [Work() for _ in range(3)], list[int]()
     other = Work()
     for number, work in enumerate(works):
-        poller.ask(work, lambda _, number=number: told.append(number), group=0)  # type: ignore[misc]
-    poller.ask(other, lambda _: told.append(9), group=1)
+        poller.ask(work, lambda _, number=number: told.append(number), group=0, line="a")  # type: ignore[misc]
+    poller.ask(other, lambda _: told.append(9), group=0, line="b")
     works[1].has_ended = other.has_ended = True
     wait_until(lambda: told == [9])
     wait_until(lambda: works[0].num_asked > 3)
@@ -101,8 +129,8 @@ def test_calls_of_a_group_are_asked_oldest_first_and_no_further_than_the_first_t
 
 def test_messages_are_asked_whichever_ends_first(poller: WorkPoller) -> None:
     first, second, told = Work(), Work(), list[str]()
-    poller.ask(first, lambda _: told.append("first"), group=0, in_order=False)
-    poller.ask(second, lambda _: told.append("second"), group=0, in_order=False)
+    poller.ask(first, lambda _: told.append("first"), group=0)
+    poller.ask(second, lambda _: told.append("second"), group=0)
     second.has_ended = True
     wait_until(lambda: told == ["second"])
     first.has_ended = True
@@ -124,8 +152,8 @@ def test_a_failure_is_told_as_one_and_a_question_that_is_refused_ends_the_asking
 ) -> None:
     later, ends = Work(), list[End]()
     work.has_ended = later.has_ended = True
-    poller.ask(work, ends.append, group=0)
-    poller.ask(later, ends.append, group=0)
+    poller.ask(work, ends.append, group=0, line=0)
+    poller.ask(later, ends.append, group=0, line=0)
     wait_until(lambda: len(ends) == 2)
     assert [end.error for end in ends] == [says, ""]
     assert work.num_asked == 1
@@ -144,6 +172,36 @@ def test_how_long_the_gpu_took_is_told_where_torch_times_calls_and_not_asked_aga
     wait_until(lambda: len(ends) == 3)
     assert [work.num_timed for work in untimed] == [1, 0]
     assert ends[1].duration_s is ends[2].duration_s is None
+
+
+def test_a_mark_that_knows_no_duration_does_not_keep_its_group_from_telling_it(poller: WorkPoller) -> None:
+    ends, device = list[End](), torch.device("meta")
+    poller.ask(Passed(device), ends.append, group=0)
+    wait_until(lambda: ends)
+    timed = Work(took_ms=250.0)
+    timed.has_ended = True
+    poller.ask(timed, ends.append, group=0)
+    wait_until(lambda: len(ends) == 2)
+    assert [(end.error, end.duration_s) for end in ends] == [("", None), ("", 0.25)]
+
+
+def test_a_mark_is_an_event_behind_what_the_current_stream_of_the_device_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    # without a GPU only which of CUDA's functions are called, and with what, can be seen
+    seen, events = list[str](), list[Event]()
+    streams = {number: SimpleNamespace(device_index=number, cuda_stream=0) for number in (0, 1)}
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(seen.append(f"on {device}")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.index])
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: events.append(Event(enable_timing)) or events[-1])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(seen.append("capturing")) or True)
+    marks = [EventMark(torch.device("cuda", number)) for number in (0, 1, 1)]
+    assert seen == ["on cuda:0", "on cuda:1", "on cuda:1"]
+    assert [event.recorded_on for event in events] == [[streams[0]], [streams[1]], [streams[1]]]
+    assert not any(event.is_timed for event in events)
+    assert marks[0].stream != marks[1].stream == marks[2].stream
+    assert [mark.is_completed() for mark in marks] == [False, False, False]
+    events[1].has_come = True
+    assert [mark.is_completed() for mark in marks] == [False, True, False]
+    assert is_capturing(torch.device("cuda", 1)) and seen[-2:] == ["on cuda:1", "capturing"]
 
 
 def test_there_is_room_for_as_many_calls_as_said_and_again_once_one_has_ended() -> None:

@@ -228,14 +228,14 @@ def watch(folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTE
 
     Call it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
     numbered from it on. Groups over gloo are recorded; calls on a GPU pass by and are counted, or with `gpu_calls` are
-    recorded where torch gives something to ask. That has never run on a GPU: only the asking was tried, over gloo.
+    recorded too. That has never run on a GPU: only the asking was tried, over gloo.
 
     Args:
         folder: Where this rank's `records-rank-N.jsonl` goes, on a disk of this host that answers quickly: each call is
             written there before it is made. A file of an earlier job is written over.
         most_bytes: How long this rank's files may become together; older records go first.
-        gpu_calls: Record asynchronous calls on GPUs (those of DDP, and `async_op=True`), messages and barriers too, the
-            same on all ranks; choose the GPU by `torch.cuda.set_device` before. Ends are known to about 5 ms.
+        gpu_calls: Record calls on GPUs too, but those that are gathered into one and those that a CUDA graph captures;
+            the same on all ranks; choose the GPU by `torch.cuda.set_device` before. Ends are known to about 5 ms.
 
     Returns:
         A handle: `close` it, use it in a `with`, or let it end with the process.

@@ -1,13 +1,14 @@
 """Learn when calls on a GPU have ended, by asking: one thread for all of a process.
 
 A call on a GPU tells nobody of its end: its `Work` holds an event at the end of the call on its stream, and
-`Work.is_completed` asks that event without waiting. So nothing is put on a stream, and an end is known late by at most
-the time between two rounds of asking.
+`Work.is_completed` asks that event without waiting; a call without a `Work` has a mark of ours that answers the same.
+So nothing waits, and an end is known late by at most the time between two rounds of asking.
 
 What torch does, by the source of its ProcessGroupNCCL (read, not tried on a GPU), and what follows from it:
 
-- The question holds Python's lock, and CUDA may answer late while another thread synchronises a device. So the calls
-  of one group, which one stream runs in their order, are asked oldest first, and no further than the first that lasts.
+- The question holds Python's lock, and CUDA may answer late while another thread synchronises a device. So calls that
+  one stream runs in their order are asked oldest first, and no further than the first that lasts. A group's own stream
+  runs its asynchronous calls; the others run wherever their caller is, and FSDP2 has several streams.
 - A `Work` holds the tensors that its call fills. They live until its end is known, so calls under way are bounded.
 - Any question from another thread breaks the capture of a CUDA graph in torch's default mode. So asking can be held.
 """
@@ -52,7 +53,7 @@ class _Asked:
 
 
 class WorkPoller:
-    """Asks each `Work` that is under way whether it has ended, in a thread that begins with the first one.
+    """Asks each `Work` or mark that is under way whether it has ended, in a thread that begins with the first one.
 
     Args:
         clock: Seconds that only grow.
@@ -67,7 +68,7 @@ class WorkPoller:
         self._poll_s = poll_s
         self._most = most
         self._lines: dict[Hashable, deque[_Asked]] = {}
-        self._untimed: set[int] = set()
+        self._untimed: set[tuple[int, type]] = set()
         self._num = 0
         self._lock = threading.Lock()
         self._asking = threading.Lock()
@@ -81,18 +82,18 @@ class WorkPoller:
         """Whether one more call may be under way."""
         return self._num < self._most
 
-    def ask(self, work: Any, on_end: Callable[[End], None], *, group: int, in_order: bool = True) -> None:
-        """Ask a `Work` until it has ended.
+    def ask(self, work: Any, on_end: Callable[[End], None], *, group: int, line: Hashable | None = None) -> None:
+        """Ask a `Work`, or a mark behind a call, until it has ended.
 
         Args:
             work: Of a call that has been made.
             on_end: Called once, in the asking thread.
             group: Number of the group whose call it is.
-            in_order: Whether the calls of this group that are in order end one after the other.
+            line: Names the calls that end one after the other, as they were made; without it a call has no order.
         """
         asked = _Asked(work, group, on_end)
         with self._lock:
-            self._lines.setdefault(group if in_order else object(), deque()).append(asked)
+            self._lines.setdefault(object() if line is None else line, deque()).append(asked)
             self._num += 1
             self._is_wanted.set()
             if self._thread is None:
@@ -160,10 +161,11 @@ class WorkPoller:
         return End(done_s=done_s, duration_s=self._duration_s(asked))
 
     def _duration_s(self, asked: _Asked) -> float | None:
-        """Return how long the GPU was in a call; a group that does not time its calls is not asked again."""
-        if asked.group in self._untimed:
+        """Return how long the GPU was in a call; where a group does not time its calls it is not asked again."""
+        kind = (asked.group, type(asked.work))  # a mark never knows, though the same group may time the rest
+        if kind in self._untimed:
             return None
         duration_s = compat.duration_s(asked.work)
         if duration_s is None:
-            self._untimed.add(asked.group)
+            self._untimed.add(kind)
         return duration_s

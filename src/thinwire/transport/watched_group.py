@@ -10,9 +10,10 @@ What torch 2.13 does, and what follows from it:
 - A message between two ranks has no future, nor has a reduce-scatter; and of two waits for one message one never ends.
   So a thread of ours waits for each of these, and the caller gets a `Work` that waits for that thread.
 - On a GPU a call's end is an event of a stream, which tells nobody: `WorkPoller` asks for it where that is wanted, and
-  else such calls pass by and are only counted. Of a collective that is not asynchronous nccl gives no `Work`, nor of
-  one that is gathered with others, nor may one be asked for that a CUDA graph captures: these pass by in any case. The
-  barrier alone has ended on the GPU when it returns.
+  else such calls pass by and are only counted. Of a collective that is not asynchronous nccl gives no `Work` and puts
+  it on the caller's stream, where an event of ours marks its end; a barrier has ended on the GPU when it returns. What
+  is gathered into one call is not on a stream yet when it returns, and what a CUDA graph captures may not be asked for:
+  these pass by in any case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import atexit
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from thinwire import compat
 from thinwire.errors import TransportError
 from thinwire.transport.polled_work import End, WorkPoller
+from thinwire.transport.stream_marks import EventMark, Mark, is_capturing
 
 _AT_ONCE = timedelta(milliseconds=1)
 _CLOSE_S = 2.0
@@ -81,7 +83,7 @@ class Call:
         error: What went wrong, or an empty text.
         peer: For a message, the other end's rank in the whole job.
         tag: Of a message.
-        is_polled: Whether its end is learned by asking.
+        polled_on: Where it runs, if its end is learned by asking; none where it is told.
     """
 
     group: int
@@ -96,7 +98,7 @@ class Call:
     error: str = ""
     peer: int | None = None
     tag: int = 0
-    is_polled: bool = False
+    polled_on: torch.device | None = None
 
 
 IsPolled = Callable[[str, torch.device], bool]
@@ -145,9 +147,11 @@ class WatchedGroups:
         watcher: Who is told.
         clock: Seconds that only grow.
         is_polled: Which calls' ends are learned by asking, by kind and device; calls on a GPU, or they pass by.
+        mark: Marks what a device's current stream holds, for calls that have no `Work`.
 
     Attributes:
-        num_passed_by: Calls that were not recorded: on a GPU, or a receive from whoever comes.
+        num_passed_by: Calls that were not recorded, on a GPU or a receive from whoever comes; and those on a GPU whose
+            end could not be learned after all, which are told as over when they returned.
 
     Raises:
         TransportError: This build of torch lacks what this needs, or the process is watched already.
@@ -157,8 +161,9 @@ class WatchedGroups:
     _is_in_use = False
 
     def __init__(
-        self, watcher: Watcher, *, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call
-    ) -> None:
+        self, watcher: Watcher, *, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
+        mark: Callable[[torch.device], Mark] = EventMark,
+    ) -> None:  # fmt: skip
         gathering = compat.gathering_groups(dist)
         lacking = compat.missing_names()
         if gathering is None and is_polled is not no_call:
@@ -175,6 +180,7 @@ class WatchedGroups:
         self.num_passed_by = 0
         self._is_paused = False
         self._is_polled = is_polled
+        self._mark = mark
         self._poller = WorkPoller(clock=clock)
         self._gathering = () if gathering is None else gathering
         self._watcher = watcher
@@ -223,8 +229,8 @@ class WatchedGroups:
             self._end(call)
             return None
         work = compat.unboxed_work(result)
-        if call.is_polled:
-            self._ask(call, work)
+        if call.polled_on is not None:
+            self._ask(call, work, call.polled_on, self._is_asynchronous(operator, arguments))
             return result
         if operator not in _MESSAGES and (future := _future_of(work)) is not None:
             future.add_done_callback(partial(self._end_with, call))
@@ -255,12 +261,12 @@ class WatchedGroups:
         sequence = next(numbers)
         if self._is_paused:
             return None
-        if is_polled and not self._can_be_asked(kind, device, own, self._is_asynchronous(operator, arguments)):
+        if is_polled and not self._can_be_asked(device, own):
             self.num_passed_by += 1
             return None
         call = Call(
             group=group.number, kind=kind, sequence=sequence, posted_s=self._clock(), peer=peer, tag=tag,
-            is_polled=is_polled,
+            polled_on=device if is_polled else None,
         )  # fmt: skip
         if brought is not None:
             call.count = sum([tensor.numel() for tensor in tensors])
@@ -272,24 +278,28 @@ class WatchedGroups:
         at = self._at[operator].get("async_op", len(arguments))
         return at >= len(arguments) or bool(arguments[at])  # what has its default is left out, and that is True
 
-    def _can_be_asked(self, kind: str, device: torch.device, group: Any, is_asynchronous: bool) -> bool:
+    def _can_be_asked(self, device: torch.device, group: Any) -> bool:
         """Return whether a call's end can be learned by asking, which must be known before it is told of."""
-        if group in self._gathering or not self._poller.has_room:
-            return False
-        if device == _CPU:
-            return True
-        # nccl puts what is not asynchronous on the caller's stream and returns nothing to ask; it waits for a barrier
-        if not is_asynchronous and kind != "barrier":
-            return False
-        return not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+        return group not in self._gathering and self._poller.has_room and not is_capturing(device)
 
-    def _ask(self, call: Call, work: Any) -> None:
-        """Learn a call's end by asking; without a `Work` it is told as over when it returned, as a barrier is."""
-        if work is not None:
-            self._poller.ask(work, partial(self._asked, call), group=call.group, in_order=call.peer is None)
-            return
-        self.num_passed_by += call.kind != "barrier"
-        self._end(call)
+    def _ask(self, call: Call, work: Any, device: torch.device, is_asynchronous: bool) -> None:
+        """Learn a call's end by asking its `Work`, or else the caller's stream; else it is over when it returned."""
+        line: Hashable | None = call.group if call.peer is None else None
+        if work is None and call.kind != "barrier":
+            # what is asynchronous runs on a stream of the group's own, so that the caller's says nothing of its end
+            work = None if is_asynchronous else self._marked(device)
+            self.num_passed_by += work is None
+            line = None if work is None else (call.group, work.stream)
+        if work is None:
+            self._end(call)
+        else:
+            self._poller.ask(work, partial(self._asked, call), group=call.group, line=line)
+
+    def _marked(self, device: torch.device) -> Mark | None:
+        try:
+            return self._mark(device)
+        except Exception:  # whatever CUDA says: the job goes on, and hears of it from its own calls
+            return None
 
     def _asked(self, call: Call, end: End) -> None:
         call.done_s, call.error = end.done_s, end.error
