@@ -8,8 +8,9 @@ names, a process group and a `Work` out of their boxes, and a `Work` whose wait 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -102,6 +103,43 @@ def unboxed_group(argument: Any) -> Any:
 def unboxed_work(result: Any) -> Any:
     """Return the `Work` that an operator returned, alone or last of several."""
     return torch._C._distributed_c10d.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+
+
+def gathering_groups(distributed: ModuleType) -> Container[Any] | None:
+    """Return the process groups whose calls are just now gathered into one, as `batch_isend_irecv` does on nccl.
+
+    Such a call's `Work`, where it has one, knows nothing of the call's end.
+
+    Args:
+        distributed: `torch.distributed`, which only the transport may name.
+
+    Returns:
+        What holds a group for as long as this goes on; none where this build of torch does not tell.
+    """
+    world = getattr(getattr(distributed, "distributed_c10d", None), "_world", None)
+    return getattr(world, "pg_coalesce_state", None)
+
+
+def failure_of(work: Any) -> str:
+    """Return why a `Work` that has ended failed; an empty text where it did not, or does not say.
+
+    torch says once in a process, on stderr, that this question is to go away.
+    """
+    try:
+        error = work.exception()
+    except (AttributeError, NotImplementedError):
+        return ""
+    except Exception as raised:  # a build that raises what it was asked for
+        error = raised
+    return "" if error is None else str(error) or type(error).__name__
+
+
+def duration_s(work: Any) -> float | None:
+    """Return how long a `Work` that has ended was in its call on the GPU; none where torch does not time calls."""
+    try:
+        return max(0.0, float(work._get_duration()) / 1000)
+    except (AttributeError, RuntimeError):  # as torch says that the backend cannot, or that timing is off
+        return None
 
 
 def with_wait(result: Any, wait: Callable[[timedelta], bool]) -> Any:

@@ -21,7 +21,8 @@ from types import TracebackType
 from thinwire.diagnosis.records import Beat, Communicator, Span, to_line
 from thinwire.training.record_file import MOST_FILE_BYTES, RecordFile
 from thinwire.transport.addresses import clock_name, host_name
-from thinwire.transport.watched_group import Call, WatchedGroups, own_rank, words_of_all
+from thinwire.transport.watched_group import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
+from thinwire.transport.watched_job import own_rank, words_of_all
 
 WRITE_S = 0.25
 BEAT_S = 0.5
@@ -38,6 +39,7 @@ class Watching:
         hosts: The host of each rank.
         clocks: The clock of each rank.
         clock: Seconds that only grow.
+        is_polled: Which calls' ends are learned by asking, see `WatchedGroups`.
 
     Attributes:
         lost: Why nothing is recorded any more, such as a full disk; empty while all is well.
@@ -45,7 +47,7 @@ class Watching:
 
     def __init__(
         self, file: RecordFile, *, rank: int, hosts: list[str], clocks: list[str],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
     ) -> None:  # fmt: skip
         self.lost = ""
         self._file = file
@@ -60,7 +62,7 @@ class Watching:
         self._step_began_s = clock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="thinwire-watch", daemon=True)
-        self._groups = WatchedGroups(self, clock=clock)
+        self._groups = WatchedGroups(self, clock=clock, is_polled=is_polled)
         self._thread.start()
         # also where a process was forked or spawned by multiprocessing, which runs nothing of atexit
         self._at_exit = Finalize(None, self.close, exitpriority=10)
@@ -75,16 +77,19 @@ class Watching:
 
     @property
     def num_passed_by(self) -> int:
-        """Calls that were not recorded: on a GPU, or a receive from whoever comes."""
+        """Calls that were not recorded: on a GPU (with `gpu_calls` some of them), or a receive from whoever comes."""
         return self._groups.num_passed_by
 
     def pause(self) -> None:
-        """Record no calls until `resume`; they are numbered on, so that ranks need not do so at the same time."""
-        self._groups.is_paused = True
+        """Record no calls until `resume`; they are numbered on, so that ranks need not do so at the same time.
+
+        With `gpu_calls` no GPU is asked anything meanwhile either, as the capture of a CUDA graph requires.
+        """
+        self._groups.pause()
 
     def resume(self) -> None:
         """Record calls again."""
-        self._groups.is_paused = False
+        self._groups.resume()
 
     def step(self, *, loss: float | None = None) -> None:
         """Say that a step of training has ended, so that losses that are no number or part are found too.
@@ -186,11 +191,12 @@ class Watching:
             name = self._message_name(name, call)
         failed = bool(call.error)
         end = "" if call.done_s is None or failed else f',"done_s":{call.done_s:.6f}'
+        begin = "" if call.started_s is None else f',"started_s":{call.started_s:.6f}'
         told = json.dumps(name)
         dtype = f',"dtype":"{call.dtype}"' if call.dtype else ""
         yield (
             f'{{"record":"operation","communicator":{told},"rank":{self._rank},"sequence":{call.sequence},'
-            f'"kind":"{kind}"{dtype},"count":{call.count},"posted_s":{call.posted_s:.6f}{end}}}'
+            f'"kind":"{kind}"{dtype},"count":{call.count},"posted_s":{call.posted_s:.6f}{begin}{end}}}'
         )
         if call.peer is not None:
             direction = "sent" if call.kind == "send" else "received"
@@ -217,16 +223,19 @@ class Watching:
         self._put([line])
 
 
-def watch(folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTES) -> Watching:
+def watch(folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTES, gpu_calls: bool = False) -> Watching:
     """Record all that this job's ranks ask of torch.distributed from here on: DDP, FSDP2, collectives, messages.
 
     Call it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
-    numbered from it on. Groups over gloo are recorded; calls on a GPU pass by and are counted.
+    numbered from it on. Groups over gloo are recorded; calls on a GPU pass by and are counted, or with `gpu_calls` are
+    recorded too. That has never run on a GPU: only the asking was tried, over gloo.
 
     Args:
         folder: Where this rank's `records-rank-N.jsonl` goes, on a disk of this host that answers quickly: each call is
             written there before it is made. A file of an earlier job is written over.
         most_bytes: How long this rank's files may become together; older records go first.
+        gpu_calls: Record calls on GPUs too, but those that are gathered into one and those that a CUDA graph captures;
+            the same on all ranks; choose the GPU by `torch.cuda.set_device` before. Ends are known to about 5 ms.
 
     Returns:
         A handle: `close` it, use it in a `with`, or let it end with the process.
@@ -235,13 +244,16 @@ def watch(folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTE
         OSError: The folder cannot be written to.
         RuntimeError: A rank did not come within the process group's timeout.
         TransportError: This process is being watched already, or this torch lacks what it takes.
-        ValueError: There is no process group over gloo.
+        ValueError: There is no process group over gloo, nor with `gpu_calls` one over nccl.
 
     Reference: the operation layer of C4's recording (arXiv 2406.04594), outside of the communication library.
     """
-    rank = own_rank()
+    rank = own_rank(gpu_calls=gpu_calls)
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
     places = [place.partition("\n") for place in words_of_all(f"{host_name()}\n{clock_name()}")]
-    return Watching(file, rank=rank, hosts=[place[0] for place in places], clocks=[place[2] for place in places])
+    return Watching(
+        file, rank=rank, hosts=[place[0] for place in places], clocks=[place[2] for place in places],
+        is_polled=calls_on_gpus if gpu_calls else no_call,
+    )  # fmt: skip

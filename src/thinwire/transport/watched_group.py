@@ -1,4 +1,4 @@
-"""Watch every call of this process's gloo groups: who is asked for what, when, and when it has ended.
+"""Watch every call of this process's groups: who is asked for what, when, and when it has ended.
 
 What torch 2.13 does, and what follows from it:
 
@@ -9,7 +9,11 @@ What torch 2.13 does, and what follows from it:
 - A collective's future tells its end in gloo's own thread, whether or not anybody waits.
 - A message between two ranks has no future, nor has a reduce-scatter; and of two waits for one message one never ends.
   So a thread of ours waits for each of these, and the caller gets a `Work` that waits for that thread.
-- On a GPU a call's end is an event of a stream, which nobody here asks for: such calls pass by and are only counted.
+- On a GPU a call's end is an event of a stream, which tells nobody: `WorkPoller` asks for it where that is wanted, and
+  else such calls pass by and are only counted. Of a collective that is not asynchronous nccl gives no `Work` and puts
+  it on the caller's stream, where an event of ours marks its end; a barrier has ended on the GPU when it returns. What
+  is gathered into one call is not on a stream yet when it returns, and what a CUDA graph captures may not be asked for:
+  these pass by in any case.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import atexit
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -29,10 +33,13 @@ import torch.distributed as dist
 
 from thinwire import compat
 from thinwire.errors import TransportError
+from thinwire.transport.polled_work import End, WorkPoller
+from thinwire.transport.stream_marks import EventMark, Mark, is_capturing
 
 _AT_ONCE = timedelta(milliseconds=1)
 _CLOSE_S = 2.0
-_WORD_BYTES = 256
+_GPU_CLOSE_S = 5.0  # a job that runs ahead of its GPU closes while the calls of its last step are under way
+_CPU = torch.device("cpu")
 _MESSAGES = {"send": "dst", "recv_": "src"}
 # For each operator: what it does, and the argument that holds what a rank brings; none where ranks may differ.
 _KINDS: dict[str, tuple[str, str | None]] = {
@@ -71,10 +78,12 @@ class Call:
         count: Elements that this rank brings; -1 where ranks may differ.
         num_bytes: Their size.
         posted_s: When it was called.
+        started_s: When the GPU came to it; none where that is not known.
         done_s: When it had ended; none before.
         error: What went wrong, or an empty text.
         peer: For a message, the other end's rank in the whole job.
         tag: Of a message.
+        polled_on: Where it runs, if its end is learned by asking; none where it is told.
     """
 
     group: int
@@ -84,10 +93,25 @@ class Call:
     count: int = -1
     num_bytes: int = 0
     posted_s: float
+    started_s: float | None = None
     done_s: float | None = None
     error: str = ""
     peer: int | None = None
     tag: int = 0
+    polled_on: torch.device | None = None
+
+
+IsPolled = Callable[[str, torch.device], bool]
+
+
+def no_call(kind: str, device: torch.device) -> bool:
+    """Say that the end of no call is learned by asking: calls on a GPU pass by."""
+    return False
+
+
+def calls_on_gpus(kind: str, device: torch.device) -> bool:
+    """Say that the ends of calls on GPUs are learned by asking."""
+    return device.type == "cuda"
 
 
 class Watcher(Protocol):
@@ -122,10 +146,12 @@ class WatchedGroups:
     Args:
         watcher: Who is told.
         clock: Seconds that only grow.
+        is_polled: Which calls' ends are learned by asking, by kind and device; calls on a GPU, or they pass by.
+        mark: Marks what a device's current stream holds, for calls that have no `Work`.
 
     Attributes:
-        num_passed_by: Calls that were not recorded: on a GPU, or a receive from whoever comes.
-        is_paused: Whether calls are only numbered, and nobody is told.
+        num_passed_by: Calls that were not recorded, on a GPU or a receive from whoever comes; and those on a GPU whose
+            end could not be learned after all, which are told as over when they returned.
 
     Raises:
         TransportError: This build of torch lacks what this needs, or the process is watched already.
@@ -134,8 +160,15 @@ class WatchedGroups:
     _lock = threading.Lock()
     _is_in_use = False
 
-    def __init__(self, watcher: Watcher, *, clock: Callable[[], float] = time.monotonic) -> None:
-        if lacking := compat.missing_names():
+    def __init__(
+        self, watcher: Watcher, *, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
+        mark: Callable[[torch.device], Mark] = EventMark,
+    ) -> None:  # fmt: skip
+        gathering = compat.gathering_groups(dist)
+        lacking = compat.missing_names()
+        if gathering is None and is_polled is not no_call:
+            lacking.append("the list of groups that gather calls")
+        if lacking:
             raise TransportError(
                 f"torch {torch.__version__} lacks {', '.join(lacking)}; watching was tried with torch "
                 f"{', '.join(compat.TRIED_VERSIONS)}"
@@ -145,7 +178,11 @@ class WatchedGroups:
                 raise TransportError("this process is being watched already; close that first")
             WatchedGroups._is_in_use = True
         self.num_passed_by = 0
-        self.is_paused = False
+        self._is_paused = False
+        self._is_polled = is_polled
+        self._mark = mark
+        self._poller = WorkPoller(clock=clock)
+        self._gathering = () if gathering is None else gathering
         self._watcher = watcher
         self._clock = clock
         self._groups: dict[str, _Group] = {}
@@ -157,11 +194,25 @@ class WatchedGroups:
         self._restore = compat.intercept(operators, self._around)
         self._is_closed = False
 
+    def pause(self) -> None:
+        """Only number calls, and ask for no call's end: nothing is being asked when this returns."""
+        self._is_paused = True
+        self._poller.hold()
+
+    def resume(self) -> None:
+        """Tell of calls again."""
+        self._poller.release()
+        self._is_paused = False
+
     def close(self) -> None:
-        """Watch no further call; those under way are told still. A second call does nothing."""
+        """Watch no further call; those under way are told still. A second call does nothing.
+
+        Ends that are learned by asking are told as long as this waits for them: five seconds at most.
+        """
         if not self._is_closed:
             self._is_closed = True
             self._restore()
+            self._poller.close(wait_s=_GPU_CLOSE_S)
             WatchedGroups._is_in_use = False
 
     def _around(self, operator: str, arguments: tuple[Any, ...], go_on: Callable[[], Any]) -> Any:
@@ -178,6 +229,9 @@ class WatchedGroups:
             self._end(call)
             return None
         work = compat.unboxed_work(result)
+        if call.polled_on is not None:
+            self._ask(call, work, call.polled_on, self._is_asynchronous(operator, arguments))
+            return result
         if operator not in _MESSAGES and (future := _future_of(work)) is not None:
             future.add_done_callback(partial(self._end_with, call))
             return result
@@ -191,10 +245,13 @@ class WatchedGroups:
         at = self._at[operator]
         kind, brought = _KINDS.get(operator, ("", None))
         tensors = _tensors(arguments[at[brought] if brought is not None else 0])
-        if not kind or any(tensor.device.type != "cpu" for tensor in tensors):
+        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), _CPU)
+        is_polled = bool(kind) and self._is_polled(kind, device)
+        if not kind or (device != _CPU and not is_polled):
             self.num_passed_by += 1
             return None
-        group = self._group(compat.unboxed_group(arguments[at["process_group"]]))
+        own = compat.unboxed_group(arguments[at["process_group"]])
+        group = self._group(own)
         peer, tag = None, 0
         if operator in _MESSAGES:
             peer, tag = group.ranks[arguments[at[_MESSAGES[operator]]]], int(arguments[at["tag"]])
@@ -202,14 +259,54 @@ class WatchedGroups:
         else:
             numbers = group.calls
         sequence = next(numbers)
-        if self.is_paused:
+        if self._is_paused:
             return None
-        call = Call(group=group.number, kind=kind, sequence=sequence, posted_s=self._clock(), peer=peer, tag=tag)
+        if is_polled and not self._can_be_asked(device, own):
+            self.num_passed_by += 1
+            return None
+        call = Call(
+            group=group.number, kind=kind, sequence=sequence, posted_s=self._clock(), peer=peer, tag=tag,
+            polled_on=device if is_polled else None,
+        )  # fmt: skip
         if brought is not None:
             call.count = sum([tensor.numel() for tensor in tensors])
             call.num_bytes = sum([tensor.nbytes for tensor in tensors])
             call.dtype = str(tensors[0].dtype)[6:] if tensors else ""  # without "torch."
         return call
+
+    def _is_asynchronous(self, operator: str, arguments: tuple[Any, ...]) -> bool:
+        at = self._at[operator].get("async_op", len(arguments))
+        return at >= len(arguments) or bool(arguments[at])  # what has its default is left out, and that is True
+
+    def _can_be_asked(self, device: torch.device, group: Any) -> bool:
+        """Return whether a call's end can be learned by asking, which must be known before it is told of."""
+        return group not in self._gathering and self._poller.has_room and not is_capturing(device)
+
+    def _ask(self, call: Call, work: Any, device: torch.device, is_asynchronous: bool) -> None:
+        """Learn a call's end by asking its `Work`, or else the caller's stream; else it is over when it returned."""
+        line: Hashable | None = call.group if call.peer is None else None
+        if work is None and call.kind != "barrier":
+            # what is asynchronous runs on a stream of the group's own, so that the caller's says nothing of its end
+            work = None if is_asynchronous else self._marked(device)
+            self.num_passed_by += work is None
+            line = None if work is None else (call.group, work.stream)
+        if work is None:
+            self._end(call)
+        else:
+            self._poller.ask(work, partial(self._asked, call), group=call.group, line=line)
+
+    def _marked(self, device: torch.device) -> Mark | None:
+        try:
+            return self._mark(device)
+        except Exception:  # whatever CUDA says: the job goes on, and hears of it from its own calls
+            return None
+
+    def _asked(self, call: Call, end: End) -> None:
+        call.done_s, call.error = end.done_s, end.error
+        if end.duration_s is not None:
+            # seen late, an end may lie further from the beginning than the call took
+            call.started_s = max(call.posted_s, end.done_s - end.duration_s)
+        self._watcher.ended(call)
 
     def _group(self, group: dist.ProcessGroup) -> _Group:
         name = group.group_name
@@ -241,6 +338,7 @@ class WatchedGroups:
     def _let_go(self) -> None:
         for waiter in list(self._waiting):
             waiter.let_go()
+        self._poller.close()
 
 
 class _Waiter(threading.Thread):
@@ -292,36 +390,3 @@ def _tensors(found: Any) -> list[torch.Tensor]:
     if isinstance(found, torch.Tensor):
         return [found]
     return [tensor for part in found for tensor in _tensors(part)]
-
-
-def own_rank() -> int:
-    """Return this process's rank in its job.
-
-    Raises:
-        ValueError: There is no process group yet, or none over gloo.
-    """
-    if not dist.is_initialized():
-        raise ValueError("there is no process group yet; call torch.distributed.init_process_group before")
-    backend = str(dist.get_backend_config())
-    if "gloo" not in backend:
-        raise ValueError(
-            f"calls are recorded on gloo, and this process group is {backend}: when a call on a GPU ends is not asked "
-            f"for yet; let torch's Flight Recorder write JSON, which thinwire diagnose reads too"
-        )
-    return dist.get_rank()
-
-
-def words_of_all(own: str) -> list[str]:
-    """Return what each rank of the default group tells of itself; all ranks call it together.
-
-    Args:
-        own: This rank's word; cut off where it is longer than 256 bytes.
-
-    Raises:
-        RuntimeError: A rank did not come within the group's timeout.
-    """
-    told = own.encode("utf-8", "replace")[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
-    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return [part.numpy().tobytes().rstrip(b"\0").decode("utf-8", "replace") for part in found]
