@@ -1,8 +1,8 @@
 """Mark where a call stands on its stream, so that its end can be asked for where torch gives no `Work` to ask.
 
-nccl puts a collective that is not asynchronous on the caller's current stream, by the source of torch's
-ProcessGroupNCCL (read, not tried on a GPU). So an event behind it there has come once all before it has run, the call
-included. It takes a few microseconds of the host, keeps no tensor alive and lets nothing wait.
+torch launches a collective of nccl that is not asynchronous on the caller's current stream (pytorch/pytorch#148590,
+landed again as #150398; read, not tried on a GPU). So an event behind it there has come once all before it has run,
+the call included. It keeps no tensor alive and lets nothing wait.
 """
 
 from __future__ import annotations
