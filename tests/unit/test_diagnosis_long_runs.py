@@ -18,6 +18,7 @@ from thinwire.diagnosis.link_history import LinkTimes, link_times
 from thinwire.diagnosis.live import LiveJudge
 from thinwire.diagnosis.reading import from_records
 from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, TransferEnd
+from thinwire.diagnosis.slow import find_slow_links
 from thinwire.diagnosis.timeline import Job, build
 
 RANKS = (0, 1, 2, 3)
@@ -113,6 +114,44 @@ def test_a_link_that_was_slow_and_is_well_again_does_not_flap_for_that() -> None
         job = Job(host_of=dict(zip(RANKS, "abcd", strict=True)))
         found[bool(slow)] = [one.where for one in find_flapping(job, LinkTimes(watches=watches))]
     assert found == {False: [], True: []}
+
+
+@pytest.mark.parametrize(
+    ("sigma", "ratio", "begin", "told"),
+    [(0.1, 1.6, 20, True), (0.5, 1.6, 20, False), (0.5, 4.0, 20, True), (0.5, 1.6, 60, True)],
+)
+def test_a_wire_is_not_told_for_less_than_its_times_vary_where_little_is_known_of_it(
+    sigma: float, ratio: float, begin: int, told: bool
+) -> None:
+    """Of six hosts on two cores, messages took 0.8 to 3.9 times as long by what they shared, and steadily so alone."""
+    draw = random.Random(2)
+    watches, alone = {pair: Watch() for pair in PAIRS}, {pair: Watch() for pair in PAIRS}
+    for number in range(begin + 30):
+        for pair in PAIRS:
+            longer = ratio if pair == (0, 2) and number >= begin else 1.0
+            varied = math.exp(draw.gauss(0, sigma if pair == (0, 2) else 0.1))
+            watches[pair].add(number, float(number), longer * varied)
+            alone[pair].add(number, float(number), longer * math.exp(draw.gauss(0, 0.1)))
+    assert alone[0, 2].change is not None
+    job = Job(host_of=dict(zip(RANKS, "abcd", strict=True)))
+    found = find_slow_links(job, LinkTimes(watches=watches, alone=alone))
+    assert [one.where for one in found] == ["link 0 -> 2"] * told
+
+
+@pytest.mark.parametrize(("ratio", "told"), [(1.22, False), (1.35, True)])
+def test_an_end_whose_wires_are_slower_by_hardly_anything_is_not_told(ratio: float, told: bool) -> None:
+    draw = random.Random(8)
+    records = [
+        one
+        for number in range(120)
+        for pair in PAIRS
+        for one in _message(
+            pair, number, 2.0 * number,
+            2.0 * number + 0.1 * math.exp(draw.gauss(0, 0.02)) * (ratio if number >= 80 and pair[0] == 2 else 1.0),
+        )
+    ]  # fmt: skip
+    found = diagnose(from_records([PLACE, *records]))
+    assert [(one.kind, one.where) for one in found] == [("communication slow", "sender rank 2")] * told
 
 
 def _longer(ratios: dict[tuple[int, int], float]) -> list[Record]:

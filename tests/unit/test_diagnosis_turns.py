@@ -71,6 +71,13 @@ def test_what_is_no_flapping(name: str, longer: Mapping[Cell, Mapping[int, float
     assert not _flaps(longer), name
 
 
+def test_what_other_wires_show_as_often_is_the_job_s_noise() -> None:
+    others = {66: 6.2, 70: 6.7, 74: 6.5, 78: 6.1}
+    assert set(_flaps(_both(FLAPS))) == set(BOTH)
+    noise: dict[Cell, Mapping[int, float]] = {(2, 3): others, (3, 2): others}
+    assert not _flaps({**_both(FLAPS), **noise})
+
+
 def test_what_goes_on_is_a_time_of_its_own_once_it_has_ended() -> None:
     longer = _both({60: 6.2, 66: 6.7, **dict.fromkeys(range(80, 83), 6.0)})
     assert not _flaps(longer, rounds=83) and set(_flaps(longer, rounds=84)) == set(BOTH)

@@ -344,6 +344,11 @@ class Watch:
         return median(self.values_in(first, last))
 
     @property
+    def usual(self) -> Baseline:
+        """What is usual, of the class with the most values."""
+        return max(self._bases.values(), key=lambda one: one.count, default=Baseline())
+
+    @property
     def usual_s(self) -> float:
         """The usual time, of the class with the longest."""
         known = [base.middle for base in self._bases.values() if base.is_known]

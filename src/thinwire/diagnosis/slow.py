@@ -20,8 +20,11 @@ from thinwire.diagnosis.moving import UNSURE
 from thinwire.diagnosis.timeline import Job
 
 PEERS_RATIO = 3.0
-# A wire alone that takes longer by less may just share its access with others than before.
-_LEAST_ALONE = 1.4
+# A wire alone that takes longer by less may just share its access with others than before; and all wires of an end that
+# take longer by less may not be as usual again after a fault elsewhere.
+_LEAST_ALONE, _LEAST_END = 1.4, 1.25
+# A wire alone of which little is known yet: what is slower by less than that must be so by more than its times vary.
+_LITTLE = 2.0
 _LEAST_SAMPLES = 2
 _LOOK_ROUNDS = 24
 _MOST_FAULTS = 6
@@ -111,10 +114,19 @@ class _Search:
         matrix, explained = self._explained[key]
         if explained is None:
             return None, frozenset()
-        own = median([*_bare({cell: matrix.get(cell, 0.0) for cell in first}).values()])
-        if min(explained.excess, own) < math.log(_least(explained)) or not _stands_out(matrix, explained, alarmed):
+        own = min(explained.excess, median([*_bare({cell: matrix.get(cell, 0.0) for cell in first}).values()]))
+        if own < math.log(_least(explained)) or not _stands_out(matrix, explained, alarmed):
+            return None, frozenset()
+        if own < min(math.log(_LITTLE), self._spread(explained)):
             return None, frozenset()
         return explained, _claimed(explained, matrix, first)
+
+    def _spread(self, explained: Explanation) -> float:
+        """Return how much the times of a wire alone vary of which little is known yet; else 0."""
+        pairs = [(self._times.watches[cell], self._times.alone.get(cell)) for cell in explained.cells]
+        usual = [watch.usual for pair in pairs for watch in pair if watch is not None]
+        is_early = min(one.count for one in usual) < 2 * LEAST_HISTORY
+        return max(one.scale for one in usual) if is_early and _is_wire_alone(explained) else 0.0
 
     def _matrix(self, first: int, last: int) -> dict[Cell, float]:
         """Return the logarithm by which each link takes longer, less what even the links with least show."""
@@ -133,8 +145,11 @@ class _Search:
 
 def _least(explained: Explanation) -> float:
     """Return how many times as long the wires of a place take at least where it is told."""
-    is_alone = len({frozenset(cell) for cell in explained.cells}) == 1
-    return _LEAST_ALONE if is_alone else LEAST_RATIO
+    return _LEAST_ALONE if _is_wire_alone(explained) else _LEAST_END
+
+
+def _is_wire_alone(explained: Explanation) -> bool:
+    return len({frozenset(cell) for cell in explained.cells}) == 1
 
 
 def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:

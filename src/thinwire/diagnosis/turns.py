@@ -121,16 +121,18 @@ class BothWays:
         self._num_bad = Counter(
             number for values in self._values.values() for number, _, excess in values if excess >= BAD[0]
         )
-        usual = [
-            share + 2 * _middle_share(list(self._values.values()), least)
-            for least, share in zip(BAD, _USUAL_BOTH, strict=True)
-        ]
         found = {}
         for pair in self._often:
-            one = self._of(pair, self._values[pair], usual)
+            one = self._of(pair, self._values[pair], self._usual(pair))
             if one is not None:
                 found[pair] = found[pair[::-1]] = one
         return found
+
+    def _usual(self, pair: Cell) -> list[float]:
+        """Return which share of messages is that long without a fault: a little, and what all other pairs show."""
+        others = [excess for other, values in self._values.items() if other != pair for _, _, excess in values]
+        shares = [sum(excess >= least for excess in others) / max(1, len(others)) for least in BAD]
+        return [share + seen for share, seen in zip(_USUAL_BOTH, shares, strict=True)]
 
     def _of(self, pair: Cell, values: Sequence[_Value], usual: Sequence[float]) -> Flapping | None:
         most = max(1, self._num_pairs // _MOST_PAIRS)
