@@ -147,6 +147,14 @@ def test_a_hang_after_a_rank_was_left_behind_is_told_beside_it() -> None:
     assert _told(records) == ["non-communication hang: rank 1", "non-communication hang: rank 2"]
 
 
+def test_who_waits_for_a_rank_that_stopped_in_the_operation_before_does_not_stand_still_as_well() -> None:
+    """A torch job whose rank 1 is stopped in the middle of a barrier: the others end it, and wait in the next call."""
+    records = [*_rounds(16), _operation(1, 16, 16.0, None), *(_operation(rank, 16, 16.0, 16.1) for rank in (0, 2))]
+    records += [*(_operation(rank, 17, 17.0, None) for rank in (0, 2))]
+    records += [*_beats(0, 30.0), *_beats(1, 16.0), *_beats(2, 30.0)]
+    assert _told(records) == ["non-communication hang: rank 1"]
+
+
 @pytest.mark.parametrize(("period", "said"), [(6, []), (7, ["periodic stall: rank 0"])])
 def test_steps_that_decode_rounds_are_no_stalls(period: int, said: list[str]) -> None:
     draw, records, now_s = random.Random(3), [], dict.fromkeys(RANKS, 0.0)

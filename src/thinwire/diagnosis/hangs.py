@@ -70,10 +70,17 @@ def find_hangs(job: Job) -> list[Finding]:
             if not (failed and still.since_s <= failed[0][0] + still.gone_s):
                 found += _judge(job, still)
             # where the others have gone on without those who stand still, they may stand still elsewhere
-            if not set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind:
+            are_silent = set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind
+            if not are_silent or not _has_gone_on(job, communicator, left_behind | set(still.inside)):
                 break
             left_behind |= set(still.inside)
     return _roots(found)
+
+
+def _has_gone_on(job: Job, communicator: str, without: Set[int]) -> bool:
+    """Return whether an operation has ended to which none of some ranks has come: else the others wait for these."""
+    operations = [ops for (name, _), ops in job.operations.items() if name == communicator]
+    return any(not ops.keys() & without and any(op.done_s is not None for op in ops.values()) for ops in operations)
 
 
 def _roots(found: list[Finding]) -> list[Finding]:
