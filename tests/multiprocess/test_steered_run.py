@@ -97,6 +97,21 @@ def test_the_first_host_also_restarts_a_process_of_another_one(
         joined.communicate(timeout=SOON_S)
 
 
+def test_a_spare_that_nobody_needs_ends_with_the_run(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
+    run, other = tmp_path / "run", tmp_path / "other"
+    started = start(runs, texts, run, steps=120, replicas=1)
+    wait_until(run, lambda found: active(found) == {0}, started)
+    spare = join(run, other, "--spare")
+    try:
+        wait_until(run, lambda found: len(found["spares"]) == 1, started)
+        started.end()
+        _, told = spare.communicate(timeout=SOON_S)
+        assert spare.returncode == 0 and "this spare was not needed" in told, told
+    finally:
+        spare.kill()
+        spare.communicate(timeout=SOON_S)
+
+
 def test_a_spare_host_takes_the_place_of_a_replica_that_was_stopped_and_others_end_with_the_run(
     texts: Path, tmp_path: Path, runs: list[Started]
 ) -> None:
