@@ -91,6 +91,24 @@ def test_a_spare_that_does_not_come_has_another_one_called_in_its_stead() -> Non
     assert [one["host"] for one in town.command("status")["status"]["replaced"]] == ["s", "t"]
 
 
+def test_a_spare_that_reads_another_corpus_leaves_the_place_to_the_next_one() -> None:
+    town = Town()
+    assert town.go_on(42.0, alive=b"ab", spares=("s", "t")) == ["come", ""]
+    town.hear(b"s", "join", version=VERSION, thinwire=__version__, host="s")
+    town.hear(b"s", "here", address="127.0.0.1", port=1, corpus="another", windows=100, held=0, era=0)
+    assert town.go_on(85.0, alive=b"ab", spares=("t",)) == ["come"]
+    # one that joins by itself and cannot take part was never part of the run
+    town.hear(b"x", "join", version=VERSION, thinwire=__version__, host="x")
+    town.hear(b"x", "here", address="127.0.0.1", port=1, corpus="another", windows=100, held=0, era=0)
+    assert "x" not in {gap.host for gap in town.coordinator.spares.gaps}
+
+
+def test_one_that_has_come_to_the_end_has_no_place_to_be_taken() -> None:
+    town = Town()
+    town.hear(b"c", "done", note={})
+    assert town.go_on(120.0, alive=b"ab", spares=("s",)) == [""]
+
+
 def test_a_place_is_remembered_by_the_next_process_of_the_coordinator() -> None:
     town = Town()
     town.go_on(25.0, alive=b"ab")

@@ -97,7 +97,8 @@ class Coordinator(Counter):
                 "why": "this host reads another corpus than the others; give it the same files (stdlib is another one "
                 "for another version of Python)"
             })  # fmt: skip
-            self._remove(member, why="reads another corpus", is_told=False)
+            # a spare that cannot take the place leaves it to another one
+            self._remove(member, why="reads another corpus", is_told=False, is_lost=self._was_called(member))
             return
         member.address, member.port = message["address"], message["port"]
         member.standing = Standing.LOADING
@@ -351,7 +352,7 @@ class Coordinator(Counter):
     def _remove(self, member: Member, *, why: str, is_told: bool = True, is_lost: bool = False) -> None:
         if is_told:
             self._send(member.token, "expelled", {"why": why})
-        if is_lost:
+        if is_lost and member.standing is not Standing.DONE:
             self.spares.lose(member.replica, member.host, now_s=member.heard_s)
         self.roster.remove(member.replica)
         self.book.forget(member.replica)

@@ -122,6 +122,9 @@ class Counter(Memory):
         if (gaps := self.spares.news()) is not None:
             self._record("gaps", {"gaps": gaps})
 
+    def _was_called(self, member: Member) -> bool:
+        return any(one["host"] == member.host for one in self.replaced)
+
     def _replace(self, replica: int, host: str) -> None:
         self.replaced.append({"replica": replica, "host": host})
         del self.replaced[:-_MOST_ORDERS]
