@@ -127,7 +127,7 @@ def test_a_spare_is_called_at_once_where_that_is_asked_for_and_only_once_for_a_p
     assert town.go_on(100.0, alive=b"abs", spares=("t",)) == [""]
 
 
-@pytest.mark.parametrize("target", ["", "3", "-1", "a", "²", "2" * 70])
+@pytest.mark.parametrize("target", ["", "3", "-1", "a", "²", "2" * 70, "2" * 60_000])
 def test_nobody_is_called_for_a_replica_that_never_was(target: str) -> None:
     town = Town()
     town.command("spare", "s", token=b"s")

@@ -12,7 +12,7 @@ from thinwire.membership.protocol import printable
 from thinwire.membership.roster import Member
 
 # Launchers ask once a second.
-_MOST_ORDERS = 64
+_MOST_ORDERS, _MOST_DIGITS = 64, 10
 # What a spare is answered that is to come, and not to wait on.
 COME = "come"
 
@@ -103,7 +103,9 @@ class Counter(Memory):
 
     def _do_call(self, now_s: float, target: str) -> tuple[bool, str]:
         """Call a spare for the place of a replica that has been let go, or is about to leave."""
-        if not (target.isascii() and target.isdecimal() and int(target) < self.roster.next_replica):
+        # Python refuses to read numbers of thousands of digits
+        is_number = target.isascii() and target.isdecimal() and len(target) <= _MOST_DIGITS
+        if not (is_number and int(target) < self.roster.next_replica):
             return False, f"there was no replica {target[:80]!r}"
         host = self.spares.call(int(target), now_s=now_s)
         if host is None:
