@@ -38,11 +38,14 @@ peer = 1 - transport.replica
 seen: list[int] = []
 
 
-def look(until: Callable[[], bool]) -> None:
-    """Read what has come, again and again."""
+def look() -> None:
+    reading = transport.reading(peer)
+    seen.extend([] if reading is None else [reading.received_bytes])
+
+
+def look_again(until: Callable[[], bool]) -> None:
     while not until():
-        reading = transport.reading(peer)
-        seen.extend([] if reading is None else [reading.received_bytes])
+        look()
         time.sleep(0.02)
 
 
@@ -51,7 +54,7 @@ for number in range(3):
     envelope = Envelope(kind=Kind.ROUND, round_id=number, payload_bytes=num_bytes, spread_s=spread_s)
     receive = transport.receive(source=peer, envelope=envelope)
     send = transport.send(torch.full((num_bytes,), peer, dtype=torch.uint8), to=peer, envelope=envelope)
-    look(receive.done)
+    look_again(receive.done)
     received = receive.wait(deadline_s=30)
     send.wait(deadline_s=30)
     assert received is not None and bool((received.payload == transport.replica).all())
@@ -59,7 +62,8 @@ for number in range(3):
     of_the_rest = [name for name, where in posted if where == tag]
     parts = len(of_the_rest) // 2
     assert parts > 1 and of_the_rest == ["irecv"] * parts + ["isend"] * parts, of_the_rest
-# the other host may have closed its end since the last look
+    look()
+# after its last message the other host may have closed its end, before it was looked at
 assert seen == sorted(seen) and seen[-1] >= 2 * num_bytes, (len(seen), seen[-3:])
 in_the_middle = {count // (num_bytes // 4) for count in seen}
 assert num_bytes > 1_000_000 or len(in_the_middle) > 6, in_the_middle  # on a thin wire not only whole messages
