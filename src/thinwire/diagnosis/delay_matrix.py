@@ -23,6 +23,10 @@ _LESS = 0.75
 # holds up the acknowledgements of all that goes out, and a host that is slow both ways is not slower in than out.
 _LESS_OUT, _LESS_IN = 0.85, 0.4
 _SLOW_IN = math.log(2.0)
+WIRE_REMEDY = (
+    "look at the interface, cable and other traffic there; until then send less over it: larger sync_interval, a "
+    "smaller codec, other partners"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from thinwire.diagnosis.collectives import find_slow_operations
 from thinwire.diagnosis.desync import find_desync, find_losses
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.flapping import find_flapping
@@ -13,7 +14,7 @@ from thinwire.diagnosis.history import History
 from thinwire.diagnosis.link_history import link_times
 from thinwire.diagnosis.nccl import find_in_nccl
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.slow import find_slow_links, find_slow_operations
+from thinwire.diagnosis.slow import find_slow_links
 from thinwire.diagnosis.timeline import Job, build
 from thinwire.diagnosis.work import find_slow_work, find_stalls
 from thinwire.diagnosis.work_history import work_times

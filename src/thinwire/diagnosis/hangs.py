@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from thinwire.diagnosis.changes import median
+from thinwire.diagnosis.collectives import may_be_placed_soon, placed_hang
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.moving import LEAST_PATIENCE_S, UNSURE, is_dead, is_still, slow_ranks, slow_wires
@@ -227,7 +228,10 @@ def _judge(job: Job, still: _Standstill) -> list[Finding]:
     known_s = still.since_s + LEAST_PATIENCE_S
     if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
         return []
-    return [_inside(job, still, messages)]
+    if not messages and may_be_placed_soon(job, job.now_s - still.since_s):
+        return []
+    found = _inside(job, still, messages)
+    return [found if messages else placed_hang(job, found)]
 
 
 def _silent(job: Job, limit_s: float) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from thinwire.diagnosis.changes import median
-from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
+from thinwire.diagnosis.delay_matrix import WIRE_REMEDY, Cell, DelayMatrix, probe_for
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.timeline import Job, Message
 from thinwire.units import format_bytes
@@ -64,8 +64,7 @@ def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
         text=f"Messages over {named} have been under way for {waited_s:.1f} s, and {format_bytes(came)} a second come: "
         f"{longer:.1f} times fewer than usual.",
         confidence=(UNSURE if len(explained.places) == 1 else 0.5) * job.trust,
-        remedy="look at the interface, cable and other traffic there; until then send less over it: larger "
-        "sync_interval, a smaller codec, other partners",
+        remedy=WIRE_REMEDY,
         probe=probe_for(explained.places),
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from thinwire.diagnosis.records import (
     Arrival,
     Beat,
     Communicator,
+    Flow,
     Operation,
     Record,
     Span,
@@ -59,6 +60,7 @@ class Records:
         spans: Work.
         beats: Signs of life.
         arrivals: How much had come while messages were open.
+        flows: How the connections between hosts did.
         nccl: What NCCL's own tools wrote.
         num_lines: Lines looked at, without headers.
         num_refused: Lines not taken.
@@ -72,6 +74,7 @@ class Records:
     spans: list[Span] = field(default_factory=list)
     beats: list[Beat] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
+    flows: list[Flow] = field(default_factory=list)
     nccl: NcclRecords = field(default_factory=NcclRecords)
     num_lines: int = 0
     num_refused: int = 0
@@ -92,7 +95,7 @@ class Records:
         self.check_room()
         place: dict[type[Record], list[Any]] = {
             Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats,
-            Arrival: self.arrivals,
+            Arrival: self.arrivals, Flow: self.flows,
         }  # fmt: skip
         place[type(record)].append(record)
 
@@ -100,7 +103,7 @@ class Records:
     def num_records(self) -> int:
         """How many records there are, without communicators."""
         own = len(self.operations) + len(self.transfers) + len(self.spans)
-        return own + len(self.beats) + len(self.arrivals) + len(self.nccl)
+        return own + len(self.beats) + len(self.arrivals) + len(self.flows) + len(self.nccl)
 
     def check_room(self) -> None:
         """Check that one more record may come.
@@ -278,9 +281,9 @@ def _check_whole(record: Record) -> None:
         if not record.ranks or len(set(record.ranks)) != len(record.ranks):
             raise ValueError("ranks are none, or some are there twice")
         return
-    if isinstance(record, TransferEnd | Arrival) and record.peer == record.rank:
+    if isinstance(record, TransferEnd | Arrival | Flow) and record.peer == record.rank:
         raise ValueError("a transfer of a rank with itself")
-    if isinstance(record, Beat | Arrival):
+    if isinstance(record, Beat | Arrival | Flow):
         return
     begin = record.started_s if isinstance(record, Span) else record.posted_s
     if isinstance(record, Span) and (record.started_s is None or record.done_s is None):
@@ -313,6 +316,13 @@ def _seconds(name: str, found: object) -> float:
 
 def _maybe_seconds(name: str, found: object) -> float | None:
     return None if found is None else _seconds(name, found)
+
+
+def _length(name: str, found: object) -> float:
+    length_s = _seconds(name, found)
+    if length_s < 0:
+        raise ValueError(f"{name} is less than nothing: {short(found)}")
+    return length_s
 
 
 def _maybe_length(name: str, found: object) -> float | None:
@@ -371,6 +381,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "kind": text, "dtype": text, "count": _or_unknown, "round": _or_unknown, "num_bytes": whole, "retries": whole,
     "step": whole, "error": text, "loss": _loss, "is_last": _flag, "has_signs": _flag,
     "forward_s": _maybe_length, "backward_s": _maybe_length,
+    "busy_s": _length, "held_s": _length, "silence_s": _maybe_length, "unanswered": whole,
     "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
 }  # fmt: skip
 

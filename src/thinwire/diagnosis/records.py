@@ -160,7 +160,33 @@ class Arrival:
     has_signs: bool = False
 
 
-Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """What a kernel knows of all connections from a rank to another host.
+
+    Attributes:
+        rank: Who writes, and sends.
+        peer: A rank of that host: the only one, or the lowest.
+        at_s: When.
+        num_bytes: That the other end has acknowledged so far.
+        busy_s: For how long so far there was something to send, or that was not acknowledged.
+        held_s: For how much of that the other end's process did not read, so that no more could be sent.
+        silence_s: Since anything has come from there, of a wire over which something comes at least once a second while
+            it is well; none where that is not known.
+        unanswered: How often in a row the same was sent again without an answer.
+    """
+
+    rank: int
+    peer: int
+    at_s: float
+    num_bytes: int
+    busy_s: float
+    held_s: float = 0.0
+    silence_s: float | None = None
+    unanswered: int = 0
+
+
+Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival | Flow
 
 KINDS: dict[str, type[Record]] = {
     "communicator": Communicator,
@@ -169,6 +195,7 @@ KINDS: dict[str, type[Record]] = {
     "span": Span,
     "beat": Beat,
     "arrival": Arrival,
+    "flow": Flow,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
 from thinwire.diagnosis.company import FAR_SAMPLES
-from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
-from thinwire.diagnosis.findings import Finding, Place
-from thinwire.diagnosis.link_history import LinkTimes, size_class
+from thinwire.diagnosis.delay_matrix import WIRE_REMEDY, Cell, DelayMatrix, Explanation, probe_for
+from thinwire.diagnosis.findings import Finding
+from thinwire.diagnosis.link_history import LinkTimes
 from thinwire.diagnosis.moving import UNSURE
 from thinwire.diagnosis.timeline import Job
 
@@ -226,9 +226,7 @@ def _slow_link(
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, counted from when both ends are "
         f"ready{f'; {num_rounds} rounds so far' if is_young else ''}.",
         confidence=min(UNSURE if is_young else 0.97, sure if is_one else 0.5) * job.trust,
-        remedy="look at the interface, cable and other traffic there; until then send less over it: larger "
-        "sync_interval, "
-        "a smaller codec, other partners",
+        remedy=WIRE_REMEDY,
         probe=probe_for(explained.places),
     )  # fmt: skip
 
@@ -274,47 +272,4 @@ def _always_slow(job: Job, explained: Explanation, middle_s: float) -> Finding:
         confidence=0.5 * job.trust,
         remedy="measure this wire with thinwire probe; if it is its own rate, let thinwire plan know",
         probe=probe_for(explained.places),
-    )  # fmt: skip
-
-
-def find_slow_operations(job: Job) -> list[Finding]:
-    """Return communicators whose operations take longer, where nothing was recorded by peer.
-
-    The rank that waited least came last, and what it waited is the operation's own time, on one clock.
-    """
-    seen = {message.communicator for message in job.messages}
-    watches: dict[str, Watch] = defaultdict(Watch)
-    classes: dict[tuple[str, str, int], int] = {}
-    for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
-        waits = [op.done_s - op.posted_s for op in own.values() if op.done_s is not None]
-        if communicator in seen or len(waits) < len(own) or len(own) < 2:
-            continue
-        first = next(iter(own.values()))
-        classed = classes.setdefault((communicator, first.kind, size_class(first.count)), len(classes))
-        watches[communicator].add(sequence, first.posted_s, max(0.0, min(waits)), size_class=classed)
-    slow = [(name, watch) for name, watch in sorted(watches.items()) if watch.change is not None]
-    return [_slow_operation(job, name, watch) for name, watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)]
-
-
-def _lasting(watch: Watch) -> float:
-    assert watch.change is not None
-    last = watch.change.seen_round + _LOOK_ROUNDS
-    return watch.excess_in(watch.change.since_round, watch.change.until_round - 1 if watch.change.is_over else last)
-
-
-def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
-    assert watch.change is not None
-    ratio = math.exp(_lasting(watch))
-    return Finding(
-        kind="communication slow",
-        places=(Place(kind="communicator"),),
-        since_s=watch.change.since_s, since_round=watch.change.since_round, seen_round=watch.change.seen_round,
-        until_s=watch.change.until_s,
-        evidence={"communicator": communicator, "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6)},
-        text=f"Operations of {communicator} take {ratio:.1f} times as long as they did, also for the rank that "
-        "comes last; the "
-        "records do not tell by which link.",
-        confidence=0.6 * job.trust,
-        remedy="find the link first",
-        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer",
     )  # fmt: skip

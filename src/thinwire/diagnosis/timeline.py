@@ -12,7 +12,7 @@ from thinwire.diagnosis.changes import median
 from thinwire.diagnosis.clocks import Alignment, Sighting, SightingBook, align
 from thinwire.diagnosis.nccl_values import NcclRecords
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Arrival, Beat, Communicator, Operation, Span, TransferEnd
+from thinwire.diagnosis.records import Beat, Communicator, Flow, Operation, Span, TransferEnd
 
 _MOST_SIGHTINGS = 200_000
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
@@ -109,6 +109,7 @@ class Job:
         late_s: By how much the signs of life of ranks come late again and again, see `Lateness`.
         arrivals: When, and how many bytes had come from a source to a destination then, in order; while a message was
             open.
+        flows: When, and what the kernel of a source knew then of its connections to a destination's host, in order.
         signalled: Sources and destinations whose connections have signs of life of their own.
         nccl: What NCCL's own tools wrote; its clocks are not brought together.
     """
@@ -133,6 +134,7 @@ class Job:
     heard_s: dict[int, float] = field(default_factory=dict)
     late_s: dict[int, float] = field(default_factory=dict)
     arrivals: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
+    flows: dict[tuple[int, int], list[tuple[float, Flow]]] = field(default_factory=dict)
     signalled: set[tuple[int, int]] = field(default_factory=set)
     nccl: NcclRecords = field(default_factory=NcclRecords)
 
@@ -185,7 +187,7 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
         _see(job, beat.rank, beat.at_s)
         if beat.is_last:
             job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
-    _take_arrivals(job, records.arrivals, shift)
+    _take_wires(job, records, shift)
     job.left = {beat.rank for beat in records.beats if beat.error and not beat.is_last}
     job.spans.sort(key=lambda span: span.step)
     job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
@@ -198,14 +200,19 @@ def build(records: Records, book: SightingBook | None = None) -> Job:
     return job
 
 
-def _take_arrivals(job: Job, arrivals: Iterable[Arrival], shift: _Shift) -> None:
-    for one in sorted(arrivals, key=lambda one: one.at_s):
+def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
+    for one in sorted(records.arrivals, key=lambda one: one.at_s):
         at_s = shift(one.rank, one.at_s)
         assert at_s is not None
         job.arrivals.setdefault((one.peer, one.rank), []).append((at_s, one.num_bytes))
         if one.has_signs:
             job.signalled.add((one.peer, one.rank))
         _see(job, one.rank, one.at_s)
+    for flow in sorted(records.flows, key=lambda flow: flow.at_s):
+        at_s = shift(flow.rank, flow.at_s)
+        assert at_s is not None
+        job.flows.setdefault((flow.rank, flow.peer), []).append((at_s, flow))
+        _see(job, flow.rank, flow.at_s)
 
 
 def _heard(job: Job) -> dict[int, float]:
@@ -254,7 +261,7 @@ def _places(job: Job, records: Records) -> dict[int, str]:
         {operation.rank for operation in records.operations}, {end.rank for end in records.transfers},
         {end.peer for end in records.transfers},
         {span.rank for span in records.spans}, {beat.rank for beat in records.beats},
-        {one.rank for one in records.arrivals}, {one.peer for one in records.arrivals},
+        *({one.rank for one in own} | {one.peer for one in own} for own in (records.arrivals, records.flows)),
     ]  # fmt: skip
     for rank in sorted(set().union(*told)):
         job.host_of.setdefault(rank, f"rank-{rank}")

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Flow, Operation, Record, Span, TransferEnd
 
 _MOST_COMMUNICATORS = 256
+_MOST_FLOWS = 4096
 _MOST_RANKS, _MOST_BEATS, _MOST_ARRIVALS = 1 << 16, 16, 8
 # So many records are kept of each rank or each way between two, as long as these are no more in all; of more, fewer.
 _MANY, _MOST_MANY, _FEW = 16, 12_000, 2
@@ -77,6 +78,7 @@ class Window:
         self._spans: _Ends[Span] = _Ends(most_records)
         self._beats: dict[int, deque[Beat]] = {}
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
+        self._flows: _Ends[Flow] = _Ends(_MOST_FLOWS)
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
@@ -87,10 +89,12 @@ class Window:
             self._communicators[record] = None
             if len(self._communicators) > _MOST_COMMUNICATORS:
                 self._communicators.popitem(last=False)
+        elif isinstance(record, Arrival | Flow):
+            self._add_of_wires(record)
         elif isinstance(record, Operation):
             if record.rank not in self._writers and len(self._writers) < _MOST_RANKS:
                 self._writers.add(record.rank)
-                for kept in (self._operations, self._spans):
+                for kept in (self._operations, self._spans, self._flows):
                     kept.hold(max(kept.most, _most_of(len(self._writers))))
             self._operations.put((record.communicator, record.rank, record.sequence), record)
         elif isinstance(record, TransferEnd):
@@ -102,10 +106,14 @@ class Window:
             self._transfers.put(key, record)
         elif isinstance(record, Span):
             self._spans.put((record.rank, record.kind, record.step), record)
-        elif isinstance(record, Arrival):
-            _put_latest(self._arrivals, (record.rank, record.peer), record, most=_MOST_ARRIVALS)
         else:
             _put_latest(self._beats, record.rank, record, most=_MOST_BEATS)
+
+    def _add_of_wires(self, record: Arrival | Flow) -> None:
+        if isinstance(record, Flow):
+            self._flows.put((record.rank, record.peer, record.at_s), record)
+        else:
+            _put_latest(self._arrivals, (record.rank, record.peer), record, most=_MOST_ARRIVALS)
 
     def ranks(self) -> set[int]:
         """Return the ranks that wrote anything: a sign of life, or where they are."""
@@ -138,6 +146,7 @@ class Window:
         found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
         kept_ways = [own for way, own in self._arrivals.items() if gone.isdisjoint(way)]
         found.arrivals = [one for own in kept_ways for one in own]
+        found.flows = [flow for flow in self._flows.values() if flow.rank not in gone and flow.peer not in gone]
         found.num_lines = found.num_records
         return found
 

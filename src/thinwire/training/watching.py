@@ -19,13 +19,16 @@ from pathlib import Path
 from types import TracebackType
 
 from thinwire.diagnosis.records import Beat, Communicator, Span, to_line
+from thinwire.training.flow_lines import FlowLines
 from thinwire.training.record_file import MOST_FILE_BYTES, RecordFile
-from thinwire.transport.addresses import clock_name, host_name
+from thinwire.transport.addresses import clock_name, host_name, local_addresses
 from thinwire.transport.watched_group import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
-from thinwire.transport.watched_job import own_rank, words_of_all
+from thinwire.transport.watched_job import WORD_BYTES, own_rank, words_of_all
 
 WRITE_S = 0.25
 BEAT_S = 0.5
+# A call that is open for so long may never end: then idle connections are written down too.
+LONG_S = 1.0
 _MOST_ERROR = 400
 _CLOSE_S = 10.0
 
@@ -38,6 +41,7 @@ class Watching:
         rank: This process's, in the whole job.
         hosts: The host of each rank.
         clocks: The clock of each rank.
+        addresses: The IPv4 addresses of each rank's host.
         clock: Seconds that only grow.
         is_polled: Which calls' ends are learned by asking, see `WatchedGroups`.
 
@@ -46,7 +50,7 @@ class Watching:
     """
 
     def __init__(
-        self, file: RecordFile, *, rank: int, hosts: list[str], clocks: list[str],
+        self, file: RecordFile, *, rank: int, hosts: list[str], clocks: list[str], addresses: Sequence[Sequence[str]],
         clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
     ) -> None:  # fmt: skip
         self.lost = ""
@@ -56,6 +60,8 @@ class Watching:
         self._names: dict[int, str] = {}
         self._communicators: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._flow_lines = FlowLines(rank, hosts=hosts, addresses=addresses, clock=clock)
+        self._open: dict[Call, None] = {}
         self._ended: deque[Call] = deque()
         self._errors: deque[str] = deque(maxlen=4)
         self._num_steps = 0
@@ -116,7 +122,7 @@ class Watching:
         if self._thread.is_alive():  # a disk that does not answer may not keep the job from ending
             self.lost = self.lost or f"the disk has not answered for {_CLOSE_S:g} s"
             return
-        self._turn("")
+        self._turn()
         fault = self._own_fault()
         # whose call has failed was left by somebody: no goodbye, so that the call stands as one that never ended
         self._turn(to_line(Beat(rank=self._rank, at_s=self._clock(), is_last=not self._errors, error=fault)))
@@ -130,10 +136,12 @@ class Watching:
 
     def posted(self, call: Call) -> None:
         """Write down a call before it is made, and what has ended since the last one: one write for both."""
+        self._open[call] = None
         self._put([*self._lines_of_ended(), *self._lines(call)])
 
     def ended(self, call: Call) -> None:
         """Take note of a call's end, which is written soon; that it failed at once, since the process may end by it."""
+        self._open.pop(call, None)
         self._ended.append(call)
         if call.error:
             beat = Beat(rank=self._rank, at_s=self._clock(), error=f"a call failed: {call.error}"[:_MOST_ERROR])
@@ -144,13 +152,19 @@ class Watching:
         while not self._is_over.wait(WRITE_S):
             now_s = self._clock()
             is_due = now_s - beat_s >= BEAT_S - WRITE_S / 2
-            self._turn(to_line(Beat(rank=self._rank, at_s=now_s)) if is_due else "")
+            self._turn(*([*self._lines_of_wires(now_s), to_line(Beat(rank=self._rank, at_s=now_s))] if is_due else []))
             beat_s = now_s if is_due else beat_s
 
-    def _turn(self, beat: str) -> None:
-        """Write down what has ended since the last turn."""
-        lines = self._lines_of_ended()
-        self._put([*lines, beat] if beat else lines)
+    def _turn(self, *lines: str) -> None:
+        """Write down what has ended since the last turn, and more."""
+        self._put([*self._lines_of_ended(), *lines])
+
+    def _lines_of_wires(self, now_s: float) -> list[str]:
+        is_waiting = any(now_s - call.posted_s >= LONG_S for call in list(self._open))
+        try:
+            return self._flow_lines.lines(is_waiting=is_waiting)
+        except (OSError, ValueError):  # no descriptor is left, or /proc is not there: all else is recorded
+            return []
 
     def _lines_of_ended(self) -> list[str]:
         lines: list[str] = []
@@ -252,8 +266,24 @@ def watch(folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTE
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
-    places = [place.partition("\n") for place in words_of_all(f"{host_name()}\n{clock_name()}")]
+    places = [_parts_of(place) for place in words_of_all(_own_place())]
     return Watching(
-        file, rank=rank, hosts=[place[0] for place in places], clocks=[place[2] for place in places],
+        file, rank=rank, hosts=[place[0] for place in places], clocks=[place[1] for place in places],
+        addresses=[place[2].split() for place in places],
         is_polled=calls_on_gpus if gpu_calls else no_call,
     )  # fmt: skip
+
+
+def _own_place() -> str:
+    """Return what this rank's host is called, its clock, and as many of its addresses as there is room for."""
+    told = f"{host_name()}\n{clock_name()}\n"
+    for address in (address for own in local_addresses().values() for address in own):
+        if not address.startswith("127.") and len(told) + len(address) < WORD_BYTES:
+            told += f"{address} "
+    return told
+
+
+def _parts_of(place: str) -> tuple[str, str, str]:
+    host, _, rest = place.partition("\n")
+    clock, _, addresses = rest.partition("\n")
+    return host, clock, addresses

@@ -59,7 +59,7 @@ class OwnSockets:
         """Yield copies of the IPv4 connections to an address, each until the next one is asked for."""
         now_s = self._now()
         if now_s - self._found_s > _AGAIN_S:  # to look at all that is open takes a hundred times as long
-            self._numbers, self._found_s = list(_open_sockets()), now_s
+            self._numbers, self._found_s = list(open_sockets()), now_s
         for number in self._numbers:
             copy = copy_of(number)
             if copy is None:
@@ -83,8 +83,8 @@ def copy_of(number: int) -> socket.socket | None:
         return None
 
 
-def _open_sockets() -> Iterator[int]:
-    """Yield the descriptors that are sockets now; what has such a number later may be something else."""
+def open_sockets() -> Iterator[int]:
+    """Yield this process's descriptors that are sockets now; what has such a number later may be something else."""
     with contextlib.suppress(OSError):
         for path in list(_OPEN.iterdir()):
             with contextlib.suppress(OSError):

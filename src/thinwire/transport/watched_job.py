@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-_WORD_BYTES = 256
+WORD_BYTES = 512
 
 
 def own_rank(*, gpu_calls: bool = False) -> int:
@@ -35,12 +35,12 @@ def words_of_all(own: str) -> list[str]:
     """Return what each rank of the default group tells of itself; all ranks call it together.
 
     Args:
-        own: This rank's word; cut off where it is longer than 256 bytes.
+        own: This rank's word; cut off where it is longer than 512 bytes.
 
     Raises:
         RuntimeError: A rank did not come within the group's timeout.
     """
-    told = own.encode("utf-8", "replace")[:_WORD_BYTES].ljust(_WORD_BYTES, b"\0")
+    told = own.encode("utf-8", "replace")[:WORD_BYTES].ljust(WORD_BYTES, b"\0")
     mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_device_of_words())
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)

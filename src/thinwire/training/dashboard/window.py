@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict, deque
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Flow, Operation, Record, Span, TransferEnd
 from thinwire.diagnosis.run_files import ROUNDS, end_of, operation_of
 from thinwire.training.reporting.run_folder import StepLine
 
 MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128
 _MOST_COMMUNICATORS = 64
-_MOST_ARRIVALS = 8
+_OfWires = TypeVar("_OfWires", Arrival, Flow)
+_MOST_ARRIVALS, _MOST_FLOWS = 8, 64
 
 
 class RankWindow:
@@ -41,6 +42,7 @@ class RankWindow:
         self._spans: dict[tuple[str, int], Span] = {}
         self._beat: Beat | None = None
         self._arrivals: dict[int, deque[Arrival]] = {}
+        self._flows: dict[int, deque[Flow]] = {}
         self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
 
     def add(self, record: Record, *, room: int) -> None:
@@ -59,8 +61,9 @@ class RankWindow:
         if isinstance(record, Beat):
             self._beat = record
         elif isinstance(record, Arrival):
-            if record.peer in self._arrivals or len(self._arrivals) < room:
-                self._arrivals.setdefault(record.peer, deque(maxlen=_MOST_ARRIVALS)).append(record)
+            _keep_latest(self._arrivals, record, room=room, most=_MOST_ARRIVALS)
+        elif isinstance(record, Flow):
+            _keep_latest(self._flows, record, room=room, most=_MOST_FLOWS)
         elif isinstance(record, Operation):
             _keep(self._operations, (record.communicator, record.sequence), record, room=room)
         elif isinstance(record, Span):
@@ -104,6 +107,7 @@ class RankWindow:
             *self._spans.values(),
             *([self._beat] if self._beat else []),
             *(one for own in self._arrivals.values() for one in own),
+            *(one for own in self._flows.values() for one in own),
         ]
         for record in found:
             records.num_lines += 1
@@ -133,6 +137,11 @@ def joined(windows: list[RankWindow]) -> Records:
 
 def _begin(record: Any) -> float:
     return float(record.started_s if isinstance(record, Span) else record.posted_s)
+
+
+def _keep_latest(kept: dict[int, deque[_OfWires]], record: _OfWires, *, room: int, most: int) -> None:
+    if record.peer in kept or len(kept) < room:
+        kept.setdefault(record.peer, deque(maxlen=most)).append(record)
 
 
 def _keep(kept: dict[Any, Any], key: Any, record: Record, *, room: int) -> None:

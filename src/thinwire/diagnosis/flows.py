@@ -1,0 +1,167 @@
+"""Where a collective's wires are slow or dead, from what kernels know of the connections that it runs over.
+
+A collective's messages are recorded by nobody, but a kernel counts, for each connection, for how long it had something
+to send and how much of it was acknowledged: the seconds that a byte takes are the wire's own, however long the ranks
+wait for each other. Of a wire that is idle it knows since when nothing has come.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from thinwire.diagnosis.changes import LEAST_RATIO, median
+from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, Explanation
+from thinwire.diagnosis.findings import Place, PlaceKind
+from thinwire.diagnosis.records import Flow
+from thinwire.diagnosis.timeline import Job
+
+# A wire that is well is silent for a second and a round trip at most; so a hang is placed when it has lasted so long.
+DEAD_S, PLACED_S = 1.5, 2.0
+# For so long what was seen last counts as what is.
+_FRESH_S = 1.5
+# Of fewer bytes the time is that of round trips, and of acknowledgements that wait; but where these take so long.
+_LEAST_BYTES, _LONG_BUSY_S = 16_384, 0.5
+# Kernels count this time in ticks of 1 to 10 ms.
+_LEAST_BUSY_S = 0.02
+# A way that carries less than this part of what the busiest one does tells little of its wire.
+_LIGHT = 0.05
+# Between two looks that are further apart lies what nobody kept.
+_LONGEST_S = 5.0
+_LEAST_BEFORE, _LEAST_AFTER, FEW_AFTER = 3, 2, 4
+_LATEST = 64
+_OF_HOSTS: dict[str, PlaceKind] = {
+    "link": "host link", "link both ways": "host link both ways", "sender": "host sender", "receiver": "host receiver",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowerWires:
+    """What explains that bytes take longer over some wires than they did.
+
+    Attributes:
+        explained: The place, or those that the wires in use cannot tell apart.
+        times: How many times as long a byte takes there.
+        num_seen: Stretches of time since then that tell of it.
+        links: The ways, as texts.
+    """
+
+    explained: Explanation
+    times: float
+    num_seen: int
+    links: tuple[str, ...]
+
+
+def are_watched(job: Job) -> bool:
+    """Return whether somebody has just looked at connections between hosts."""
+    return any(job.now_s - points[-1][0] <= _FRESH_S for points in job.flows.values())
+
+
+def dead_wires(job: Job) -> tuple[Explanation | None, int]:
+    """Return the place over whose wires nothing comes any more, none where all answer, and of how many ways is known.
+
+    Args:
+        job: All records.
+    """
+    known: dict[Cell, float] = {}
+    for cell, points in job.flows.items():
+        at_s, flow = points[-1]
+        if job.now_s - at_s <= _FRESH_S and flow.silence_s is not None:
+            known[cell] = 1.0 if flow.silence_s >= DEAD_S else 0.0
+    explained, _ = _explain(job, known, min)
+    return explained, len(known)
+
+
+def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerWires | None:
+    """Return the place where a byte takes longer than before; none where that is no wire, or cannot be told.
+
+    Args:
+        job: All records.
+        since_s: Since when something is slow, in seconds of the reference clock.
+        until_s: When it was over.
+    """
+    heavy = _heavy(job)
+    seen: dict[Cell, tuple[float, int]] = {}
+    for cell, points in job.flows.items():
+        if cell not in heavy:
+            continue
+        before = _seconds_a_byte([point for point in points if point[0] <= since_s])
+        after = _seconds_a_byte([point for point in points if since_s <= point[0] <= until_s])
+        if len(before) >= _LEAST_BEFORE and len(after) >= _LEAST_AFTER:
+            # of the first ones too: what has been slow for long is not compared with itself
+            usual = min(median(before[:_LATEST]), median(before[-_LATEST:]))
+            seen[cell] = math.log(median(after[-_LATEST:]) / usual), len(after)
+    # a busy machine slows all wires alike; where there are but two ways, nothing tells that from a slow one
+    common = max(0.0, min((longer for longer, _ in seen.values()), default=0.0)) if len(seen) > 2 else 0.0
+    bare = {cell: longer - common for cell, (longer, _) in seen.items()}
+    excess = {cell: longer if longer >= math.log(LEAST_RATIO) / 2 else 0.0 for cell, longer in bare.items()}
+    explained, cells = _explain(job, excess, median)
+    if explained is None or explained.excess < math.log(LEAST_RATIO):
+        return None
+    return SlowerWires(
+        explained=explained, times=math.exp(explained.excess), num_seen=min(seen[cell][1] for cell in cells),
+        links=tuple(f"{source} -> {destination}" for source, destination in sorted(cells)),
+    )  # fmt: skip
+
+
+def _heavy(job: Job) -> set[Cell]:
+    """Return the ways that carry enough for their times to be those of bytes."""
+    carried = {
+        cell: sum(max(0, later.num_bytes - early.num_bytes) for (_, early), (_, later) in pairwise(points))
+        for cell, points in job.flows.items()
+    }
+    most = max(carried.values(), default=0)
+    return {cell for cell, num_bytes in carried.items() if num_bytes > _LIGHT * most}
+
+
+def _seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[float]:
+    """Return how long a byte took in each stretch in which enough were sent, in order.
+
+    Time in which the other end's process did not read is not the wire's.
+    """
+    found: list[float] = []
+    sent, busy_s = 0, 0.0
+    for (early_s, early), (later_s, later) in pairwise(points):
+        more, longer_s = later.num_bytes - early.num_bytes, later.busy_s - early.busy_s
+        held_s = later.held_s - early.held_s
+        if more < 0 or longer_s < 0 or held_s < 0 or later_s - early_s > _LONGEST_S:
+            sent, busy_s = 0, 0.0  # a connection was made anew, or nobody looked
+            continue
+        sent, busy_s = sent + more, busy_s + max(0.0, longer_s - held_s)
+        if busy_s >= _LEAST_BUSY_S and (sent >= _LEAST_BYTES or (sent and busy_s >= _LONG_BUSY_S)):
+            found.append(busy_s / sent)
+            sent, busy_s = 0, 0.0
+    return found
+
+
+def _explain(
+    job: Job, excess: Mapping[Cell, float], joined: Callable[[list[float]], float]
+) -> tuple[Explanation | None, set[Cell]]:
+    """Return the place that explains a matrix of connections, which lead to hosts, and the ways that it explains."""
+    first: dict[str, int] = {}
+    for rank, host in sorted(job.host_of.items()):
+        first.setdefault(host, rank)
+    own: dict[Cell, list[Cell]] = defaultdict(list)
+    for source, destination in excess:
+        own[first[job.host_of[source]], first[job.host_of[destination]]].append((source, destination))
+    matrix = {cell: joined([excess[one] for one in ways]) for cell, ways in own.items() if cell[0] != cell[1]}
+    explained = DelayMatrix(matrix, {rank: host for host, rank in first.items()}).explain()
+    if explained is None:
+        return None, set()
+    ways = {one for cell in explained.cells for one in own[cell]}
+    if len(first) == len(job.host_of):
+        return explained, ways
+    places = tuple(dict.fromkeys(_of_hosts(job, place) for place in explained.places))
+    return Explanation(
+        places=places, cells=explained.cells, excess=explained.excess, fit=explained.fit, lead=explained.lead
+    ), ways
+
+
+def _of_hosts(job: Job, place: Place) -> Place:
+    """Return a place of ranks that stand for their hosts as one of hosts."""
+    if place.kind not in _OF_HOSTS:
+        return place
+    return Place(kind=_OF_HOSTS[place.kind], hosts=tuple(job.host_of[rank] for rank in place.ranks))

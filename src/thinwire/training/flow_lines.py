@@ -1,0 +1,77 @@
+"""What a watched rank writes down of its connections to other hosts, by its kernel: see `Flow`."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from thinwire.diagnosis.records import Flow, to_line
+from thinwire.transport.flows import FlowReading, Flows
+
+# Of so much time only one part goes into asking the kernel, however many connections there are.
+_PARTS = 200.0
+_MOST_LINES = 64
+
+
+class FlowLines:
+    """Reads connections to other hosts again and again, and makes lines of what is new.
+
+    Args:
+        rank: Who writes.
+        hosts: The host of each rank.
+        addresses: The IPv4 addresses of each rank's host.
+        clock: Seconds that only grow.
+        timer: The same, to measure what the asking itself takes.
+    """
+
+    def __init__(
+        self, rank: int, *, hosts: Sequence[str], addresses: Sequence[Sequence[str]],
+        clock: Callable[[], float] = time.monotonic, timer: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._rank, self._clock, self._timer = rank, clock, timer
+        self._flows = Flows(addresses_of_others(rank, hosts, addresses), now=clock)
+        self._told: dict[int, int] = {}
+        self._next_s = clock()
+
+    def lines(self, *, is_waiting: bool) -> list[str]:
+        """Return lines of those over which bytes went since the last look, or of all while a call does not end."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return []
+        begun_s = self._timer()
+        found = self._flows.read(is_asking=is_waiting)
+        self._next_s = now_s + _PARTS * (self._timer() - begun_s)
+        fresh = {peer: one for peer, one in found.items() if is_waiting or one.num_bytes != self._told.get(peer)}
+        # where there are too many, those that nothing comes from tell most
+        worst = sorted(fresh, key=lambda peer: -(fresh[peer].silence_s or 0.0))[:_MOST_LINES]
+        self._told |= {peer: fresh[peer].num_bytes for peer in worst}
+        return [to_line(_flow(self._rank, peer, fresh[peer], now_s)) for peer in sorted(worst)]
+
+
+def _flow(rank: int, peer: int, one: FlowReading, at_s: float) -> Flow:
+    return Flow(
+        rank=rank, peer=peer, at_s=round(at_s, 6), num_bytes=one.num_bytes, busy_s=round(one.busy_s, 6),
+        held_s=round(one.held_s, 6), silence_s=one.silence_s, unanswered=one.unanswered,
+    )  # fmt: skip
+
+
+def addresses_of_others(
+    rank: int, hosts: Sequence[str], addresses: Sequence[Sequence[str]]
+) -> Mapping[int, tuple[str, ...]]:
+    """Return the addresses of each other host, by its lowest rank; those that several hosts have tell nothing.
+
+    Example:
+        >>> own, other = ["192.0.2.1", "172.17.0.1"], ["192.0.2.2", "172.17.0.1"]
+        >>> addresses_of_others(0, ["a", "a", "b", "b"], [own, own, other, other])
+        {2: ('192.0.2.2',)}
+    """
+    lowest: dict[str, int] = {}
+    for number, host in enumerate(hosts):
+        lowest.setdefault(host, number)
+    counts = Counter(address for number in lowest.values() for address in set(addresses[number]))
+    return {
+        number: tuple(address for address in addresses[number] if counts[address] == 1)
+        for host, number in lowest.items()
+        if host != hosts[rank]
+    }

@@ -1,0 +1,237 @@
+"""Collectives whose messages nobody records: the wires that make them slow or hang, by what kernels know of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+
+from thinwire.diagnosis.delay_matrix import Cell
+from thinwire.diagnosis.diagnose import diagnose
+from thinwire.diagnosis.findings import Finding
+from thinwire.diagnosis.live import LiveJudge
+from thinwire.diagnosis.reading import from_records
+from thinwire.diagnosis.records import Beat, Communicator, Flow, Operation, Record
+
+HOSTS = ("a", "b", "c")
+EVERY_S, LOOK_S, STEPS, BROKEN = 0.2, 0.5, 100, 60
+BROKEN_S = BROKEN * EVERY_S
+SIZE, SMALL = 1_000_000, 300
+# what a step of a ring sends, and how long that takes while all is well
+HEAVY: dict[Cell, int] = {(0, 1): SIZE, (1, 2): SIZE, (2, 0): SIZE}
+BUSY_S = 0.05
+
+
+def pairs(ranks: int) -> list[Cell]:
+    return [(source, destination) for source in range(ranks) for destination in range(ranks) if source != destination]
+
+
+def communicator(hosts: tuple[str, ...]) -> Record:
+    return Communicator(communicator="job", ranks=tuple(range(len(hosts))), hosts=hosts)
+
+
+def operations(took: Callable[[int], float], *, ranks: int = 3, steps: int = STEPS) -> list[Record]:
+    """Return all-reduces that all ranks come to at once, one a step."""
+    return [
+        Operation(
+            communicator="job", rank=rank, sequence=step, kind="all_reduce", dtype="float32", count=SIZE,
+            posted_s=step * EVERY_S, done_s=step * EVERY_S + took(step),
+        )
+        for step in range(steps)
+        for rank in range(ranks)
+    ]  # fmt: skip
+
+
+def flows(
+    times: Mapping[Cell, float], *, heavy: Mapping[Cell, int] | None = None, ranks: int = 3, steps: int = STEPS,
+    held: Mapping[Cell, float] | None = None, common: float = 1.0,
+) -> list[Record]:  # fmt: skip
+    """Return looks at all connections; from the step at which it breaks, bytes take so many times as long on some."""
+    found: list[Record] = []
+    carried = HEAVY if heavy is None else heavy
+    for cell in pairs(ranks):
+        num_bytes, busy_s, held_s = 0, 0.0, 0.0
+        step_s, size = (BUSY_S, carried[cell]) if cell in carried else (0.01, SMALL)
+        for step in range(steps):
+            longer = common * times.get(cell, 1.0) if step >= BROKEN else 1.0
+            num_bytes, busy_s = num_bytes + size, busy_s + longer * step_s
+            more_s = (held or {}).get(cell, 0.0) if step >= BROKEN else 0.0
+            busy_s, held_s = busy_s + more_s, held_s + more_s
+            if step % 3 == 2:
+                found.append(Flow(
+                    rank=cell[0], peer=cell[1], at_s=(step + 0.99) * EVERY_S, num_bytes=num_bytes, busy_s=busy_s,
+                    held_s=held_s,
+                ))  # fmt: skip
+    return found
+
+
+def judged(*parts: list[Record], hosts: tuple[str, ...] = HOSTS) -> list[Finding]:
+    return diagnose(from_records([communicator(hosts), *(record for part in parts for record in part)]))
+
+
+def slow_from(step: int, times: float) -> Callable[[int], float]:
+    return lambda number: BUSY_S * (times if number >= step else 1.0)
+
+
+EVERYONE: dict[Cell, int] = dict.fromkeys(pairs(3), SIZE)
+
+
+@pytest.mark.parametrize(
+    ("slow", "heavy", "where"),
+    [
+        ([(1, 2)], EVERYONE, "link 1 -> 2"),
+        ([(1, 2), (2, 1)], EVERYONE, "link 1 <-> 2"),
+        ([(1, 0), (1, 2)], EVERYONE, "sender rank 1"),
+        ([(0, 2), (1, 2)], EVERYONE, "receiver rank 2"),
+        ([(0, 1), (1, 0), (1, 2), (2, 1)], EVERYONE, "host b"),
+        # a ring uses one wire of each end
+        ([(1, 2)], HEAVY, "ambiguous: link 1 -> 2 or sender rank 1 or receiver rank 2"),
+    ],
+)
+def test_slow_collectives_name_the_wires_whose_bytes_take_longer(
+    slow: list[Cell], heavy: dict[Cell, int], where: str
+) -> None:
+    (found,) = judged(operations(slow_from(BROKEN, 4.0)), flows(dict.fromkeys(slow, 4.0), heavy=heavy))
+    assert (found.kind, found.where) == ("communication slow", where)
+    assert found.evidence["byte_times_longer"] == pytest.approx(4.0, rel=0.05)
+    assert "a byte takes 4.0 times as long" in found.text
+    assert found.confidence == pytest.approx(0.5 if "ambiguous" in where else 0.9)
+    assert bool(found.probe) == ("ambiguous" in where)
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        [],
+        flows({}, heavy=EVERYONE),
+        # a busy machine slows all
+        flows({}, heavy=EVERYONE, common=4.0),
+        # the time is that of a process that does not read
+        flows({}, heavy=EVERYONE, held={(1, 2): 3 * BUSY_S}),
+        # too little to explain it
+        flows({(1, 2): 1.5}, heavy=EVERYONE),
+        # acknowledgements that wait are no wire's rate
+        flows({(2, 1): 4.0}),
+    ],
+)
+def test_where_no_wire_explains_it_no_link_is_named(seen: list[Record]) -> None:
+    (found,) = judged(operations(slow_from(BROKEN, 4.0)), seen)
+    assert (found.kind, found.where) == ("communication slow", "communicator")
+    assert "do not tell by which link" in found.text
+
+
+def test_connections_that_are_made_anew_and_looks_that_are_missing_tell_nothing() -> None:
+    seen = flows({(1, 2): 4.0}, heavy=EVERYONE)
+    anew = [
+        Flow(rank=one.rank, peer=one.peer, at_s=one.at_s, num_bytes=one.num_bytes % 7_000_000, busy_s=one.busy_s % 0.7)
+        for one in seen
+        if isinstance(one, Flow) and not 20 < one.at_s / EVERY_S < 50
+    ]
+    (found,) = judged(operations(slow_from(BROKEN, 4.0)), anew)
+    assert found.where == "link 1 -> 2"
+
+
+def test_flows_alone_are_no_finding() -> None:
+    assert judged(operations(slow_from(BROKEN, 1.0)), flows({(1, 2): 4.0}, heavy=EVERYONE)) == []
+
+
+def test_several_ranks_of_a_host_are_named_as_their_host() -> None:
+    hosts = ("a", "a", "b", "b", "c", "c")
+    ring: dict[Cell, int] = {(1, 2): SIZE, (3, 4): SIZE, (5, 0): SIZE, (2, 0): SIZE, (4, 2): SIZE, (0, 4): SIZE}
+    seen = [one for one in flows({(3, 4): 4.0}, heavy=ring, ranks=6) if isinstance(one, Flow)]
+    # the kernel tells which host a connection leads to, so that the peer is the lowest rank there
+    kept: list[Record] = [one for one in seen if one.peer % 2 == 0 and hosts[one.rank] != hosts[one.peer]]
+    (found,) = judged(operations(slow_from(BROKEN, 4.0), ranks=6), kept, hosts=hosts)
+    assert found.where == "host link b -> c"
+
+
+# -- hangs
+
+
+def hang(*, at_s: float = BROKEN_S, until_s: float) -> list[Record]:
+    """Return all-reduces of which the last does not end, and signs of life."""
+    stuck: list[Record] = [
+        Operation(
+            communicator="job", rank=rank, sequence=BROKEN, kind="all_reduce", dtype="float32", count=SIZE,
+            posted_s=at_s,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    beats: list[Record] = [
+        Beat(rank=rank, at_s=0.5 * half) for half in range(int(2 * until_s) + 1) for rank in range(3)
+    ]
+    return [*operations(lambda step: BUSY_S, steps=BROKEN), *stuck, *beats]
+
+
+def silences(silence_s: Mapping[Cell, float], *, at_s: float, usual_s: float | None = 0.4) -> list[Record]:
+    return [
+        Flow(
+            rank=cell[0], peer=cell[1], at_s=at_s, num_bytes=9, busy_s=1.0, silence_s=silence_s.get(cell, usual_s),
+            unanswered=3 if cell in silence_s else 0,
+        )
+        for cell in pairs(3)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dead", "where"),
+    [
+        ([(1, 2), (2, 1)], "link 1 <-> 2"),
+        ([(0, 1), (1, 0), (1, 2), (2, 1)], "host b"),
+    ],
+)
+def test_a_hang_names_the_wires_over_which_nothing_comes(dead: list[Cell], where: str) -> None:
+    until_s = BROKEN_S + 3.0
+    (found,) = judged(hang(until_s=until_s), silences(dict.fromkeys(dead, 3.0), at_s=until_s))
+    assert (found.kind, found.where) == ("communication hang", where)
+    assert "nothing comes any more" in found.text and found.confidence > 0.9
+    assert found.evidence["connections_known"] == 6
+
+
+def test_where_all_connections_answer_no_wire_is_named() -> None:
+    until_s = BROKEN_S + 3.0
+    (found,) = judged(hang(until_s=until_s), silences({}, at_s=until_s))
+    assert (found.kind, found.where) == ("communication hang", "communicator")
+    assert "all 6 connections between hosts that are known of answer" in found.text and "py-spy" in found.remedy
+
+
+@pytest.mark.parametrize(
+    "seen", [[], silences({}, at_s=BROKEN_S - 3.0), silences({}, at_s=BROKEN_S + 3.0, usual_s=None)]
+)
+def test_what_nobody_has_looked_at_lately_tells_nothing_of_a_hang(seen: list[Record]) -> None:
+    (found,) = judged(hang(until_s=BROKEN_S + 3.0), seen)
+    assert (found.kind, found.where) == ("communication hang", "communicator")
+    assert "answer" not in found.text
+
+
+def test_a_hang_is_told_with_its_place_and_not_before() -> None:
+    judge = LiveJudge(looks_until_new=2)
+    judge.take([communicator(HOSTS), *operations(lambda step: BUSY_S, steps=BROKEN)])
+    told = []
+    fresh = hang(until_s=BROKEN_S)[3 * BROKEN :]
+    for half in range(8):
+        at_s = BROKEN_S + 0.5 * half
+        beats: list[Record] = [Beat(rank=rank, at_s=at_s) for rank in range(3)]
+        dead = dict.fromkeys([(1, 2), (2, 1)], 0.5 * half)
+        judge.take([*fresh, *beats, *silences(dead, at_s=at_s)])
+        told += [(news.finding.where, round(news.age_s, 1)) for news in judge.look()]
+    assert told == [("link 1 <-> 2", 2.5)]
+
+
+def test_a_very_slow_wire_is_told_from_a_dead_one() -> None:
+    until_s = BROKEN_S + 4.0
+    seen = [one for one in flows({}, heavy=EVERYONE, steps=BROKEN) if isinstance(one, Flow)]
+    moving: list[Record] = []
+    for last in seen[
+        len(seen) // 6 - 1 :: len(seen) // 6
+    ]:  # the last look at each way: all ends but a thirtieth of one
+        for half in range(9):
+            is_slow = (last.rank, last.peer) == (1, 2)
+            moving.append(replace(
+                last, at_s=BROKEN_S + 0.5 * half, num_bytes=last.num_bytes + half * is_slow * SIZE // 3,
+                busy_s=last.busy_s + 0.5 * half * is_slow, silence_s=0.4,
+            ))  # fmt: skip
+    (found,) = judged(hang(until_s=until_s), list(seen), moving)
+    assert found.kind == "communication slow" and found.where.startswith("ambiguous: link 1 -> 2 or ")
+    assert "does not end yet: a byte takes 30.0 times as long" in found.text and found.confidence == 0.5

@@ -1,0 +1,130 @@
+"""What the kernel tells of this process's own connections to other hosts, and what a watched rank writes of it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from thinwire.training.flow_lines import FlowLines
+from thinwire.transport.flows import FlowReading, Flows
+
+HERE, THERE, OTHER = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+SOON_S = 10.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def connection(stack: ExitStack, address: str) -> tuple[socket.socket, socket.socket]:
+    """Return this host's end of a connection to an address, and the other one."""
+    server = stack.enter_context(socket.create_server((address, 0)))
+    own = stack.enter_context(socket.create_connection(server.getsockname(), source_address=(HERE, 0)))
+    return own, stack.enter_context(server.accept()[0])
+
+
+def soon(read: Callable[[], dict[int, FlowReading]], rank: int, wanted: Callable[[FlowReading], bool]) -> FlowReading:
+    """Return what is read as soon as it is as wanted: the kernel takes a moment."""
+    until_s = time.monotonic() + SOON_S
+    while True:
+        found = read().get(rank)
+        if found is not None and wanted(found):
+            return found
+        assert time.monotonic() < until_s, found
+        time.sleep(0.02)
+
+
+def test_what_is_acknowledged_over_all_connections_to_a_host_counts_together(stack: ExitStack) -> None:
+    pairs = [connection(stack, address) for address in (THERE, THERE, OTHER)]
+    flows = Flows({1: (THERE, "127.0.0.9"), 2: (OTHER,), 3: ("127.0.0.8",)})
+    for (own, _), count in zip(pairs, (1000, 200, 30), strict=True):
+        own.sendall(bytes(count))
+    # the first segment, which makes the connection, counts as one byte
+    found = soon(flows.read, 1, lambda one: one.num_bytes == 1202)
+    assert soon(flows.read, 2, lambda one: one.num_bytes == 31).held_s == 0.0
+    assert found.busy_s >= 0.0 and found.unanswered == 0 and found.silence_s is None
+    assert sorted(flows.read()) == [1, 2]
+    assert Flows({}).read() == {}
+
+
+def test_time_in_which_the_other_end_does_not_read_is_known(stack: ExitStack) -> None:
+    own, _ = connection(stack, THERE)
+    own.setblocking(False)
+    flows = Flows({1: (THERE,)})
+    with pytest.raises(BlockingIOError):
+        while True:
+            own.send(bytes(1 << 20))
+    found = soon(flows.read, 1, lambda one: one.held_s > 0.3)
+    assert found.busy_s >= found.held_s
+
+
+def test_an_idle_end_is_asked_only_while_somebody_waits_and_answers(stack: ExitStack) -> None:
+    own, _ = connection(stack, THERE)
+    flows = Flows({1: (THERE,)})
+    time.sleep(1.2)
+    assert flows.read()[1].silence_s is None
+    assert flows.read(is_asking=True)[1].silence_s is None, "it cannot have answered yet"
+    assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    silences = []
+    for _ in range(8):
+        time.sleep(0.45)
+        silences.append(flows.read(is_asking=True)[1].silence_s)
+    # without being asked it would have said nothing for five seconds
+    assert all(one is not None and one < 1.5 for one in silences), silences
+    assert flows.read()[1].silence_s is None
+    assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+
+
+@pytest.mark.parametrize(
+    "rule", [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+)
+def test_where_a_job_has_rules_of_its_own_nothing_is_asked(stack: ExitStack, rule: tuple[int, int, int]) -> None:
+    own, _ = connection(stack, THERE)
+    own.setsockopt(*rule)
+    idle = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+    flows = Flows({1: (THERE,)})
+    flows.read(is_asking=True)
+    time.sleep(0.5)
+    assert flows.read(is_asking=True)[1].silence_s is None
+    flows.read()
+    assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle
+    assert own.getsockopt(*rule[:2]) == rule[2]
+
+
+def lines_of(lines: FlowLines, *, is_waiting: bool = False) -> list[dict[str, object]]:
+    return [json.loads(line) for line in lines.lines(is_waiting=is_waiting)]
+
+
+def test_lines_tell_of_what_is_new_and_of_all_while_somebody_waits(stack: ExitStack) -> None:
+    own, _ = connection(stack, THERE)
+    connection(stack, OTHER)
+    now_s = 100.0
+    lines = FlowLines(
+        0, hosts=["a", "b", "c"], addresses=[[HERE], [THERE], [OTHER]], clock=lambda: now_s, timer=lambda: 0.0
+    )
+    assert [line["peer"] for line in lines_of(lines)] == [1, 2], "the first look"
+    assert lines_of(lines) == []
+    own.sendall(bytes(500))
+    until_s = time.monotonic() + SOON_S
+    while not (found := lines_of(lines)):
+        assert time.monotonic() < until_s
+    assert [(line["peer"], line["num_bytes"], line["at_s"]) for line in found] == [(1, 501, 100.0)]
+    assert [line["peer"] for line in lines_of(lines, is_waiting=True)] == [1, 2]
+
+
+def test_asking_the_kernel_takes_a_part_of_the_time_only(stack: ExitStack) -> None:
+    connection(stack, THERE)
+    now_s, took_s = 0.0, iter([0.0, 0.01, 0.0, 0.0])
+    lines = FlowLines(0, hosts=["a", "b"], addresses=[[HERE], [THERE]], clock=lambda: now_s, timer=lambda: next(took_s))
+    assert len(lines_of(lines, is_waiting=True)) == 1
+    now_s = 1.9  # it took 10 ms, so the next one is due after 2 s
+    assert lines_of(lines, is_waiting=True) == []
+    now_s = 2.1
+    assert len(lines_of(lines, is_waiting=True)) == 1
