@@ -57,7 +57,7 @@ def take_part(rank: int, folder: str, fault: str, tool: str, *, victim: int) -> 
     if tool == "thinwire":
         import thinwire
 
-        thinwire.watch(folder)
+        thinwire.watch(folder, probe_wires=True)
     if tool == "Flight Recorder":
         threading.Thread(target=_dump_when_asked, args=(rank, Path(folder)), daemon=True).start()
     try:

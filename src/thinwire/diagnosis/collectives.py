@@ -9,7 +9,7 @@ from dataclasses import replace
 from thinwire.diagnosis.changes import LEAST_RATIO, Watch
 from thinwire.diagnosis.delay_matrix import WIRE_REMEDY, probe_for
 from thinwire.diagnosis.findings import Finding, Place
-from thinwire.diagnosis.flows import FEW_AFTER, PLACED_S, SlowerWires, are_watched, dead_wires, slower_wires
+from thinwire.diagnosis.flows import FEW_AFTER, PLACED_S, SlowerWires, are_watched, dead_wires, is_probed, slower_wires
 from thinwire.diagnosis.link_history import size_class
 from thinwire.diagnosis.moving import UNSURE
 from thinwire.diagnosis.timeline import Job
@@ -17,6 +17,8 @@ from thinwire.diagnosis.timeline import Job
 _LOOK_ROUNDS = 24
 # Wires that are slowed by less than this part of what the operations are, as logarithms, do not explain those.
 _OWN = 0.5
+# For so long bursts over the other wires are waited for where these are sent.
+_UNDECIDED_S = 5.0
 # Before so long nothing tells a hang from a wire that is very slow.
 _SLOW = math.log(2.0)
 
@@ -40,8 +42,15 @@ def find_slow_operations(job: Job) -> list[Finding]:
         slow = [watch for watch in own_watches.values() if watch.change is not None]
         slow = [watch for watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)]
         if slow:  # a wire slows large operations by most
-            found.append(_slow_operation(job, communicator, max(slow, key=_how_much)))
+            finding = _slow_operation(job, communicator, max(slow, key=_how_much))
+            found += [] if _will_be_placed(job, finding) else [finding]
     return found
+
+
+def _will_be_placed(job: Job, slow: Finding) -> bool:
+    """Return whether the wires that would tell places apart are probed, and the next bursts may say which it is."""
+    is_open = len(slow.places) > 1 or slow.places[0].kind == "communicator"
+    return is_open and slow.until_s is None and job.now_s - slow.since_s < _UNDECIDED_S and is_probed(job)
 
 
 def _how_much(watch: Watch) -> tuple[bool, float]:

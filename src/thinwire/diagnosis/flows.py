@@ -23,6 +23,8 @@ from thinwire.diagnosis.timeline import Job
 DEAD_S, PLACED_S = 1.5, 2.0
 # For so long what was seen last counts as what is.
 _FRESH_S = 1.5
+# Bursts over a wire may be so far apart.
+_PROBED_S = 60.0
 # Of fewer bytes the time is that of round trips, and of acknowledgements that wait; but where these take so long.
 _LEAST_BYTES, _LONG_BUSY_S = 16_384, 0.5
 # Kernels count this time in ticks of 1 to 10 ms.
@@ -33,6 +35,9 @@ _LIGHT = 0.05
 _LONGEST_S = 5.0
 _LEAST_BEFORE, _LEAST_AFTER, FEW_AFTER = 3, 2, 4
 _LATEST = 64
+# Some bursts meet the job's own bytes all the same: the fastest quarter tells how the wire is.
+_SETTLED_S, _LEAST_PROBES = 0.5, 3
+_LEAST_S = 1e-12
 _OF_HOSTS: dict[str, PlaceKind] = {
     "link": "host link", "link both ways": "host link both ways", "sender": "host sender", "receiver": "host receiver",
 }  # fmt: skip
@@ -60,6 +65,11 @@ def are_watched(job: Job) -> bool:
     return any(job.now_s - points[-1][0] <= _FRESH_S for points in job.flows.values())
 
 
+def is_probed(job: Job) -> bool:
+    """Return whether bursts are sent over the wires that a collective leaves idle, so that more will be known soon."""
+    return any(job.now_s - probes[-1][1] <= _PROBED_S for probes in job.probes.values())
+
+
 def dead_wires(job: Job) -> tuple[Explanation | None, int]:
     """Return the place over whose wires nothing comes any more, none where all answer, and of how many ways is known.
 
@@ -85,18 +95,18 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
     """
     heavy = _heavy(job)
     seen: dict[Cell, tuple[float, int]] = {}
-    for cell, points in job.flows.items():
-        if cell not in heavy:
-            continue
-        before = _seconds_a_byte([point for point in points if point[0] <= since_s])
-        after = _seconds_a_byte([point for point in points if since_s <= point[0] <= until_s])
+    for cell in sorted({*heavy, *job.probes}):
+        before, after = _before_and_after(job, cell, since_s, until_s, is_heavy=cell in heavy)
         if len(before) >= _LEAST_BEFORE and len(after) >= _LEAST_AFTER:
+            at = 2 if cell in heavy else 4
             # of the first ones too: what has been slow for long is not compared with itself
-            usual = min(median(before[:_LATEST]), median(before[-_LATEST:]))
-            seen[cell] = math.log(median(after[-_LATEST:]) / usual), len(after)
+            usual = min(_low(before[:_LATEST], at), _low(before[-_LATEST:], at))
+            seen[cell] = math.log(max(_low(after[-_LATEST:], at), _LEAST_S) / max(usual, _LEAST_S)), len(after)
     # a busy machine slows all wires alike; where there are but two ways, nothing tells that from a slow one
     common = max(0.0, min((longer for longer, _ in seen.values()), default=0.0)) if len(seen) > 2 else 0.0
-    bare = {cell: longer - common for cell, (longer, _) in seen.items()}
+    # bursts are another measure than the job's own bytes, and tell only whether a wire is slow too
+    most = max((longer for cell, (longer, _) in seen.items() if cell in heavy), default=0.0)
+    bare = {cell: min(longer, most) - common for cell, (longer, _) in seen.items()}
     excess = {cell: longer if longer >= math.log(LEAST_RATIO) / 2 else 0.0 for cell, longer in bare.items()}
     explained, cells = _explain(job, excess, median)
     if explained is None or explained.excess < math.log(LEAST_RATIO):
@@ -105,6 +115,28 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
         explained=explained, times=math.exp(explained.excess), num_seen=min(seen[cell][1] for cell in cells),
         links=tuple(f"{source} -> {destination}" for source, destination in sorted(cells)),
     )  # fmt: skip
+
+
+def _low(values: Sequence[float], at: int) -> float:
+    """Return the value at a half, or another part, of the way from the least to the most."""
+    return sorted(values)[(len(values) - 1) // at]
+
+
+def _before_and_after(
+    job: Job, cell: Cell, since_s: float, until_s: float, *, is_heavy: bool
+) -> tuple[list[float], list[float]]:
+    """Return how long a byte took over a wire, by what the job sends or, where that is too little, by probes."""
+    if is_heavy:
+        points = job.flows[cell]
+        before = [point for point in points if point[0] <= since_s]
+        after = [point for point in points if since_s <= point[0] <= until_s]
+        return _seconds_a_byte(before), _seconds_a_byte(after)
+    probes = job.probes[cell]
+    before_it = [each_s for _, done_s, each_s in probes if done_s <= since_s]
+    settled_s = since_s + _SETTLED_S  # the fault may have come in the middle of the first operation that was slow
+    after_it = [each_s for began_s, _, each_s in probes if settled_s <= began_s <= until_s]
+    is_known = min(len(before_it), len(after_it)) >= _LEAST_PROBES
+    return (before_it, after_it) if is_known else ([], [])
 
 
 def _heavy(job: Job) -> set[Cell]:

@@ -19,6 +19,7 @@ from thinwire.diagnosis.records import (
     Communicator,
     Flow,
     Operation,
+    Probe,
     Record,
     Span,
     TransferEnd,
@@ -61,6 +62,7 @@ class Records:
         beats: Signs of life.
         arrivals: How much had come while messages were open.
         flows: How the connections between hosts did.
+        probes: How long bytes took that were sent only to be timed.
         nccl: What NCCL's own tools wrote.
         num_lines: Lines looked at, without headers.
         num_refused: Lines not taken.
@@ -75,6 +77,7 @@ class Records:
     beats: list[Beat] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
+    probes: list[Probe] = field(default_factory=list)
     nccl: NcclRecords = field(default_factory=NcclRecords)
     num_lines: int = 0
     num_refused: int = 0
@@ -95,7 +98,7 @@ class Records:
         self.check_room()
         place: dict[type[Record], list[Any]] = {
             Operation: self.operations, TransferEnd: self.transfers, Span: self.spans, Beat: self.beats,
-            Arrival: self.arrivals, Flow: self.flows,
+            Arrival: self.arrivals, Flow: self.flows, Probe: self.probes,
         }  # fmt: skip
         place[type(record)].append(record)
 
@@ -103,7 +106,8 @@ class Records:
     def num_records(self) -> int:
         """How many records there are, without communicators."""
         own = len(self.operations) + len(self.transfers) + len(self.spans)
-        return own + len(self.beats) + len(self.arrivals) + len(self.flows) + len(self.nccl)
+        of_wires = len(self.arrivals) + len(self.flows) + len(self.probes)
+        return own + len(self.beats) + of_wires + len(self.nccl)
 
     def check_room(self) -> None:
         """Check that one more record may come.
@@ -281,9 +285,9 @@ def _check_whole(record: Record) -> None:
         if not record.ranks or len(set(record.ranks)) != len(record.ranks):
             raise ValueError("ranks are none, or some are there twice")
         return
-    if isinstance(record, TransferEnd | Arrival | Flow) and record.peer == record.rank:
+    if isinstance(record, TransferEnd | Arrival | Flow | Probe) and record.peer == record.rank:
         raise ValueError("a transfer of a rank with itself")
-    if isinstance(record, Beat | Arrival | Flow):
+    if isinstance(record, Beat | Arrival | Flow | Probe):
         return
     begin = record.started_s if isinstance(record, Span) else record.posted_s
     if isinstance(record, Span) and (record.started_s is None or record.done_s is None):
@@ -381,7 +385,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "kind": text, "dtype": text, "count": _or_unknown, "round": _or_unknown, "num_bytes": whole, "retries": whole,
     "step": whole, "error": text, "loss": _loss, "is_last": _flag, "has_signs": _flag,
     "forward_s": _maybe_length, "backward_s": _maybe_length,
-    "busy_s": _length, "held_s": _length, "silence_s": _maybe_length, "unanswered": whole,
+    "busy_s": _length, "held_s": _length, "silence_s": _maybe_length, "unanswered": whole, "took_s": _length,
     "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
 }  # fmt: skip
 

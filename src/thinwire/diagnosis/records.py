@@ -186,7 +186,26 @@ class Flow:
     unanswered: int = 0
 
 
-Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival | Flow
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A burst of bytes to another host, sent only to be timed.
+
+    Attributes:
+        rank: Who writes, and sent it.
+        peer: The lowest rank of that host, which answered when all had come.
+        at_s: When it began.
+        num_bytes: Its size.
+        took_s: Until the answer.
+    """
+
+    rank: int
+    peer: int
+    at_s: float
+    num_bytes: int
+    took_s: float
+
+
+Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival | Flow | Probe
 
 KINDS: dict[str, type[Record]] = {
     "communicator": Communicator,
@@ -196,6 +215,7 @@ KINDS: dict[str, type[Record]] = {
     "beat": Beat,
     "arrival": Arrival,
     "flow": Flow,
+    "probe": Probe,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 

@@ -110,6 +110,7 @@ class Job:
         arrivals: When, and how many bytes had come from a source to a destination then, in order; while a message was
             open.
         flows: When, and what the kernel of a source knew then of its connections to a destination's host, in order.
+        probes: When a burst from a source to a destination's host began and ended, and the seconds a byte of it took.
         signalled: Sources and destinations whose connections have signs of life of their own.
         nccl: What NCCL's own tools wrote; its clocks are not brought together.
     """
@@ -135,6 +136,7 @@ class Job:
     late_s: dict[int, float] = field(default_factory=dict)
     arrivals: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
     flows: dict[tuple[int, int], list[tuple[float, Flow]]] = field(default_factory=dict)
+    probes: dict[tuple[int, int], list[tuple[float, float, float]]] = field(default_factory=dict)
     signalled: set[tuple[int, int]] = field(default_factory=set)
     nccl: NcclRecords = field(default_factory=NcclRecords)
 
@@ -213,6 +215,12 @@ def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
         assert at_s is not None
         job.flows.setdefault((flow.rank, flow.peer), []).append((at_s, flow))
         _see(job, flow.rank, flow.at_s)
+    for probe in sorted(records.probes, key=lambda probe: probe.at_s):
+        at_s = shift(probe.rank, probe.at_s)
+        assert at_s is not None
+        if probe.num_bytes > 0:
+            each_s, done_s = probe.took_s / probe.num_bytes, at_s + probe.took_s
+            job.probes.setdefault((probe.rank, probe.peer), []).append((at_s, done_s, each_s))
 
 
 def _heard(job: Job) -> dict[int, float]:
@@ -262,6 +270,7 @@ def _places(job: Job, records: Records) -> dict[int, str]:
         {end.peer for end in records.transfers},
         {span.rank for span in records.spans}, {beat.rank for beat in records.beats},
         *({one.rank for one in own} | {one.peer for one in own} for own in (records.arrivals, records.flows)),
+        {one.rank for one in records.probes} | {one.peer for one in records.probes},
     ]  # fmt: skip
     for rank in sorted(set().union(*told)):
         job.host_of.setdefault(rank, f"rank-{rank}")

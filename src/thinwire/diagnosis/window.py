@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Arrival, Beat, Communicator, Flow, Operation, Record, Span, TransferEnd
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Flow, Operation, Probe, Record, Span, TransferEnd
 
 _MOST_COMMUNICATORS = 256
 _MOST_FLOWS = 4096
@@ -79,6 +79,7 @@ class Window:
         self._beats: dict[int, deque[Beat]] = {}
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
         self._flows: _Ends[Flow] = _Ends(_MOST_FLOWS)
+        self._probes: _Ends[Probe] = _Ends(_MOST_FLOWS)
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
@@ -89,12 +90,12 @@ class Window:
             self._communicators[record] = None
             if len(self._communicators) > _MOST_COMMUNICATORS:
                 self._communicators.popitem(last=False)
-        elif isinstance(record, Arrival | Flow):
+        elif isinstance(record, Arrival | Flow | Probe):
             self._add_of_wires(record)
         elif isinstance(record, Operation):
             if record.rank not in self._writers and len(self._writers) < _MOST_RANKS:
                 self._writers.add(record.rank)
-                for kept in (self._operations, self._spans, self._flows):
+                for kept in (self._operations, self._spans, self._flows, self._probes):
                     kept.hold(max(kept.most, _most_of(len(self._writers))))
             self._operations.put((record.communicator, record.rank, record.sequence), record)
         elif isinstance(record, TransferEnd):
@@ -109,9 +110,11 @@ class Window:
         else:
             _put_latest(self._beats, record.rank, record, most=_MOST_BEATS)
 
-    def _add_of_wires(self, record: Arrival | Flow) -> None:
+    def _add_of_wires(self, record: Arrival | Flow | Probe) -> None:
         if isinstance(record, Flow):
             self._flows.put((record.rank, record.peer, record.at_s), record)
+        elif isinstance(record, Probe):
+            self._probes.put((record.rank, record.peer, record.at_s), record)
         else:
             _put_latest(self._arrivals, (record.rank, record.peer), record, most=_MOST_ARRIVALS)
 
@@ -147,6 +150,7 @@ class Window:
         kept_ways = [own for way, own in self._arrivals.items() if gone.isdisjoint(way)]
         found.arrivals = [one for own in kept_ways for one in own]
         found.flows = [flow for flow in self._flows.values() if flow.rank not in gone and flow.peer not in gone]
+        found.probes = [one for one in self._probes.values() if one.rank not in gone and one.peer not in gone]
         found.num_lines = found.num_records
         return found
 

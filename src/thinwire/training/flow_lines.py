@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from thinwire.diagnosis.records import Flow, to_line
 from thinwire.transport.flows import FlowReading, Flows
@@ -12,6 +12,7 @@ from thinwire.transport.flows import FlowReading, Flows
 # Of so much time only one part goes into asking the kernel, however many connections there are.
 _PARTS = 200.0
 _MOST_LINES = 64
+MUCH_BYTES = 65_536
 
 
 class FlowLines:
@@ -21,17 +22,24 @@ class FlowLines:
         rank: Who writes.
         hosts: The host of each rank.
         addresses: The IPv4 addresses of each rank's host.
+        without: Ports whose connections are none of the job's.
         clock: Seconds that only grow.
         timer: The same, to measure what the asking itself takes.
+
+    Attributes:
+        used: Hosts to which at least `MUCH_BYTES` went between the last two looks.
     """
 
     def __init__(
         self, rank: int, *, hosts: Sequence[str], addresses: Sequence[Sequence[str]],
-        clock: Callable[[], float] = time.monotonic, timer: Callable[[], float] = time.monotonic,
+        without: Collection[int] = (), clock: Callable[[], float] = time.monotonic,
+        timer: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._rank, self._clock, self._timer = rank, clock, timer
-        self._flows = Flows(addresses_of_others(rank, hosts, addresses), now=clock)
+        self._flows = Flows(addresses_of_others(rank, hosts, addresses), without=without, now=clock)
         self._told: dict[int, int] = {}
+        self._before: dict[int, int] = {}
+        self.used: frozenset[int] = frozenset()
         self._next_s = clock()
 
     def lines(self, *, is_waiting: bool) -> list[str]:
@@ -46,6 +54,9 @@ class FlowLines:
         # where there are too many, those that nothing comes from tell most
         worst = sorted(fresh, key=lambda peer: -(fresh[peer].silence_s or 0.0))[:_MOST_LINES]
         self._told |= {peer: fresh[peer].num_bytes for peer in worst}
+        carried = {peer: one.num_bytes - self._before.get(peer, one.num_bytes) for peer, one in found.items()}
+        self.used = frozenset(peer for peer, num_bytes in carried.items() if num_bytes >= MUCH_BYTES)
+        self._before = {peer: one.num_bytes for peer, one in found.items()}
         return [to_line(_flow(self._rank, peer, fresh[peer], now_s)) for peer in sorted(worst)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import sys
 import threading
 import time
@@ -19,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 
 from thinwire.diagnosis.records import Beat, Communicator, Span, to_line
-from thinwire.training.flow_lines import FlowLines
 from thinwire.training.record_file import MOST_FILE_BYTES, RecordFile
-from thinwire.transport.addresses import clock_name, host_name, local_addresses
+from thinwire.training.watched_wires import RankPlace, WatchedWires, own_place
+from thinwire.transport.host_probes import open_door
 from thinwire.transport.watched_group import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
-from thinwire.transport.watched_job import WORD_BYTES, own_rank, words_of_all
+from thinwire.transport.watched_job import own_rank, words_of_all
 
 WRITE_S = 0.25
 BEAT_S = 0.5
@@ -39,9 +40,8 @@ class Watching:
     Args:
         file: Where the records go.
         rank: This process's, in the whole job.
-        hosts: The host of each rank.
-        clocks: The clock of each rank.
-        addresses: The IPv4 addresses of each rank's host.
+        places: Where the ranks are, in order.
+        door: Where bursts that probe the wires come in; none where they are not probed.
         clock: Seconds that only grow.
         is_polled: Which calls' ends are learned by asking, see `WatchedGroups`.
 
@@ -50,17 +50,17 @@ class Watching:
     """
 
     def __init__(
-        self, file: RecordFile, *, rank: int, hosts: list[str], clocks: list[str], addresses: Sequence[Sequence[str]],
+        self, file: RecordFile, *, rank: int, places: Sequence[RankPlace], door: socket.socket | None = None,
         clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
     ) -> None:  # fmt: skip
         self.lost = ""
         self._file = file
         self._rank = rank
-        self._hosts, self._clocks, self._clock = hosts, clocks, clock
+        self._places, self._clock = places, clock
         self._names: dict[int, str] = {}
         self._communicators: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._flow_lines = FlowLines(rank, hosts=hosts, addresses=addresses, clock=clock)
+        self._wires = WatchedWires(rank, places, door=door, clock=clock)
         self._open: dict[Call, None] = {}
         self._ended: deque[Call] = deque()
         self._errors: deque[str] = deque(maxlen=4)
@@ -117,6 +117,7 @@ class Watching:
         if self._is_over.is_set():
             return
         self._groups.close()
+        self._wires.close()
         self._is_over.set()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():  # a disk that does not answer may not keep the job from ending
@@ -137,11 +138,14 @@ class Watching:
     def posted(self, call: Call) -> None:
         """Write down a call before it is made, and what has ended since the last one: one write for both."""
         self._open[call] = None
+        self._wires.note_call(is_open=True)
         self._put([*self._lines_of_ended(), *self._lines(call)])
 
     def ended(self, call: Call) -> None:
         """Take note of a call's end, which is written soon; that it failed at once, since the process may end by it."""
         self._open.pop(call, None)
+        if not self._open:
+            self._wires.note_call(is_open=False)
         self._ended.append(call)
         if call.error:
             beat = Beat(rank=self._rank, at_s=self._clock(), error=f"a call failed: {call.error}"[:_MOST_ERROR])
@@ -160,11 +164,7 @@ class Watching:
         self._put([*self._lines_of_ended(), *lines])
 
     def _lines_of_wires(self, now_s: float) -> list[str]:
-        is_waiting = any(now_s - call.posted_s >= LONG_S for call in list(self._open))
-        try:
-            return self._flow_lines.lines(is_waiting=is_waiting)
-        except (OSError, ValueError):  # no descriptor is left, or /proc is not there: all else is recorded
-            return []
+        return self._wires.lines(is_waiting=any(now_s - call.posted_s >= LONG_S for call in list(self._open)))
 
     def _lines_of_ended(self) -> list[str]:
         lines: list[str] = []
@@ -231,13 +231,17 @@ class Watching:
         return name
 
     def _tell_communicator(self, name: str, ranks: tuple[int, ...]) -> None:
-        hosts, clocks = [tuple(words[rank] for rank in ranks) for words in (self._hosts, self._clocks)]
+        places = [self._places[rank] for rank in ranks]
+        hosts, clocks = tuple(place.host for place in places), tuple(place.clock for place in places)
         line = to_line(Communicator(communicator=name, ranks=ranks, hosts=hosts, clocks=clocks))
         self._communicators[name] = line
         self._put([line])
 
 
-def watch(folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTES, gpu_calls: bool = False) -> Watching:
+def watch(
+    folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTES, gpu_calls: bool = False,
+    probe_wires: bool = False,
+) -> Watching:  # fmt: skip
     """Record all that this job's ranks ask of torch.distributed from here on: DDP, FSDP2, collectives, messages.
 
     Call it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
@@ -250,12 +254,15 @@ def watch(folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTE
         most_bytes: How long this rank's files may become together; older records go first.
         gpu_calls: Record calls on GPUs too, but those that are gathered into one and those that a CUDA graph captures;
             the same on all ranks; choose the GPU by `torch.cuda.set_device` before. Ends are known to about 5 ms.
+        probe_wires: Send 128 KiB to one other host at a time while no call is open, and time it, so that wires which
+            the job leaves idle are known too; the same on all ranks. It takes a hundredth of a host's time at most,
+            and a TCP port of the kernel's choice, which takes bytes from the job's hosts only and throws them away.
 
     Returns:
         A handle: `close` it, use it in a `with`, or let it end with the process.
 
     Raises:
-        OSError: The folder cannot be written to.
+        OSError: The folder cannot be written to, or there is no port for probes.
         RuntimeError: A rank did not come within the process group's timeout.
         TransportError: This process is being watched already, or this torch lacks what it takes.
         ValueError: There is no process group over gloo, nor with `gpu_calls` one over nccl.
@@ -266,24 +273,14 @@ def watch(folder: str | Path = "runs/watch", *, most_bytes: int = MOST_FILE_BYTE
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
-    places = [_parts_of(place) for place in words_of_all(_own_place())]
+    door = open_door() if probe_wires else None
+    try:
+        words = words_of_all(own_place(port=0 if door is None else door.getsockname()[1]).to_word())
+    except BaseException:
+        if door is not None:
+            door.close()
+        raise
     return Watching(
-        file, rank=rank, hosts=[place[0] for place in places], clocks=[place[1] for place in places],
-        addresses=[place[2].split() for place in places],
+        file, rank=rank, places=[RankPlace.of_word(word) for word in words], door=door,
         is_polled=calls_on_gpus if gpu_calls else no_call,
     )  # fmt: skip
-
-
-def _own_place() -> str:
-    """Return what this rank's host is called, its clock, and as many of its addresses as there is room for."""
-    told = f"{host_name()}\n{clock_name()}\n"
-    for address in (address for own in local_addresses().values() for address in own):
-        if not address.startswith("127.") and len(told) + len(address) < WORD_BYTES:
-            told += f"{address} "
-    return told
-
-
-def _parts_of(place: str) -> tuple[str, str, str]:
-    host, _, rest = place.partition("\n")
-    clock, _, addresses = rest.partition("\n")
-    return host, clock, addresses

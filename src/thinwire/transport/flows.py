@@ -12,8 +12,9 @@ import math
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from thinwire.transport.own_sockets import copy_of, open_sockets
 
@@ -29,7 +30,7 @@ _IDLE_S, _BETWEEN_S, _MOST_UNANSWERED, _MOST_AGAIN = 1, 30, 127, 20
 _ANSWER_S = 0.4
 # More connections are not asked, which would be as many packets a second.
 _MOST_ASKED = 64
-_Ends = tuple[object, object]
+_Ends = tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Flows:
 
     Args:
         addresses: For each other host, known by the number of a rank there, its IPv4 addresses.
+        without: Ports; connections from or to these are left out.
         now: Gives seconds that only grow.
 
     Example:
@@ -64,8 +66,12 @@ class Flows:
         {}
     """
 
-    def __init__(self, addresses: Mapping[int, Sequence[str]], *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, addresses: Mapping[int, Sequence[str]], *, without: Collection[int] = (),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self._host_of = {address: rank for rank, own in addresses.items() for address in own}
+        self._without = frozenset(without)
         self._now = now
         self._numbers: list[int] = []
         self._found_s = -math.inf
@@ -99,6 +105,8 @@ class Flows:
         if rank is None:
             return
         ends = (copy.getsockname(), copy.getpeername())
+        if not self._without.isdisjoint((ends[0][1], ends[1][1])):
+            return
         since_s = before.get(ends)
         if asking_s is None:
             if since_s is not None:

@@ -7,14 +7,14 @@ from collections import defaultdict, deque
 from typing import Any, TypeVar
 
 from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.records import Arrival, Beat, Communicator, Flow, Operation, Record, Span, TransferEnd
+from thinwire.diagnosis.records import Arrival, Beat, Communicator, Flow, Operation, Probe, Record, Span, TransferEnd
 from thinwire.diagnosis.run_files import ROUNDS, end_of, operation_of
 from thinwire.training.reporting.run_folder import StepLine
 
 MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128
 _MOST_COMMUNICATORS = 64
-_OfWires = TypeVar("_OfWires", Arrival, Flow)
+_OfWires = TypeVar("_OfWires", Arrival, Flow, Probe)
 _MOST_ARRIVALS, _MOST_FLOWS = 8, 64
 
 
@@ -43,6 +43,7 @@ class RankWindow:
         self._beat: Beat | None = None
         self._arrivals: dict[int, deque[Arrival]] = {}
         self._flows: dict[int, deque[Flow]] = {}
+        self._probes: dict[int, deque[Probe]] = {}
         self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
 
     def add(self, record: Record, *, room: int) -> None:
@@ -60,10 +61,8 @@ class RankWindow:
             raise ValueError(f"a record of rank {record.rank} in the file of rank {self.rank}")
         if isinstance(record, Beat):
             self._beat = record
-        elif isinstance(record, Arrival):
-            _keep_latest(self._arrivals, record, room=room, most=_MOST_ARRIVALS)
-        elif isinstance(record, Flow):
-            _keep_latest(self._flows, record, room=room, most=_MOST_FLOWS)
+        elif isinstance(record, Arrival | Flow | Probe):
+            self._add_of_wires(record, room=room)
         elif isinstance(record, Operation):
             _keep(self._operations, (record.communicator, record.sequence), record, room=room)
         elif isinstance(record, Span):
@@ -71,6 +70,14 @@ class RankWindow:
         else:
             key = (record.communicator, record.peer, record.direction, record.operation, record.part)
             _keep(self._ends, key, record, room=room)
+
+    def _add_of_wires(self, record: Arrival | Flow | Probe, *, room: int) -> None:
+        if isinstance(record, Arrival):
+            _keep_latest(self._arrivals, record, room=room, most=_MOST_ARRIVALS)
+        elif isinstance(record, Flow):
+            _keep_latest(self._flows, record, room=room, most=_MOST_FLOWS)
+        else:
+            _keep_latest(self._probes, record, room=room, most=_MOST_FLOWS)
 
     def add_transfer(self, told: dict[str, Any], *, room: int) -> None:
         """Take in a line of a run's transfers.
@@ -108,6 +115,7 @@ class RankWindow:
             *([self._beat] if self._beat else []),
             *(one for own in self._arrivals.values() for one in own),
             *(one for own in self._flows.values() for one in own),
+            *(one for own in self._probes.values() for one in own),
         ]
         for record in found:
             records.num_lines += 1

@@ -1,0 +1,239 @@
+"""Wires of plain torch jobs over gloo, in the lab: which slow and dead ones are named, and after how long.
+
+    sudo python benchmarks/diagnosis/torch_wires.py --seed 1 --number 24              # eleven minutes
+    sudo python benchmarks/diagnosis/torch_wires.py --seed 1 --number 24 --no-probes  # without bursts between the hosts
+    python benchmarks/diagnosis/torch_wires.py --report                               # the table of what is stored
+
+Each scenario is a job of its own: 3 to 5 hosts of one rank, 100 Mbit/s, a pattern of collectives, a size and a time of
+work that are drawn by the seed. After `GOOD_S` seconds one place breaks, or nothing does. The records are judged every
+half second as `thinwire watch` judges them, until `WAIT_S` have gone by. Told are the first word, what is known at the
+end, and when the place was named rightly first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lab_report import keep
+
+from thinwire.diagnosis.findings import Finding
+from thinwire.diagnosis.live import LiveJudge
+from thinwire.diagnosis.tail import RecordTail
+from thinwire.lab import Lab
+from thinwire.lab.rendezvous import rendezvous
+
+RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_torch_wires.jsonl"
+JOB = Path(__file__).with_name("torch_wires_job.py")
+FAULTS = ("slow link", "slow sender", "slow receiver", "slow host", "black hole", "nothing")
+PATTERNS = ("all_reduce", "buckets", "sharded", "broadcast")
+TIMES = (3, 5, 10)
+RATE = 100  # Mbit/s
+GOOD_S, WAIT_S, LOOK_S, START_S = 12.0, 12.0, 0.5, 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A job, and what breaks in it.
+
+    Attributes:
+        fault: What breaks.
+        times: How many times slower a wire becomes.
+        hosts: How many there are.
+        host: Whose wires break.
+        other: The other end of a link.
+        pattern: What a step calls.
+        numel: Elements that a rank brings.
+        work_s: What a step works before it calls.
+        has_probes: Whether hosts send each other bursts.
+    """
+
+    fault: str
+    times: int
+    hosts: int
+    host: int
+    other: int
+    pattern: str
+    numel: int
+    work_s: float
+    has_probes: bool
+
+    @property
+    def place(self) -> str:
+        """What a finding should name."""
+        low, high = sorted((self.host, self.other))
+        return {
+            "slow link": f"link {low} <-> {high}", "black hole": f"link {low} <-> {high}",
+            "slow sender": f"sender rank {self.host}", "slow receiver": f"receiver rank {self.host}",
+            "slow host": f"host host-{self.host}", "nothing": "",
+        }[self.fault]  # fmt: skip
+
+
+def draw(random_: random.Random, *, has_probes: bool) -> Scenario:
+    """Return a scenario; the same ones with and without probes."""
+    hosts = random_.choice((3, 4, 5))
+    host, other = random_.sample(range(hosts), 2)
+    return Scenario(
+        fault=random_.choice(FAULTS), times=random_.choice(TIMES), hosts=hosts, host=host, other=other,
+        pattern=random_.choice(PATTERNS), numel=random_.choice((60_000, 120_000, 240_000)),
+        work_s=random_.choice((0.03, 0.06, 0.12)), has_probes=has_probes,
+    )  # fmt: skip
+
+
+def strike(lab: Lab, scenario: Scenario) -> None:
+    """Break what the scenario says."""
+    slow = f"{RATE / scenario.times:g}mbit"
+    if scenario.fault == "slow link":
+        lab.set_link(scenario.host, scenario.other, rate=slow)
+    elif scenario.fault == "black hole":
+        lab.cut(scenario.host, scenario.other)
+    elif scenario.fault != "nothing":
+        down = slow if scenario.fault in ("slow receiver", "slow host") else f"{RATE}mbit"
+        up = slow if scenario.fault in ("slow sender", "slow host") else f"{RATE}mbit"
+        lab.set_rate(scenario.host, f"{down}/{up}")
+
+
+def verdict_of(finding: Finding, scenario: Scenario) -> str:
+    """Return how right a finding is."""
+    kind = "communication hang" if scenario.fault == "black hole" else "communication slow"
+    places = [str(place).split(" (")[0] for place in finding.places]
+    if finding.kind != kind:
+        return "wrong kind"
+    low, high = sorted((scenario.host, scenario.other))
+    ways = {f"link {low} -> {high}", f"link {high} -> {low}"} if scenario.fault == "slow link" else set()
+    if places == [scenario.place]:
+        return "right"
+    if places == ["communicator"]:
+        return "no place"
+    if scenario.place in places:
+        return "ambiguous"
+    # a collective may use one way of a link only, and so one side of a host
+    side = (
+        {f"sender rank {scenario.host}", f"receiver rank {scenario.host}"} if scenario.fault == "slow host" else set()
+    )
+    if len(places) == 1 and places[0] in ways | side:
+        return "one way of it"
+    return "ambiguous" if (ways | side) & set(places) else "wrong place"
+
+
+def play(scenario: Scenario, *, keep_in: Path | None = None) -> dict[str, Any]:
+    """Run a job, break it, and return what was said."""
+    with tempfile.TemporaryDirectory() as name, Lab(hosts=scenario.hosts, rate=f"{RATE}mbit") as lab:
+        folder = name if keep_in is None else str(keep_in)
+        words = [scenario.pattern, str(scenario.numel), str(scenario.work_s), str(scenario.has_probes)]
+        for host in range(scenario.hosts):
+            variables = {**rendezvous(host, scenario.hosts), "OMP_NUM_THREADS": "1"}
+            lab.start([sys.executable, str(JOB), folder, *words], host=host, environment=variables)
+        tails = [RecordTail(Path(folder) / f"records-rank-{rank}.jsonl") for rank in range(scenario.hosts)]
+        judge, told = LiveJudge(), _Told(scenario)
+        until_s = time.monotonic() + START_S
+        while not all((Path(folder) / f"records-rank-{rank}.jsonl").exists() for rank in range(scenario.hosts)):
+            if time.monotonic() > until_s:
+                raise RuntimeError("the job has not begun")
+            time.sleep(LOOK_S)
+        broken_s = time.monotonic() + GOOD_S
+        is_broken = False
+        while time.monotonic() < broken_s + WAIT_S:
+            time.sleep(LOOK_S)
+            if not is_broken and time.monotonic() >= broken_s:
+                strike(lab, scenario)
+                is_broken, broken_s = True, time.monotonic()
+            for tail in tails:
+                judge.take(tail.new_records())
+            judge.look()
+            told.note([news.finding for news in judge.still_told()], time.monotonic() - broken_s, is_broken=is_broken)
+        return told.to_json()
+
+
+class _Told:
+    """What was said of a scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._before: list[str] = []
+        self._first: tuple[float, Finding] | None = None
+        self._last: Finding | None = None
+        self._right_s: float | None = None
+
+    def note(self, findings: list[Finding], after_s: float, *, is_broken: bool) -> None:
+        fresh = [one for one in findings if f"{one.kind}: {one.where}" not in self._before]
+        if not is_broken or self._scenario.fault == "nothing":
+            self._before += [f"{one.kind}: {one.where}" for one in fresh]
+            return
+        self._last = fresh[0] if fresh else self._last
+        if fresh and self._first is None:
+            self._first = (after_s, fresh[0])
+        if fresh and self._right_s is None and verdict_of(fresh[0], self._scenario) == "right":
+            self._right_s = after_s
+
+    def to_json(self) -> dict[str, Any]:
+        known: dict[str, Any] = {"scenario": asdict(self._scenario), "place": self._scenario.place,
+                                 "before": self._before, "load": round(os.getloadavg()[0], 1)}  # fmt: skip
+        if self._first is None or self._last is None:
+            return {**known, "verdict": "missed" if self._scenario.fault != "nothing" else "nothing said"}
+        first_s, first = self._first
+        return {
+            **known, "first_s": round(first_s, 2), "first": f"{first.kind}: {first.where}",
+            "first_verdict": verdict_of(first, self._scenario), "last": f"{self._last.kind}: {self._last.where}",
+            "verdict": verdict_of(self._last, self._scenario), "text": self._last.text,
+            "right_s": None if self._right_s is None else round(self._right_s, 2),
+        }  # fmt: skip
+
+
+def report(lines: list[dict[str, Any]]) -> str:
+    """Return the table of all that is stored."""
+    rows = ["| probes | fault | jobs | at the end | first word: seconds, median and longest | rightly: seconds |",
+            "| --- " * 6 + "|"]  # fmt: skip
+    for has_probes in (True, False):
+        for fault in FAULTS:
+            own = [line for line in lines
+                   if line["scenario"]["fault"] == fault and line["scenario"]["has_probes"] == has_probes]  # fmt: skip
+            if not own:
+                continue
+            counts = ", ".join(
+                f"{name}: {count}" for name, count in Counter(one["verdict"] for one in own).most_common()
+            )
+            first = [one["first_s"] for one in own if "first_s" in one]
+            right = [one["right_s"] for one in own if one.get("right_s") is not None]
+            told = [f"{statistics.median(found):.1f}, {max(found):.1f}" if found else "-" for found in (first, right)]
+            rows.append(
+                f"| {'yes' if has_probes else 'no'} | {fault} | {len(own)} | {counts} | {told[0]} | {told[1]} |"
+            )
+    before = [said for one in lines for said in one["before"]]
+    rows += ["", f"{len(before)} findings where nothing was broken (yet), in {len(lines)} jobs."]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Read the command line, play, write and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, default=24)
+    parser.add_argument("--no-probes", action="store_true", help="no bursts between the hosts")
+    parser.add_argument("--records", type=Path, help="keep the records of each job in a folder here")
+    parser.add_argument("--report", action="store_true", help="only print the table of what is stored")
+    options = parser.parse_args()
+    if not options.report:
+        random_ = random.Random(options.seed)
+        for number in range(options.number):
+            scenario = draw(random_, has_probes=not options.no_probes)
+            folder = None if options.records is None else options.records / f"{options.seed}-{number}"
+            if folder is not None:
+                folder.mkdir(parents=True)
+            line = {"seed": options.seed, "number": number, **play(scenario, keep_in=folder)}
+            keep(line, RESULTS)
+    print(report([json.loads(text) for text in RESULTS.read_text().splitlines()]))
+
+
+if __name__ == "__main__":
+    main()

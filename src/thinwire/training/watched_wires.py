@@ -1,0 +1,126 @@
+"""The wires of a watched job at one rank: where ranks are, what kernels tell of connections, and bursts that probe."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from thinwire.diagnosis.records import Probe, to_line
+from thinwire.training.flow_lines import FlowLines, addresses_of_others
+from thinwire.transport.addresses import clock_name, host_name, local_addresses
+from thinwire.transport.host_probes import BURST_BYTES, HostProbes
+from thinwire.transport.watched_job import WORD_BYTES
+
+_MOST_UNTOLD = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a rank is, as it tells the others.
+
+    Attributes:
+        host: What its host is called.
+        clock: Equal for ranks that share a clock.
+        addresses: Its host's IPv4 addresses, as many as there was room for.
+        port: Where it takes bursts in; 0 where it does not.
+    """
+
+    host: str
+    clock: str
+    addresses: tuple[str, ...] = ()
+    port: int = 0
+
+    def to_word(self) -> str:
+        """Return a text of at most `WORD_BYTES` bytes."""
+        word = f"{self.host}\n{self.clock}\n{self.port}\n"
+        for address in self.addresses:
+            longer = f"{word}{address} "
+            word = longer if len(longer.encode()) <= WORD_BYTES else word
+        return word
+
+    @classmethod
+    def of_word(cls, word: str) -> RankPlace:
+        """Read what another rank told; a port that is none counts as none.
+
+        Example:
+            >>> place = RankPlace(host="a", clock="b", addresses=("192.0.2.1", "192.0.2.2"), port=80)
+            >>> RankPlace.of_word(place.to_word()) == place
+            True
+        """
+        host, clock, port, addresses = (*word.split("\n"), "", "", "")[:4]
+        number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
+        return cls(host=host, clock=clock, addresses=tuple(addresses.split()), port=number if number < 65_536 else 0)
+
+
+def own_place(*, port: int = 0) -> RankPlace:
+    """Return where this process is.
+
+    Args:
+        port: Where it takes bursts in; 0 where it does not.
+    """
+    addresses = [address for own in local_addresses().values() for address in own if not address.startswith("127.")]
+    return RankPlace(host=host_name(), clock=clock_name(), addresses=tuple(addresses), port=port)
+
+
+class WatchedWires:
+    """Makes the records of a rank's wires to other hosts, until it is closed.
+
+    Args:
+        rank: Who writes.
+        places: Of all ranks, in order.
+        door: Where bursts of other hosts come in, see `open_door`; none where wires are not probed. The lowest rank of
+            each host keeps it, the others close it.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self, rank: int, places: Sequence[RankPlace], *, door: socket.socket | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._rank = rank
+        hosts, addresses = [place.host for place in places], [place.addresses for place in places]
+        ports = {place.port for place in places} - {0}
+        self._flows = FlowLines(rank, hosts=hosts, addresses=addresses, without=ports, clock=clock)
+        self._bursts: deque[str] = deque(maxlen=_MOST_UNTOLD)
+        others = addresses_of_others(rank, hosts, addresses)
+        told = {peer: (own, places[peer].port) for peer, own in others.items() if places[peer].port}
+        self._probes: HostProbes | None = None
+        if door is not None and told and hosts.index(hosts[rank]) == rank:
+            self._probes = HostProbes(
+                door, told, self._take_burst, is_used=lambda host: host in self._flows.used, clock=clock
+            )
+        elif door is not None:
+            door.close()
+
+    def lines(self, *, is_waiting: bool) -> list[str]:
+        """Return what is new, as lines.
+
+        Args:
+            is_waiting: Whether a call has been open for long, so that idle connections are to be asked.
+        """
+        try:
+            found = self._flows.lines(is_waiting=is_waiting)
+        except (OSError, ValueError):  # no descriptor is left, or /proc is not there: all else is recorded
+            found = []
+        while self._bursts:
+            found.append(self._bursts.popleft())
+        return found
+
+    def note_call(self, *, is_open: bool) -> None:
+        """Say that the job calls something, or that nothing it has called is open: wires are probed in between."""
+        if self._probes is not None:
+            self._probes.note_call(is_open=is_open)
+
+    def close(self) -> None:
+        """Send no more bursts. A second call does nothing."""
+        if self._probes is not None:
+            self._probes.close()
+
+    def _take_burst(self, peer: int, began_s: float, took_s: float) -> None:
+        probe = Probe(
+            rank=self._rank, peer=peer, at_s=round(began_s, 6), num_bytes=BURST_BYTES, took_s=round(took_s, 6)
+        )
+        self._bursts.append(to_line(probe))

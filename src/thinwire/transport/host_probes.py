@@ -1,0 +1,260 @@
+"""Small bursts of bytes between the hosts of a job, timed, so that wires which a collective leaves idle are known too.
+
+A ring sends over one wire of each host: whether that wire, its sender or its receiver is slow only other wires tell.
+Each host sends `BURST_BYTES` to one other host at a time, which answers with one byte when all have come. What comes is
+counted and thrown away, and is taken from addresses of the job's hosts only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+BURST_BYTES = 131_072
+# Bursts take one part of so many of a host's time, by what they usually take, and are no closer than this.
+_PARTS, _LEAST_GAP_S, _USUAL = 100.0, 0.25, 16
+# A burst begins when the job has sent nothing for so long: between two calls that follow each other it would meet them.
+_QUIET_S = 0.003
+_CONNECT_S, _GIVE_UP_S, _AGAIN_S = 5.0, 30.0, 10.0
+_CLOSE_S = 5.0
+_MOST_IN = 4096
+_BURST = memoryview(bytes(BURST_BYTES))
+
+
+@dataclass(slots=True)
+class _Way:
+    """The connection to one host.
+
+    Attributes:
+        addresses: Where it may be, the next to be tried first.
+        port: Its port.
+        connection: None while there is none.
+        left: Bytes of the burst under way that are not handed to the kernel yet; none where no burst is under way.
+        is_open: Whether the connection has been made.
+        since_s: When the burst, or the making of the connection, began.
+        rest_s: Not to be tried before.
+    """
+
+    addresses: deque[str]
+    port: int
+    connection: socket.socket | None = None
+    left: int | None = None
+    is_open: bool = False
+    since_s: float = 0.0
+    rest_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Sink:
+    """A connection from another host, and what has come over it of the burst under way."""
+
+    connection: socket.socket
+    count: int = field(default=0)
+
+
+def open_door() -> socket.socket:
+    """Return a listening socket for other hosts' bursts, on a port of the kernel's choice.
+
+    Raises:
+        OSError: The kernel gives none.
+    """
+    door = socket.create_server(("0.0.0.0", 0), backlog=64)
+    door.setblocking(False)
+    return door
+
+
+class HostProbes:
+    """Sends bursts to other hosts in turn and answers theirs, in a thread of its own, until it is closed.
+
+    Args:
+        door: Where the others' bursts come in, see `open_door`; it is closed with this.
+        hosts: For each other host, by the number it is known by: its addresses, and its port.
+        on_burst: Told of each burst that was answered: the host, when it began, and the seconds until the answer.
+        is_used: Whether so much is sent to a host anyway that no burst is needed.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self, door: socket.socket, hosts: Mapping[int, tuple[Sequence[str], int]],
+        on_burst: Callable[[int, float, float], None], *, is_used: Callable[[int], bool] = lambda host: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._door, self._on_burst, self._is_used, self._clock = door, on_burst, is_used, clock
+        self._ways = {host: _Way(deque(addresses), port) for host, (addresses, port) in hosts.items() if addresses}
+        self._known = {address for addresses, _ in hosts.values() for address in addresses}
+        self._order = deque(sorted(self._ways))
+        self._usual: deque[float] = deque(maxlen=_USUAL)
+        self._next_s = clock()
+        self._idle_s: float | None = clock()
+        self._is_due = False
+        self._bell, self._ear = socket.socketpair()
+        self._bell.setblocking(False)
+        self._scratch = bytearray(BURST_BYTES)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(door, selectors.EVENT_READ, None)
+        self._selector.register(self._ear, selectors.EVENT_READ, self._ear)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, name="thinwire-watch-probe", daemon=True)
+        self._thread.start()
+
+    def note_call(self, *, is_open: bool) -> None:
+        """Say that the job calls something, or that nothing it has called is open; cheap, from any thread."""
+        self._idle_s = None if is_open else self._clock()
+        if self._is_due and not is_open:
+            with contextlib.suppress(OSError):  # it rings already, or all is over
+                self._bell.send(b"\0")
+
+    def close(self) -> None:
+        """Send no more, and close all connections. A second call does nothing."""
+        self._is_over.set()
+        self._thread.join(_CLOSE_S)
+
+    def _go_on(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                for key, events in self._selector.select(self._begin_next()):
+                    with contextlib.suppress(BlockingIOError):
+                        self._serve(key.fileobj, key.data, events)
+                self._give_up_late()
+        finally:
+            for key in list(self._selector.get_map().values()):
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()
+            self._bell.close()
+            self._selector.close()
+
+    def _serve(self, connection: object, data: _Way | _Sink | socket.socket | None, events: int) -> None:
+        if data is None:
+            self._let_in()
+        elif isinstance(data, _Sink):
+            self._take(data)
+        elif isinstance(data, socket.socket):
+            data.recv(64)
+        elif isinstance(connection, socket.socket) and data.connection is connection:
+            try:
+                self._go_on_with(data, connection, events)
+            except BlockingIOError:
+                raise
+            except OSError:
+                self._part(data)
+
+    # -- bursts of others
+
+    def _let_in(self) -> None:
+        connection, (address, _) = self._door.accept()
+        if address not in self._known or len(self._selector.get_map()) >= _MOST_IN:
+            connection.close()
+            return
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, _Sink(connection))
+
+    def _take(self, sink: _Sink) -> None:
+        """Throw away what has come; answer at the end of a burst."""
+        try:
+            count = sink.connection.recv_into(self._scratch, BURST_BYTES - sink.count)
+            sink.count += count
+            if sink.count == BURST_BYTES:
+                sink.count = 0
+                sink.connection.send(b"\x01")
+        except BlockingIOError:
+            return
+        except OSError:
+            count = 0
+        if not count:
+            self._selector.unregister(sink.connection)
+            sink.connection.close()
+
+    # -- bursts of this host
+
+    def _begin_next(self) -> float:
+        """Begin the next burst if it is due and the job is quiet, and return for how long there is nothing to begin."""
+        now_s, idle_s = self._clock(), self._idle_s
+        self._is_due = now_s >= self._next_s
+        if self._is_due and idle_s is not None:
+            if now_s - idle_s < _QUIET_S:
+                return _QUIET_S
+            self._begin(now_s)
+        return min(_LEAST_GAP_S, max(0.0, self._next_s - now_s)) or _LEAST_GAP_S
+
+    def _begin(self, now_s: float) -> None:
+        for _ in range(len(self._order)):
+            self._order.rotate(-1)
+            if not self._is_used(self._order[-1]):
+                break
+        else:
+            return
+        way = self._ways[self._order[-1]]
+        self._next_s = now_s + max(_LEAST_GAP_S, _PARTS * statistics.median(self._usual) if self._usual else 0.0)
+        if way.left is not None or now_s < way.rest_s or (way.connection is not None and not way.is_open):
+            return
+        way.since_s = now_s
+        if way.connection is None:
+            self._connect(way)
+        else:
+            self._send(way, way.connection)
+
+    def _connect(self, way: _Way) -> None:
+        connection = way.connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._selector.register(connection, selectors.EVENT_WRITE, way)
+        try:
+            connection.connect((way.addresses[0], way.port))
+        except BlockingIOError:
+            return
+        except OSError:
+            self._part(way)
+
+    def _send(self, way: _Way, connection: socket.socket) -> None:
+        way.left, way.since_s = BURST_BYTES, self._clock()
+        self._selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, way)
+
+    def _go_on_with(self, way: _Way, connection: socket.socket, events: int) -> None:
+        if not way.is_open:
+            if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                raise OSError(error, "the connection was not made")
+            way.is_open = True
+            # the first burst is sent at the next turn: it would be timed with the making of the connection
+            self._selector.modify(connection, selectors.EVENT_READ, way)
+            return
+        if events & selectors.EVENT_READ:
+            self._take_answer(way, connection)
+        if way.left and events & selectors.EVENT_WRITE:
+            way.left -= connection.send(_BURST[: way.left])
+            if not way.left:
+                self._selector.modify(connection, selectors.EVENT_READ, way)
+
+    def _take_answer(self, way: _Way, connection: socket.socket) -> None:
+        answer = connection.recv(1)
+        if not answer or way.left != 0:
+            raise OSError("the other end has closed, or answers what nobody sent")
+        way.left, took_s = None, self._clock() - way.since_s
+        self._usual.append(took_s)
+        host = next(host for host, other in self._ways.items() if other is way)
+        self._on_burst(host, way.since_s, took_s)
+
+    def _part(self, way: _Way) -> None:
+        """Close a connection, and try the host's next address after a while."""
+        if way.connection is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(way.connection)
+            way.connection.close()
+        way.connection, way.left, way.is_open = None, None, False
+        way.addresses.rotate(-1)
+        way.rest_s = self._clock() + _AGAIN_S
+
+    def _give_up_late(self) -> None:
+        now_s = self._clock()
+        for way in self._ways.values():
+            if way.connection is None:
+                continue
+            is_late = now_s - way.since_s > (_CONNECT_S if not way.is_open else _GIVE_UP_S)
+            if is_late and (way.left is not None or not way.is_open):
+                self._part(way)
