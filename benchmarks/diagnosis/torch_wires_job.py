@@ -38,11 +38,11 @@ def steps() -> dict[str, Callable[[int], None]]:
         dist.reduce_scatter_tensor(part, torch.ones(numel))
         dist.all_gather_into_tensor(torch.empty(numel), part)
 
-    def broadcast(numel: int) -> None:
-        for source in range(size):
-            dist.broadcast(torch.ones(numel // 2), source)
+    def all_gather(numel: int) -> None:
+        own = torch.ones(numel // size)
+        dist.all_gather([torch.empty_like(own) for _ in range(size)], own)
 
-    return {"all_reduce": all_reduce, "buckets": buckets, "sharded": sharded, "broadcast": broadcast}
+    return {"all_reduce": all_reduce, "buckets": buckets, "sharded": sharded, "all_gather": all_gather}
 
 
 def main() -> None:
