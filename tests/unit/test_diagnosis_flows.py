@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,7 @@ from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.live import LiveJudge
 from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.records import Beat, Communicator, Flow, Operation, Record
+from thinwire.diagnosis.records import Beat, Communicator, Flow, Operation, Probe, Record
 
 HOSTS = ("a", "b", "c")
 EVERY_S, LOOK_S, STEPS, BROKEN = 0.2, 0.5, 100, 60
@@ -144,6 +144,49 @@ def test_several_ranks_of_a_host_are_named_as_their_host() -> None:
     kept: list[Record] = [one for one in seen if one.peer % 2 == 0 and hosts[one.rank] != hosts[one.peer]]
     (found,) = judged(operations(slow_from(BROKEN, 4.0), ranks=6), kept, hosts=hosts)
     assert found.where == "host link b -> c"
+
+
+# -- probes
+
+
+def probes(slow: Collection[Cell], *, met: bool = False) -> list[Record]:
+    """Return bursts over all wires that a ring does not use; some wires are slow, some bursts meet others' bytes."""
+    found: list[Record] = []
+    for cell in pairs(3):
+        for step in range(0, STEPS, 4):
+            longer = 6.0 if cell in slow and step >= BROKEN else 1.0
+            if met and step % 12 == 0:
+                longer *= 5.0
+            if cell not in HEAVY:
+                found.append(Probe(
+                    rank=cell[0], peer=cell[1], at_s=(step + 0.3) * EVERY_S, num_bytes=131_072, took_s=0.01 * longer
+                ))  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("met", [False, True])
+@pytest.mark.parametrize(
+    ("slow", "where"),
+    [
+        ([], "link 1 -> 2"),
+        ([(2, 1)], "link 1 <-> 2"),
+        ([(1, 0)], "sender rank 1"),
+        ([(0, 2)], "receiver rank 2"),
+    ],
+)
+def test_bursts_over_idle_wires_tell_which_end_or_link_is_slow(slow: list[Cell], where: str, met: bool) -> None:
+    (found,) = judged(operations(slow_from(BROKEN, 4.0)), flows({(1, 2): 4.0}), probes(slow, met=met))
+    assert (found.kind, found.where) == ("communication slow", where)
+    assert found.evidence["byte_times_longer"] == pytest.approx(4.0, rel=0.05)
+
+
+def test_bursts_that_will_tell_the_place_are_waited_for_but_not_for_long() -> None:
+    told: dict[int, list[str]] = {}
+    for steps in (BROKEN + 15, BROKEN + 30):
+        seen = [one for one in probes([(1, 0)]) if isinstance(one, Probe) and one.at_s < BROKEN_S]
+        found = judged(operations(slow_from(BROKEN, 4.0), steps=steps), flows({(1, 2): 4.0}, steps=steps), list(seen))
+        told[steps - BROKEN] = [one.where for one in found]
+    assert told == {15: [], 30: ["ambiguous: link 1 -> 2 or sender rank 1 or receiver rank 2"]}
 
 
 # -- hangs

@@ -1,0 +1,171 @@
+"""Bursts between hosts: timed while the job is quiet, answered by who is known, and thrown away."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+
+import pytest
+
+from thinwire.diagnosis.reading import parse_line
+from thinwire.diagnosis.records import Flow, Probe
+from thinwire.training.watched_wires import RankPlace, WatchedWires
+from thinwire.transport.host_probes import BURST_BYTES, HostProbes, open_door
+from thinwire.transport.watched_job import WORD_BYTES
+
+HERE, THERE = "127.0.0.1", "127.0.0.2"
+SOON_S = 20.0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Told:
+    """Keeps what it is told of."""
+
+    def __init__(self) -> None:
+        self.bursts: list[tuple[int, float, float]] = []
+
+    def take(self, host: int, began_s: float, took_s: float) -> None:
+        self.bursts.append((host, began_s, took_s))
+
+
+def probes_of(
+    stack: ExitStack, told: Told, hosts: dict[int, tuple[list[str], int]], door: socket.socket | None = None,
+    is_used: Callable[[int], bool] = lambda host: False,
+) -> HostProbes:  # fmt: skip
+    probes = HostProbes(open_door() if door is None else door, hosts, told.take, is_used=is_used)
+    stack.callback(probes.close)
+    return probes
+
+
+def wait_for(is_there: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + SOON_S
+    while not is_there():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_hosts_time_bursts_to_each_other(stack: ExitStack) -> None:
+    doors = [open_door(), open_door()]
+    ports = [door.getsockname()[1] for door in doors]
+    tolds = [Told(), Told()]
+    # the second one's first address leads nowhere
+    probes_of(stack, tolds[0], {7: (["127.0.0.3", HERE], ports[1])}, doors[0])
+    second = probes_of(stack, tolds[1], {5: ([HERE], ports[0])}, doors[1])
+    wait_for(lambda: len(tolds[1].bursts) >= 3)
+    host, began_s, took_s = tolds[1].bursts[0]
+    assert host == 5 and 0 < took_s < SOON_S and began_s < time.monotonic()
+    times = [began for _, began, _ in tolds[1].bursts]
+    assert all(later - early > 0.24 for early, later in pairwise(times)), times
+    wait_for(lambda: len(tolds[0].bursts) >= 1)
+    assert tolds[0].bursts[0][0] == 7
+    second.close()
+    second.close()
+
+
+def test_nothing_is_sent_while_a_call_is_open_nor_where_the_job_sends_enough(stack: ExitStack) -> None:
+    doors = [open_door() for _ in range(3)]
+    ports = [door.getsockname()[1] for door in doors]
+    told = Told()
+    for door in doors[1:]:
+        probes_of(stack, Told(), {0: ([HERE], 9)}, door)
+    probes = probes_of(stack, told, {1: ([HERE], ports[1]), 2: ([HERE], ports[2])}, doors[0], lambda host: host == 1)
+    wait_for(lambda: len(told.bursts) >= 2)
+    assert {host for host, *_ in told.bursts} == {2}
+    probes.note_call(is_open=True)
+    time.sleep(0.3)
+    before = len(told.bursts)
+    time.sleep(0.7)
+    assert len(told.bursts) == before
+    # the call's end rings: a burst begins 3 ms later
+    ended_s = time.monotonic()
+    probes.note_call(is_open=False)
+    wait_for(lambda: len(told.bursts) > before)
+    assert told.bursts[before][1] - ended_s >= 0.003
+
+
+def test_strangers_are_turned_away_and_a_known_host_that_talks_is_only_counted(stack: ExitStack) -> None:
+    door = open_door()
+    port = door.getsockname()[1]
+    probes_of(stack, Told(), {1: ([THERE], 9)}, door)
+    stranger = stack.enter_context(socket.create_connection((HERE, port), source_address=(HERE, 0)))
+    stranger.settimeout(SOON_S)
+    with contextlib.suppress(ConnectionError):  # a reset says the same
+        stranger.sendall(b"GET / HTTP/1.1")
+        assert stranger.recv(1) == b""
+    known = stack.enter_context(socket.create_connection((HERE, port), source_address=(THERE, 0)))
+    known.settimeout(SOON_S)
+    known.sendall(bytes(3 * BURST_BYTES))
+    answers = b""
+    while len(answers) < 3:
+        answers += known.recv(3)
+    assert answers == b"\x01" * 3
+    known.sendall(bytes(10))
+    known.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        known.recv(1)
+
+
+def test_an_answer_that_nobody_asked_for_ends_the_connection(stack: ExitStack) -> None:
+    server = stack.enter_context(socket.create_server((HERE, 0)))
+    server.settimeout(SOON_S)
+    told = Told()
+    probes_of(stack, told, {1: ([HERE], server.getsockname()[1])})
+    liar = stack.enter_context(server.accept()[0])
+    liar.settimeout(SOON_S)
+    liar.sendall(b"\x01" * 5)
+    with contextlib.suppress(ConnectionError):
+        while liar.recv(1 << 20):
+            pass
+    assert told.bursts == []
+
+
+def test_what_a_rank_tells_of_its_place_fits_and_comes_back() -> None:
+    many = tuple(f"192.0.2.{number}" for number in range(200))
+    place = RankPlace(host="h\u00f6st", clock="c", addresses=many, port=65_535)
+    word = place.to_word()
+    assert len(word.encode()) <= WORD_BYTES
+    again = RankPlace.of_word(word)
+    assert (again.host, again.clock, again.port) == ("h\u00f6st", "c", 65_535)
+    assert again.addresses == many[: len(again.addresses)] and len(again.addresses) > 30
+
+
+@pytest.mark.parametrize(
+    "word", ["", "a", "a\nb\nc\nd", "a\nb\n-1\n", "a\nb\n70000\n", "a\nb\n\u0661\n", "\n\n\n\n\n\n"]
+)
+def test_a_strange_word_of_another_rank_is_a_place_without_a_port(word: str) -> None:
+    assert RankPlace.of_word(word).port == 0
+
+
+def test_the_lowest_rank_of_a_host_keeps_its_door_and_writes_what_it_times(stack: ExitStack) -> None:
+    doors = [open_door() for _ in range(3)]
+    ports = [door.getsockname()[1] for door in doors]
+    # one host as far as addresses go would be none to probe: they are told apart by name here
+    places = [
+        RankPlace(host="a", clock="c", addresses=(HERE,), port=ports[0]),
+        RankPlace(host="b", clock="c", addresses=(THERE,), port=ports[1]),
+        RankPlace(host="b", clock="c", addresses=(THERE,), port=ports[2]),
+    ]
+    wires = [WatchedWires(rank, places, door=door) for rank, door in enumerate(doors)]
+    for one in wires:
+        stack.callback(one.close)
+    assert [door.fileno() >= 0 for door in doors] == [True, True, False]
+    found: list[object] = []
+
+    def is_there() -> bool:
+        found.extend(parse_line(line.encode()) for line in wires[0].lines(is_waiting=False))
+        return len(found) > 1
+
+    wait_for(is_there)
+    # the connections of the bursts themselves are none of the job's
+    assert not [one for one in found if isinstance(one, Flow)]
+    probe = found[0]
+    assert isinstance(probe, Probe) and (probe.rank, probe.peer, probe.num_bytes) == (0, 1, BURST_BYTES)
