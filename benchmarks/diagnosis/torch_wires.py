@@ -119,11 +119,12 @@ def verdict_of(finding: Finding, scenario: Scenario) -> str:
     if scenario.place in places:
         return "ambiguous"
     # a collective may use one way of a link only, and so one side of a host
-    side = (
-        {f"sender rank {scenario.host}", f"receiver rank {scenario.host}"} if scenario.fault == "slow host" else set()
-    )
+    sides = {f"sender rank {scenario.host}", f"receiver rank {scenario.host}"}
+    side = sides if scenario.fault == "slow host" else set()
     if len(places) == 1 and places[0] in ways | side:
         return "one way of it"
+    if places == [f"host host-{scenario.host}"] and scenario.place in sides:
+        return "its host"
     return "ambiguous" if (ways | side) & set(places) else "wrong place"
 
 

@@ -29,8 +29,9 @@ _PROBED_S = 60.0
 _LEAST_BYTES, _LONG_BUSY_S = 16_384, 0.5
 # Kernels count this time in ticks of 1 to 10 ms.
 _LEAST_BUSY_S = 0.02
-# A way that carries less than this part of what the busiest one does tells little of its wire.
-_LIGHT = 0.05
+# A way that carries less than this part of what the busiest one does tells little of its wire: its time is that of
+# acknowledgements and words.
+_LIGHT = 0.2
 # Between two looks that are further apart lies what nobody kept.
 _LONGEST_S = 5.0
 _LEAST_BEFORE, _LEAST_AFTER, FEW_AFTER = 3, 2, 4

@@ -12,7 +12,7 @@ from thinwire.transport.flows import FlowReading, Flows
 # Of so much time only one part goes into asking the kernel, however many connections there are.
 _PARTS = 200.0
 _MOST_LINES = 64
-MUCH_BYTES = 65_536
+MUCH_BYTES, _MUCH_SHARE = 65_536, 0.2
 
 
 class FlowLines:
@@ -27,7 +27,7 @@ class FlowLines:
         timer: The same, to measure what the asking itself takes.
 
     Attributes:
-        used: Hosts to which at least `MUCH_BYTES` went between the last two looks.
+        used: Hosts to which at least `MUCH_BYTES` went between the last two looks, and a fifth of what went to any.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class FlowLines:
         worst = sorted(fresh, key=lambda peer: -(fresh[peer].silence_s or 0.0))[:_MOST_LINES]
         self._told |= {peer: fresh[peer].num_bytes for peer in worst}
         carried = {peer: one.num_bytes - self._before.get(peer, one.num_bytes) for peer, one in found.items()}
-        self.used = frozenset(peer for peer, num_bytes in carried.items() if num_bytes >= MUCH_BYTES)
+        much = max(MUCH_BYTES, _MUCH_SHARE * max(carried.values(), default=0))
+        self.used = frozenset(peer for peer, num_bytes in carried.items() if num_bytes >= much)
         self._before = {peer: one.num_bytes for peer, one in found.items()}
         return [to_line(_flow(self._rank, peer, fresh[peer], now_s)) for peer in sorted(worst)]
 
