@@ -13,6 +13,8 @@ from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.live import LiveJudge
 from thinwire.diagnosis.reading import from_records
 from thinwire.diagnosis.records import Beat, Communicator, Flow, Operation, Probe, Record
+from thinwire.diagnosis.timeline import build
+from thinwire.training.dashboard.pictures import delay_matrix
 
 HOSTS = ("a", "b", "c")
 EVERY_S, LOOK_S, STEPS, BROKEN = 0.2, 0.5, 100, 60
@@ -187,6 +189,27 @@ def test_bursts_that_will_tell_the_place_are_waited_for_but_not_for_long() -> No
         found = judged(operations(slow_from(BROKEN, 4.0), steps=steps), flows({(1, 2): 4.0}, steps=steps), list(seen))
         told[steps - BROKEN] = [one.where for one in found]
     assert told == {15: [], 30: ["ambiguous: link 1 -> 2 or sender rank 1 or receiver rank 2"]}
+
+
+def test_the_page_shows_the_time_of_a_megabyte_over_each_wire() -> None:
+    seen = [
+        communicator(HOSTS),
+        *operations(slow_from(BROKEN, 4.0)),
+        *flows({(1, 2): 4.0}),
+        *probes([(1, 0)], met=True),
+    ]
+    usual: dict[Cell, float] = {}
+    matrix = delay_matrix(build(from_records(seen)), usual)
+    assert matrix["is_of_wires"] and matrix["ranks"] == [0, 1, 2] and len(matrix["cells"]) == 6
+    told = {(cell["from"], cell["to"]): (cell["now_s"], cell["times_longer"]) for cell in matrix["cells"]}
+    assert told.pop((1, 2)) == (pytest.approx(0.2), pytest.approx(4.0))
+    assert told.pop((1, 0)) == (pytest.approx(0.06 / 0.131072), pytest.approx(6.0))
+    assert all(times == pytest.approx(1.0) for _, times in told.values())
+    assert usual[2, 1] == pytest.approx(0.01 / 0.131072)
+    # what was slow for as long as records are kept is not as usual
+    slow_only = [one for one in seen if not isinstance(one, Flow | Probe) or one.at_s > BROKEN_S]
+    again = delay_matrix(build(from_records(slow_only)), usual)
+    assert {(c["from"], c["to"]): c["times_longer"] for c in again["cells"]}[1, 2] == pytest.approx(4.0)
 
 
 # -- hangs

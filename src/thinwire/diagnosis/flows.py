@@ -39,6 +39,7 @@ _LATEST = 64
 # Some bursts meet the job's own bytes all the same: the fastest quarter tells how the wire is.
 _SETTLED_S, _LEAST_PROBES = 0.5, 3
 _LEAST_S = 1e-12
+_MIDDLE, _QUARTER = 2, 4
 _OF_HOSTS: dict[str, PlaceKind] = {
     "link": "host link", "link both ways": "host link both ways", "sender": "host sender", "receiver": "host receiver",
 }  # fmt: skip
@@ -99,7 +100,7 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
     for cell in sorted({*heavy, *job.probes}):
         before, after = _before_and_after(job, cell, since_s, until_s, is_heavy=cell in heavy)
         if len(before) >= _LEAST_BEFORE and len(after) >= _LEAST_AFTER:
-            at = 2 if cell in heavy else 4
+            at = _MIDDLE if cell in heavy else _QUARTER
             # of the first ones too: what has been slow for long is not compared with itself
             usual = min(_low(before[:_LATEST], at), _low(before[-_LATEST:], at))
             seen[cell] = math.log(max(_low(after[-_LATEST:], at), _LEAST_S) / max(usual, _LEAST_S)), len(after)
@@ -116,6 +117,23 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
         explained=explained, times=math.exp(explained.excess), num_seen=min(seen[cell][1] for cell in cells),
         links=tuple(f"{source} -> {destination}" for source, destination in sorted(cells)),
     )  # fmt: skip
+
+
+def usual_and_now(job: Job, *, latest: int) -> dict[Cell, tuple[float, float]]:
+    """Return how long a byte usually takes over each wire, and how long it took lately, in seconds.
+
+    Args:
+        job: All records.
+        latest: How many of the latest times tell what is now.
+    """
+    heavy = _heavy(job)
+    found: dict[Cell, tuple[float, float]] = {}
+    for cell in sorted({*heavy, *job.probes}):
+        before, _ = _before_and_after(job, cell, math.inf, math.inf, is_heavy=cell in heavy)
+        if len(before) >= _LEAST_BEFORE:
+            at = _MIDDLE if cell in heavy else _QUARTER
+            found[cell] = _low(before[:_LATEST], at), _low(before[-latest:], at)
+    return found
 
 
 def _low(values: Sequence[float], at: int) -> float:
@@ -136,8 +154,7 @@ def _before_and_after(
     before_it = [each_s for _, done_s, each_s in probes if done_s <= since_s]
     settled_s = since_s + _SETTLED_S  # the fault may have come in the middle of the first operation that was slow
     after_it = [each_s for began_s, _, each_s in probes if settled_s <= began_s <= until_s]
-    is_known = min(len(before_it), len(after_it)) >= _LEAST_PROBES
-    return (before_it, after_it) if is_known else ([], [])
+    return before_it, after_it if len(after_it) >= _LEAST_PROBES else []
 
 
 def _heavy(job: Job) -> set[Cell]:

@@ -15,7 +15,9 @@ _ONE_END = (
     "Replicas of an elastic run fetch each other's parts, and each host's folder holds one end only; a link's own time "
     "needs both."
 )
-_FEW_MESSAGES = "A link is shown when both ends of several of its messages are known."
+_FEW_MESSAGES = (
+    "A link is shown when both ends of several of its messages are known, or what its connections did between hosts."
+)
 _NO_WORK = "No rank has told what it computes yet."
 _NO_ROUNDS = "No rounds were written down yet."
 _FROM_METRICS = (

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from thinwire.diagnosis.changes import median
+from thinwire.diagnosis.flows import usual_and_now
 from thinwire.diagnosis.link_history import LinkTimes, link_times
 from thinwire.diagnosis.own_time import Work
 from thinwire.diagnosis.timeline import Job
@@ -16,6 +17,7 @@ from thinwire.diagnosis.work_history import work_of
 
 MOST_RANKS = 24
 _LATEST = 8
+_MEGABYTE = 1_000_000
 _ROUNDS_SHOWN = 12
 _MOST_LANES = 16
 _MOST_PIECES = 300
@@ -32,10 +34,13 @@ def delay_matrix(job: Job, usual: dict[Cell, float]) -> dict[str, Any]:
             been slow for as long as records are kept would look as usual.
 
     Returns:
-        Ranks, cells, and how many ranks are left out; the worst are there.
+        Ranks, cells, and how many ranks are left out; the worst are there. Where no messages were recorded, a link's
+        time is that of a megabyte, by what kernels tell of its connections and by probes.
     """
     times = link_times(job)
     cells = [_cell(cell, times, usual) for cell in sorted({cell for cell, _ in times.times})]
+    wires = {} if cells else usual_and_now(job, latest=_LATEST)
+    cells += [_cell_of_wire(cell, *both, usual) for cell, both in wires.items()]
     ranks = {rank for cell in cells for rank in (cell["from"], cell["to"])}
     shown = set(ranks)
     if len(ranks) > MOST_RANKS:
@@ -50,6 +55,7 @@ def delay_matrix(job: Job, usual: dict[Cell, float]) -> dict[str, Any]:
         "cells": [cell for cell in cells if cell["from"] in shown and cell["to"] in shown],
         "num_left_out": len(ranks) - len(shown),
         "clock_error_s": _number(job.alignment.error_s),
+        "is_of_wires": bool(wires),
     }
 
 
@@ -66,6 +72,15 @@ def _cell(cell: Cell, times: LinkTimes, usual: dict[Cell, float]) -> dict[str, A
     return {
         "from": cell[0], "to": cell[1], "now_s": _number(now_s), "usual_s": _number(usual.get(cell, math.nan)),
         "times_longer": None if ratio is None else _number(ratio), "retries": times.retries.get(cell, 0),
+    }  # fmt: skip
+
+
+def _cell_of_wire(cell: Cell, usual_s: float, now_s: float, usual: dict[Cell, float]) -> dict[str, Any]:
+    usual[cell] = min(usual.get(cell, math.inf), _MEGABYTE * usual_s)
+    ratio = _MEGABYTE * now_s / usual[cell] if usual[cell] > 0 else None
+    return {
+        "from": cell[0], "to": cell[1], "now_s": _number(_MEGABYTE * now_s), "usual_s": _number(usual[cell]),
+        "times_longer": None if ratio is None else _number(ratio), "retries": 0,
     }  # fmt: skip
 
 

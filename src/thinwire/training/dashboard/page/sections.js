@@ -103,9 +103,11 @@ function showMatrix(matrix) {
   const who = (rank) => (matrix.hosts[rank] && !/^(replica|rank)-[0-9]+$/.test(matrix.hosts[rank]) ? [String(rank), make("small", {}, matrix.hosts[rank])] : [String(rank)]);
   const left = matrix.num_left_out ? ` ${matrix.num_left_out} ranks with shorter times are left out.` : "";
   const clocks = matrix.clock_error_s ? `Clocks may be wrong by ${inSeconds(matrix.clock_error_s)}.` : "All have one clock.";
+  const cellWords = matrix.is_of_wires
+    ? "how many times its usual time a byte takes now, and the time of a megabyte, by the kernels' counters and by probes."
+    : `how many times its usual time a message takes now, and the time itself, from when both ends are ready. ${clocks}`;
   show("matrix", make("table", { class: "heat" },
-    make("caption", {}, make("span", {}, "Rows send, columns receive. Each cell: how many times its usual time a message takes now, and the time "
-      + `itself, from when both ends are ready. ${clocks}${left}`)),
+    make("caption", {}, make("span", {}, `Rows send, columns receive. Each cell: ${cellWords}${left}`)),
     make("thead", {}, make("tr", {}, make("td", { class: "self" }), matrix.ranks.map((rank) => make("th", { scope: "col" }, "to ", who(rank))))),
     make("tbody", {}, matrix.ranks.map((from) => make("tr", {}, make("th", { scope: "row" }, "from ", who(from)),
       matrix.ranks.map((to) => cellOf(from, to)))))));
