@@ -2,6 +2,7 @@
 
     sudo python benchmarks/diagnosis/torch_wires.py --seed 1 --number 24              # eleven minutes
     sudo python benchmarks/diagnosis/torch_wires.py --seed 1 --number 24 --no-probes  # without bursts between the hosts
+    sudo python benchmarks/diagnosis/torch_wires.py --cost 8   # what bursts cost: jobs with and without them, in turns
     python benchmarks/diagnosis/torch_wires.py --report                               # the table of what is stored
 
 Each scenario is a job of its own: 3 to 5 hosts of one rank, 100 Mbit/s, a pattern of collectives, a size and a time of
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lab_report import keep
 
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.live import LiveJudge
+from thinwire.diagnosis.sources import read_files
 from thinwire.diagnosis.tail import RecordTail
 from thinwire.lab import Lab
 from thinwire.lab.rendezvous import rendezvous
@@ -192,6 +194,26 @@ class _Told:
         }  # fmt: skip
 
 
+def cost(pairs: int) -> str:
+    """Run jobs in which nothing breaks, with bursts and without in turns, and return how long a call took more."""
+    random_, ratios = random.Random(0), []
+    for number in range(pairs):
+        one = draw(random_, has_probes=True)
+        took: dict[bool, float] = {}
+        for has_probes in (True, False) if number % 2 else (False, True):
+            with tempfile.TemporaryDirectory() as name:
+                play(replace(one, fault="nothing", has_probes=has_probes), keep_in=Path(name))
+                calls = [op.posted_s for op in read_files([Path(name)]).operations if op.rank == 0]
+            begun = sorted(set(calls))[len(set(calls)) // 8 :]
+            took[has_probes] = (begun[-1] - begun[0]) / (len(begun) - 1)
+        ratios.append(took[True] / took[False])
+        print(f"{one.hosts} hosts, {one.pattern}, {one.numel}, {one.work_s} s: {ratios[-1]:.4f}", flush=True)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return (
+        f"with bursts a call takes {middle:.4f} times as long in the median of {pairs} pairs ({low:.4f} to {high:.4f})"
+    )
+
+
 def report(lines: list[dict[str, Any]]) -> str:
     """Return the table of all that is stored."""
     rows = ["| probes | fault | jobs | at the end | first word: seconds, median and longest | rightly: seconds |",
@@ -223,8 +245,12 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=24)
     parser.add_argument("--no-probes", action="store_true", help="no bursts between the hosts")
     parser.add_argument("--records", type=Path, help="keep the records of each job in a folder here")
+    parser.add_argument("--cost", type=int, metavar="PAIRS", help="only measure what bursts cost")
     parser.add_argument("--report", action="store_true", help="only print the table of what is stored")
     options = parser.parse_args()
+    if options.cost is not None:
+        print(cost(options.cost))
+        return
     if not options.report:
         random_ = random.Random(options.seed)
         for number in range(options.number):

@@ -37,7 +37,7 @@ _LONGEST_S = 5.0
 _LEAST_BEFORE, _LEAST_AFTER, FEW_AFTER = 3, 2, 4
 _LATEST = 64
 # Some bursts meet the job's own bytes all the same: the fastest quarter tells how the wire is.
-_SETTLED_S, _LEAST_PROBES = 0.5, 3
+_SETTLED_S = 0.5
 _LEAST_S = 1e-12
 _MIDDLE, _QUARTER = 2, 4
 _OF_HOSTS: dict[str, PlaceKind] = {
@@ -154,7 +154,7 @@ def _before_and_after(
     before_it = [each_s for _, done_s, each_s in probes if done_s <= since_s]
     settled_s = since_s + _SETTLED_S  # the fault may have come in the middle of the first operation that was slow
     after_it = [each_s for began_s, _, each_s in probes if settled_s <= began_s <= until_s]
-    return before_it, after_it if len(after_it) >= _LEAST_PROBES else []
+    return before_it, after_it
 
 
 def _heavy(job: Job) -> set[Cell]:
