@@ -148,6 +148,20 @@ def test_several_ranks_of_a_host_are_named_as_their_host() -> None:
     assert found.where == "host link b -> c"
 
 
+def test_looks_that_will_tell_the_place_are_waited_for_but_not_for_long() -> None:
+    told: dict[int, list[str]] = {}
+    for steps in (BROKEN + 8, BROKEN + 14):
+        seen = [one for one in flows({}, heavy=EVERYONE, steps=steps) if isinstance(one, Flow)]
+        # one more look since it broke, which is none for a stretch of time
+        kept: list[Record] = [one for one in seen if one.at_s < BROKEN_S]
+        kept += [replace(one, at_s=(steps - 1) * EVERY_S) for one in seen[len(seen) // 6 - 1 :: len(seen) // 6]]
+        found = judged(operations(slow_from(BROKEN, 4.0), steps=steps), kept)
+        told[steps - BROKEN] = [one.where for one in found]
+    assert told == {8: [], 14: ["communicator"]}
+    unwatched = judged(operations(slow_from(BROKEN, 4.0), steps=BROKEN + 8))
+    assert [one.where for one in unwatched] == ["communicator"]
+
+
 # -- probes
 
 

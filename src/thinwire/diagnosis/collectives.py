@@ -17,8 +17,9 @@ from thinwire.diagnosis.timeline import Job
 _LOOK_ROUNDS = 24
 # Wires that are slowed by less than this part of what the operations are, as logarithms, do not explain those.
 _OWN = 0.5
-# For so long bursts over the other wires are waited for where these are sent.
+# For so long bursts over the other wires are waited for where these are sent; else looks at connections.
 _UNDECIDED_S = 5.0
+_UNPLACED_S = 2.5
 # Before so long nothing tells a hang from a wire that is very slow.
 _SLOW = math.log(2.0)
 
@@ -48,9 +49,14 @@ def find_slow_operations(job: Job) -> list[Finding]:
 
 
 def _will_be_placed(job: Job, slow: Finding) -> bool:
-    """Return whether the wires that would tell places apart are probed, and the next bursts may say which it is."""
-    is_open = len(slow.places) > 1 or slow.places[0].kind == "communicator"
-    return is_open and slow.until_s is None and job.now_s - slow.since_s < _UNDECIDED_S and is_probed(job)
+    """Return whether the next looks at connections, or the next bursts over other wires, may say more of the place."""
+    is_placed = slow.places[0].kind != "communicator"
+    if slow.until_s is not None or (is_placed and len(slow.places) == 1):
+        return False
+    waited_s = job.now_s - slow.since_s
+    if is_probed(job):
+        return waited_s < _UNDECIDED_S
+    return not is_placed and waited_s < _UNPLACED_S and are_watched(job)
 
 
 def _how_much(watch: Watch) -> tuple[bool, float]:
