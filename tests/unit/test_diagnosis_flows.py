@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from thinwire.diagnosis.delay_matrix import Cell
 from thinwire.diagnosis.diagnose import diagnose
@@ -315,3 +318,25 @@ def test_a_very_slow_wire_is_told_from_a_dead_one() -> None:
     (found,) = judged(hang(until_s=until_s), list(seen), moving)
     assert found.kind == "communication slow" and found.where.startswith("ambiguous: link 1 -> 2 or ")
     assert "does not end yet: a byte takes 30.0 times as long" in found.text and found.confidence == 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_forged_flows_and_bursts_are_never_a_crash_nor_a_finding_of_their_own(data: st.DataObject) -> None:
+    seconds = st.floats(0.0, 1e12) | st.just(0.0)
+    forged: list[Record] = []
+    for _ in range(data.draw(st.integers(1, 30))):
+        source, destination = data.draw(st.permutations(range(4)))[:2]
+        at_s, num_bytes = data.draw(st.floats(0.0, 20.0)), data.draw(st.integers(0, 1 << 53))
+        forged.append(
+            Flow(
+                rank=source, peer=destination, at_s=at_s, num_bytes=num_bytes, busy_s=data.draw(seconds),
+                held_s=data.draw(seconds), silence_s=data.draw(st.none() | seconds),
+            )
+            if data.draw(st.booleans())
+            else Probe(rank=source, peer=destination, at_s=at_s, num_bytes=num_bytes, took_s=data.draw(seconds))
+        )  # fmt: skip
+    found = judged(operations(slow_from(BROKEN, 1.0)), flows({}, heavy=EVERYONE), forged)
+    assert [one.kind for one in found if one.kind.startswith("communication")] == []
+    slow = judged(operations(slow_from(BROKEN, 4.0)), flows({}, heavy=EVERYONE), forged)
+    assert all(math.isfinite(one.confidence) for one in slow)

@@ -15,9 +15,12 @@ from thinwire.diagnosis.clocks import Sighting, align
 from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.reading import MOST_LINE_BYTES, Records, from_records, parse_line, read_records, take_line
 from thinwire.diagnosis.records import (
+    Arrival,
     Beat,
     Communicator,
+    Flow,
     Operation,
+    Probe,
     Record,
     RecordRing,
     Span,
@@ -37,6 +40,9 @@ ONE_OF_EACH: list[Record] = [
     Span(rank=0, kind="compute", step=4, started_s=0.5, done_s=1.5, loss=2.25),
     Span(rank=0, kind="compute", step=4, started_s=0.5, done_s=1.5, forward_s=0.25, backward_s=0.0),
     Beat(rank=1, at_s=-3.0),
+    Arrival(rank=1, peer=0, at_s=2.5, num_bytes=77, has_signs=True),
+    Flow(rank=1, peer=0, at_s=2.5, num_bytes=77, busy_s=1.5, held_s=0.25, silence_s=0.5, unanswered=3),
+    Probe(rank=1, peer=0, at_s=2.5, num_bytes=77, took_s=0.125),
 ]  # fmt: skip
 
 
@@ -80,6 +86,10 @@ BAD = {
     b'{"record":"arrival","rank":1,"peer":1,"at_s":1.5,"num_bytes":3}': "with itself",
     b'{"record":"arrival","rank":1,"peer":0,"at_s":1.5,"num_bytes":-3}': "num_bytes is no whole number",
     b'{"record":"arrival","rank":1,"peer":0,"num_bytes":3}': "at_s is missing",
+    b'{"record":"flow","rank":1,"peer":1,"at_s":1.5,"num_bytes":3,"busy_s":1}': "with itself",
+    b'{"record":"flow","rank":1,"peer":0,"at_s":1.5,"num_bytes":3,"busy_s":-1}': "busy_s is less than nothing",
+    b'{"record":"flow","rank":1,"peer":0,"at_s":1.5,"num_bytes":3,"busy_s":1,"silence_s":"x"}': "no number of seconds",
+    b'{"record":"probe","rank":1,"peer":0,"at_s":1.5,"num_bytes":3,"took_s":null}': "took_s is no number of seconds",
     b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":1}': "times run backwards",
     b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":null}': "a span has no end",
     b'{"record":"span","rank":1,"kind":"step","step":1,"started_s":2,"done_s":3,"forward_s":-1}': "less than nothing",

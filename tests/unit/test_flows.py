@@ -80,6 +80,9 @@ def test_an_idle_end_is_asked_only_while_somebody_waits_and_answers(stack: ExitS
     assert all(one is not None and one < 1.5 for one in silences), silences
     assert flows.read()[1].silence_s is None
     assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+    flows.read(is_asking=True)
+    flows.close()
+    assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
 
 
 @pytest.mark.parametrize(

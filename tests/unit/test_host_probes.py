@@ -92,6 +92,23 @@ def test_nothing_is_sent_while_a_call_is_open_nor_where_the_job_sends_enough(sta
     assert told.bursts[before][1] - ended_s >= 0.003
 
 
+def test_a_job_that_calls_without_a_pause_is_left_alone(stack: ExitStack) -> None:
+    doors = [open_door(), open_door()]
+    told = Told()
+    probes_of(stack, Told(), {0: ([HERE], 9)}, doors[1])
+    probes = probes_of(stack, told, {1: ([HERE], doors[1].getsockname()[1])}, doors[0])
+    probes.note_call(is_open=True)
+    wait_for(lambda: probes._is_due)
+    until_s = time.monotonic() + 1.0
+    longest_s, before_s = 0.0, time.monotonic()
+    while time.monotonic() < until_s:
+        probes.note_call(is_open=False)
+        probes.note_call(is_open=True)
+        longest_s, before_s = max(longest_s, time.monotonic() - before_s), time.monotonic()
+    # a core that is taken from this thread for longer is a pause
+    assert told.bursts == [] or longest_s > 0.003
+
+
 def test_strangers_are_turned_away_and_a_known_host_that_talks_is_only_counted(stack: ExitStack) -> None:
     door = open_door()
     port = door.getsockname()[1]

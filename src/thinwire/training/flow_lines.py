@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -41,6 +42,11 @@ class FlowLines:
         self._before: dict[int, int] = {}
         self.used: frozenset[int] = frozenset()
         self._next_s = clock()
+
+    def close(self) -> None:
+        """Leave the job's connections as they were."""
+        with contextlib.suppress(OSError, ValueError):  # whatever is gone is as it was
+            self._flows.close()
 
     def lines(self, *, is_waiting: bool) -> list[str]:
         """Return lines of those over which bytes went since the last look, or of all while a call does not end."""

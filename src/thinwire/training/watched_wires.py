@@ -115,7 +115,8 @@ class WatchedWires:
             self._probes.note_call(is_open=is_open)
 
     def close(self) -> None:
-        """Send no more bursts. A second call does nothing."""
+        """Send no more bursts, and leave the job's connections as they were. A second call does nothing."""
+        self._flows.close()
         if self._probes is not None:
             self._probes.close()
 

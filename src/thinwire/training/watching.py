@@ -117,9 +117,9 @@ class Watching:
         if self._is_over.is_set():
             return
         self._groups.close()
-        self._wires.close()
         self._is_over.set()
         self._thread.join(_CLOSE_S)
+        self._wires.close()
         if self._thread.is_alive():  # a disk that does not answer may not keep the job from ending
             self.lost = self.lost or f"the disk has not answered for {_CLOSE_S:g} s"
             return

@@ -96,6 +96,11 @@ class Flows:
                     self._take(copy, found, before, now_s if is_asking else None)
         return {rank: _together(readings) for rank, readings in sorted(found.items())}
 
+    def close(self) -> None:
+        """Leave the connections as they were: nobody is asked any more."""
+        if self._asked_s:
+            self.read()
+
     def _take(
         self, copy: socket.socket, found: dict[int, list[FlowReading]], before: Mapping[_Ends, float],
         asking_s: float | None,

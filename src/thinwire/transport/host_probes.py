@@ -22,6 +22,8 @@ BURST_BYTES = 131_072
 _PARTS, _LEAST_GAP_S, _USUAL = 100.0, 0.25, 16
 # A burst begins when the job has sent nothing for so long: between two calls that follow each other it would meet them.
 _QUIET_S = 0.003
+# A job that calls without a pause is not asked at each call's end whether there is one.
+_VAIN_S = 0.02
 _CONNECT_S, _GIVE_UP_S, _AGAIN_S = 5.0, 30.0, 10.0
 _CLOSE_S = 5.0
 _MOST_IN = 4096
@@ -93,6 +95,7 @@ class HostProbes:
         self._usual: deque[float] = deque(maxlen=_USUAL)
         self._next_s = clock()
         self._idle_s: float | None = clock()
+        self._hope_s: float | None = None
         self._is_due = False
         self._bell, self._ear = socket.socketpair()
         self._bell.setblocking(False)
@@ -176,14 +179,19 @@ class HostProbes:
     def _begin_next(self) -> float:
         """Begin the next burst if it is due and the job is quiet, and return for how long there is nothing to begin."""
         now_s, idle_s = self._clock(), self._idle_s
+        if self._hope_s is not None and self._hope_s != idle_s:
+            self._next_s = now_s + _VAIN_S  # the job has called something meanwhile
+        self._hope_s = None
         self._is_due = now_s >= self._next_s
         if self._is_due and idle_s is not None:
             if now_s - idle_s < _QUIET_S:
+                self._hope_s = idle_s
                 return _QUIET_S
             self._begin(now_s)
         return min(_LEAST_GAP_S, max(0.0, self._next_s - now_s)) or _LEAST_GAP_S
 
     def _begin(self, now_s: float) -> None:
+        self._next_s = now_s + max(_LEAST_GAP_S, _PARTS * statistics.median(self._usual) if self._usual else 0.0)
         for _ in range(len(self._order)):
             self._order.rotate(-1)
             if not self._is_used(self._order[-1]):
@@ -191,7 +199,6 @@ class HostProbes:
         else:
             return
         way = self._ways[self._order[-1]]
-        self._next_s = now_s + max(_LEAST_GAP_S, _PARTS * statistics.median(self._usual) if self._usual else 0.0)
         if way.left is not None or now_s < way.rest_s or (way.connection is not None and not way.is_open):
             return
         way.since_s = now_s
