@@ -102,7 +102,7 @@ def test_slow_collectives_name_the_wires_whose_bytes_take_longer(
     assert found.evidence["byte_times_longer"] == pytest.approx(4.0, rel=0.05)
     assert "a byte takes 4.0 times as long" in found.text
     assert found.confidence == pytest.approx(0.5 if "ambiguous" in where else 0.9)
-    assert bool(found.probe) == ("ambiguous" in where)
+    assert ("probe_wires=True" in found.probe) == ("ambiguous" in where) == bool(found.probe)
 
 
 @pytest.mark.parametrize(

@@ -85,21 +85,26 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
         "comes last",
         confidence=0.6 * job.trust,
         remedy="find the link first",
-        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer",
+        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + _with_probes(job),
     )  # fmt: skip
     if wires is None:
         return replace(found, text=f"{found.text}; the records do not tell by which link.")
-    return _placed(found, wires, trust=job.trust)
+    return _placed(found, wires, job)
 
 
-def _placed(found: Finding, wires: SlowerWires, *, trust: float) -> Finding:
+def _with_probes(job: Job) -> str:
+    return "" if is_probed(job) else "; or let hosts time bursts to each other: thinwire.watch(..., probe_wires=True)"
+
+
+def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
     """Return slow operations with the wires that make them so, by the kernels' counters."""
     explained = wires.explained
     named = " or ".join(map(str, explained.places))
     sure = 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)
     most = 0.5 if len(explained.places) > 1 else UNSURE if wires.num_seen < FEW_AFTER else 0.9
     return replace(
-        found, places=explained.places, confidence=min(most, sure) * trust, probe=probe_for(explained.places),
+        found, places=explained.places, confidence=min(most, sure) * job.trust,
+        probe=probe_for(explained.places) + (_with_probes(job) if len(explained.places) > 1 else ""),
         text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {named}, by the kernel's counters.",
         evidence={**found.evidence, "byte_times_longer": round(wires.times, 2), "links": list(wires.links[:16])},
         remedy=WIRE_REMEDY,
@@ -133,7 +138,7 @@ def placed_hang(job: Job, hang: Finding) -> Finding:
     wires = slower_wires(job, hang.since_s)
     if wires is not None and wires.explained.excess >= _SLOW:
         slow = replace(hang, kind="communication slow", text=f"{hang.text[:-1]} yet", confidence=0.5 * job.trust)
-        return replace(_placed(slow, wires, trust=job.trust), confidence=min(UNSURE, slow.confidence))
+        return replace(_placed(slow, wires, job), confidence=min(UNSURE, slow.confidence))
     if not num_known:
         return hang
     return replace(
