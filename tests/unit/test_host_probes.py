@@ -125,10 +125,32 @@ def test_strangers_are_turned_away_and_a_known_host_that_talks_is_only_counted(s
     while len(answers) < 3:
         answers += known.recv(3)
     assert answers == b"\x01" * 3
+    more = [stack.enter_context(socket.create_connection((HERE, port), source_address=(THERE, 0))) for _ in range(20)]
+    for one in more:
+        one.settimeout(SOON_S)
+    with contextlib.suppress(ConnectionError):  # some are taken, and the rest are too many
+        assert more[-1].recv(1) == b""
     known.sendall(bytes(10))
     known.settimeout(0.3)
     with pytest.raises(TimeoutError):
         known.recv(1)
+
+
+def test_where_no_descriptor_is_left_the_door_closes_and_bursts_go_on(stack: ExitStack) -> None:
+    doors = [open_door(), open_door()]
+    told = Told()
+
+    class NoDoor(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            raise OSError(24, "Too many open files")
+
+    full = NoDoor(fileno=doors[0].detach())
+    port = full.getsockname()[1]
+    probes_of(stack, Told(), {0: ([HERE], 9)}, doors[1])
+    probes_of(stack, told, {1: ([HERE], doors[1].getsockname()[1])}, full)
+    with contextlib.suppress(ConnectionError):
+        stack.enter_context(socket.create_connection((HERE, port), source_address=(HERE, 0)))
+    wait_for(lambda: full.fileno() < 0 and len(told.bursts) > 1)
 
 
 def test_an_answer_that_nobody_asked_for_ends_the_connection(stack: ExitStack) -> None:

@@ -26,7 +26,8 @@ _QUIET_S = 0.003
 _VAIN_S = 0.02
 _CONNECT_S, _GIVE_UP_S, _AGAIN_S = 5.0, 30.0, 10.0
 _CLOSE_S = 5.0
-_MOST_IN = 4096
+# Connections for each address of the job's hosts, and more in all: a stranger in a host's name takes no others.
+_MOST_EACH, _MORE = 4, 8
 _BURST = memoryview(bytes(BURST_BYTES))
 
 
@@ -151,8 +152,15 @@ class HostProbes:
     # -- bursts of others
 
     def _let_in(self) -> None:
-        connection, (address, _) = self._door.accept()
-        if address not in self._known or len(self._selector.get_map()) >= _MOST_IN:
+        try:
+            connection, (address, _) = self._door.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptor is left: whoever waits at the door would keep this thread busy
+            self._selector.unregister(self._door)
+            self._door.close()
+            return
+        if address not in self._known or len(self._selector.get_map()) >= _MOST_EACH * len(self._known) + _MORE:
             connection.close()
             return
         connection.setblocking(False)
