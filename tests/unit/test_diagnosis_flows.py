@@ -14,10 +14,12 @@ from thinwire.diagnosis.delay_matrix import Cell
 from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.live import LiveJudge
-from thinwire.diagnosis.reading import from_records
+from thinwire.diagnosis.reading import Records, from_records
 from thinwire.diagnosis.records import Beat, Communicator, Flow, Operation, Probe, Record
 from thinwire.diagnosis.timeline import build
+from thinwire.diagnosis.window import Window
 from thinwire.training.dashboard.pictures import delay_matrix
+from thinwire.training.dashboard.window import RankWindow
 
 HOSTS = ("a", "b", "c")
 EVERY_S, LOOK_S, STEPS, BROKEN = 0.2, 0.5, 100, 60
@@ -340,3 +342,23 @@ def test_forged_flows_and_bursts_are_never_a_crash_nor_a_finding_of_their_own(da
     assert [one.kind for one in found if one.kind.startswith("communication")] == []
     slow = judged(operations(slow_from(BROKEN, 4.0)), flows({}, heavy=EVERYONE), forged)
     assert all(math.isfinite(one.confidence) for one in slow)
+
+
+def test_what_is_kept_of_a_long_job_holds_its_first_looks_too() -> None:
+    page, window = RankWindow(0), Window(most_records=40)
+    for number in range(10_000):
+        flow = Flow(rank=0, peer=1, at_s=float(number), num_bytes=number, busy_s=0.0)
+        probe = Probe(rank=0, peer=1, at_s=float(number), num_bytes=9, took_s=1.0)
+        for record in (flow, probe):
+            page.add(record, room=8)
+            window.add(record)
+    for peer in range(2, 40):
+        page.add(Flow(rank=0, peer=peer, at_s=1.0, num_bytes=1, busy_s=0.0), room=8)
+    told = Records()
+    page.to(told)
+    of_one = [flow.num_bytes for flow in told.flows if flow.peer == 1]
+    assert of_one[:64] == list(range(64)) and of_one[64:] == list(range(9808, 10_000))
+    assert len(told.probes) == 256 and len({flow.peer for flow in told.flows}) == 8
+    kept = [flow.num_bytes for flow in window.records().flows]
+    assert kept[:1024] == list(range(1024)) and kept[-1] == 9999 and len(kept) == len(window.records().probes) == 4096
+    assert window.records(without=[1]).flows == window.records(without=[0]).probes == []

@@ -14,8 +14,8 @@ from thinwire.training.reporting.run_folder import StepLine
 MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128
 _MOST_COMMUNICATORS = 64
-_OfWires = TypeVar("_OfWires", Arrival, Flow, Probe)
-_MOST_ARRIVALS, _MOST_FLOWS = 8, 64
+_OfWires = TypeVar("_OfWires", Flow, Probe)
+_MOST_ARRIVALS, _MOST_FLOWS, _FIRST_FLOWS = 8, 256, 64
 
 
 class RankWindow:
@@ -42,8 +42,8 @@ class RankWindow:
         self._spans: dict[tuple[str, int], Span] = {}
         self._beat: Beat | None = None
         self._arrivals: dict[int, deque[Arrival]] = {}
-        self._flows: dict[int, deque[Flow]] = {}
-        self._probes: dict[int, deque[Probe]] = {}
+        self._flows: dict[int, list[Flow]] = {}
+        self._probes: dict[int, list[Probe]] = {}
         self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
 
     def add(self, record: Record, *, room: int) -> None:
@@ -73,11 +73,12 @@ class RankWindow:
 
     def _add_of_wires(self, record: Arrival | Flow | Probe, *, room: int) -> None:
         if isinstance(record, Arrival):
-            _keep_latest(self._arrivals, record, room=room, most=_MOST_ARRIVALS)
+            if record.peer in self._arrivals or len(self._arrivals) < room:
+                self._arrivals.setdefault(record.peer, deque(maxlen=_MOST_ARRIVALS)).append(record)
         elif isinstance(record, Flow):
-            _keep_latest(self._flows, record, room=room, most=_MOST_FLOWS)
+            _keep_ends(self._flows, record, room=room)
         else:
-            _keep_latest(self._probes, record, room=room, most=_MOST_FLOWS)
+            _keep_ends(self._probes, record, room=room)
 
     def add_transfer(self, told: dict[str, Any], *, room: int) -> None:
         """Take in a line of a run's transfers.
@@ -147,9 +148,14 @@ def _begin(record: Any) -> float:
     return float(record.started_s if isinstance(record, Span) else record.posted_s)
 
 
-def _keep_latest(kept: dict[int, deque[_OfWires]], record: _OfWires, *, room: int, most: int) -> None:
-    if record.peer in kept or len(kept) < room:
-        kept.setdefault(record.peer, deque(maxlen=most)).append(record)
+def _keep_ends(kept: dict[int, list[_OfWires]], record: _OfWires, *, room: int) -> None:
+    """Keep the first ones too: what is slow for long is not compared with itself."""
+    if record.peer not in kept and len(kept) >= room:
+        return
+    own = kept.setdefault(record.peer, [])
+    own.append(record)
+    if len(own) > _MOST_FLOWS:
+        del own[_FIRST_FLOWS]
 
 
 def _keep(kept: dict[Any, Any], key: Any, record: Record, *, room: int) -> None:
