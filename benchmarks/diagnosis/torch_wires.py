@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Scenario:
     """
 
     fault: str
-    times: int
+    times: float
     hosts: int
     host: int
     other: int
@@ -81,16 +81,17 @@ class Scenario:
         }[self.fault]  # fmt: skip
 
 
-def draw(random_: random.Random, *, has_probes: bool) -> Scenario:
-    """Return a scenario; the same ones with and without probes."""
+def draw(random_: random.Random, *, has_probes: bool, times: float | None = None) -> Scenario:
+    """Return a scenario; the same ones with and without probes, and for any number of times."""
     hosts = random_.choice((3, 4, 5))
     host = random_.randrange(hosts)
-    return Scenario(
+    drawn = Scenario(
         # gloo's rings go from a rank to the one before it: another link carries nothing
         fault=random_.choice(FAULTS), times=random_.choice(TIMES), hosts=hosts, host=host, other=(host + 1) % hosts,
         pattern=random_.choice(PATTERNS), numel=random_.choice((60_000, 120_000, 240_000)),
         work_s=random_.choice((0.03, 0.06, 0.12)), has_probes=has_probes,
     )  # fmt: skip
+    return drawn if times is None else replace(drawn, times=times)
 
 
 def strike(lab: Lab, scenario: Scenario) -> None:
@@ -216,23 +217,22 @@ def cost(pairs: int) -> str:
 
 def report(lines: list[dict[str, Any]]) -> str:
     """Return the table of all that is stored."""
-    rows = ["| probes | fault | jobs | at the end | first word: seconds, median and longest | rightly: seconds |",
-            "| --- " * 6 + "|"]  # fmt: skip
-    for has_probes in (True, False):
-        for fault in FAULTS:
-            own = [line for line in lines
-                   if line["scenario"]["fault"] == fault and line["scenario"]["has_probes"] == has_probes]  # fmt: skip
-            if not own:
-                continue
-            counts = ", ".join(
-                f"{name}: {count}" for name, count in Counter(one["verdict"] for one in own).most_common()
-            )
-            first = [one["first_s"] for one in own if "first_s" in one]
-            right = [one["right_s"] for one in own if one.get("right_s") is not None]
-            told = [f"{statistics.median(found):.1f}, {max(found):.1f}" if found else "-" for found in (first, right)]
-            rows.append(
-                f"| {'yes' if has_probes else 'no'} | {fault} | {len(own)} | {counts} | {told[0]} | {told[1]} |"
-            )
+    rows = ["| probes | times | fault | jobs | at the end | first word: seconds, median and longest | rightly: seconds |",
+            "| --- " * 7 + "|"]  # fmt: skip
+    groups: dict[tuple[bool, str, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        one = line["scenario"]
+        is_slow = one["fault"].startswith("slow")
+        times = "-" if not is_slow else "3 to 10" if one["times"] >= TIMES[0] else f"{one['times']:g}"
+        groups[one["has_probes"], times, one["fault"]].append(line)
+    for (has_probes, times, fault), own in sorted(groups.items(), reverse=True):
+        verdicts = Counter(one["verdict"] for one in own).most_common()
+        counts = ", ".join(f"{name}: {count}" for name, count in verdicts)
+        first = [one["first_s"] for one in own if "first_s" in one]
+        right = [one["right_s"] for one in own if one.get("right_s") is not None]
+        told = [f"{statistics.median(found):.1f}, {max(found):.1f}" if found else "-" for found in (first, right)]
+        probes = "yes" if has_probes else "no"
+        rows.append(f"| {probes} | {times} | {fault} | {len(own)} | {counts} | {told[0]} | {told[1]} |")
     before = [said for one in lines for said in one["before"]]
     rows += ["", f"{len(before)} findings where nothing was broken (yet), in {len(lines)} jobs."]
     return "\n".join(rows)
@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=24)
     parser.add_argument("--no-probes", action="store_true", help="no bursts between the hosts")
+    parser.add_argument("--times", type=float, help="how many times slower wires become, instead of 3, 5 or 10")
     parser.add_argument("--records", type=Path, help="keep the records of each job in a folder here")
     parser.add_argument("--cost", type=int, metavar="PAIRS", help="only measure what bursts cost")
     parser.add_argument("--report", action="store_true", help="only print the table of what is stored")
@@ -254,7 +255,7 @@ def main() -> None:
     if not options.report:
         random_ = random.Random(options.seed)
         for number in range(options.number):
-            scenario = draw(random_, has_probes=not options.no_probes)
+            scenario = draw(random_, has_probes=not options.no_probes, times=options.times)
             folder = None if options.records is None else options.records / f"{options.seed}-{number}"
             if folder is not None:
                 folder.mkdir(parents=True)
