@@ -217,7 +217,7 @@ def cost(pairs: int) -> str:
 
 def report(lines: list[dict[str, Any]]) -> str:
     """Return the table of all that is stored."""
-    rows = ["| probes | times | fault | jobs | at the end | first word: seconds, median and longest | rightly: seconds |",
+    rows = ["| probes | times | fault | jobs | at the end | first word: median, longest (s) | rightly (s) |",
             "| --- " * 7 + "|"]  # fmt: skip
     groups: dict[tuple[bool, str, str], list[dict[str, Any]]] = defaultdict(list)
     for line in lines:
