@@ -362,3 +362,8 @@ def test_what_is_kept_of_a_long_job_holds_its_first_looks_too() -> None:
     kept = [flow.num_bytes for flow in window.records().flows]
     assert kept[:1024] == list(range(1024)) and kept[-1] == 9999 and len(kept) == len(window.records().probes) == 4096
     assert window.records(without=[1]).flows == window.records(without=[0]).probes == []
+
+
+def test_what_is_slower_by_little_is_named_with_less_confidence() -> None:
+    (found,) = judged(operations(slow_from(BROKEN, 1.6)), flows({(1, 2): 1.6}, heavy=EVERYONE))
+    assert (found.where, found.confidence) == ("link 1 -> 2", 0.7)

@@ -20,7 +20,7 @@ _OWN = 0.5
 # For so long bursts over the other wires are waited for where these are sent; else looks at connections.
 _UNDECIDED_S = 5.0
 _UNPLACED_S = 2.5
-# Before so long nothing tells a hang from a wire that is very slow.
+# What is slowed by less may look like a wire that shares its host with it; in a call that stands still it is no reason.
 _SLOW = math.log(2.0)
 
 
@@ -101,7 +101,8 @@ def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
     explained = wires.explained
     named = " or ".join(map(str, explained.places))
     sure = 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)
-    most = 0.5 if len(explained.places) > 1 else UNSURE if wires.num_seen < FEW_AFTER else 0.9
+    is_little = wires.num_seen < FEW_AFTER or explained.excess < _SLOW
+    most = 0.5 if len(explained.places) > 1 else UNSURE if is_little else 0.9
     return replace(
         found, places=explained.places, confidence=min(most, sure) * job.trust,
         probe=probe_for(explained.places) + (_with_probes(job) if len(explained.places) > 1 else ""),
