@@ -85,6 +85,16 @@ def test_an_idle_end_is_asked_only_while_somebody_waits_and_answers(stack: ExitS
     assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
 
 
+def test_who_looks_rarely_says_nothing_of_a_silence(stack: ExitStack) -> None:
+    connection(stack, THERE)
+    now_s = 0.0
+    flows = Flows({1: (THERE,)}, now=lambda: now_s)
+    found = []
+    for now_s in (0.0, 0.5, 1.0, 3.0, 3.5):
+        found.append(flows.read(is_asking=True)[1].silence_s is not None)
+    assert found == [False, True, True, False, True]
+
+
 @pytest.mark.parametrize(
     "rule", [(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000), (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
 )

@@ -28,6 +28,8 @@ _AGAIN_S = 5.0
 _IDLE_S, _BETWEEN_S, _MOST_UNANSWERED, _MOST_AGAIN = 1, 30, 127, 20
 # So long after the first question an answer may be expected; or after two round trips.
 _ANSWER_S = 0.4
+# Who looks more rarely than this asks more rarely than once a second, and so does not know what a silence means.
+_LONGEST_GAP_S = 0.8
 # More connections are not asked, which would be as many packets a second.
 _MOST_ASKED = 64
 _Ends = tuple[Any, Any]
@@ -74,7 +76,8 @@ class Flows:
         self._without = frozenset(without)
         self._now = now
         self._numbers: list[int] = []
-        self._found_s = -math.inf
+        self._found_s = self._looked_s = -math.inf
+        self._is_close = False
         # since when the kernel asks, by both ends of a connection
         self._asked_s: dict[_Ends, float] = {}
 
@@ -88,6 +91,7 @@ class Flows:
         now_s = self._now()
         if self._host_of and now_s - self._found_s > _AGAIN_S:
             self._numbers, self._found_s = list(open_sockets()), now_s
+        self._is_close, self._looked_s = now_s - self._looked_s <= _LONGEST_GAP_S, now_s
         before, found = self._asked_s, dict[int, list[FlowReading]]()
         self._asked_s = {}  # those that are there still
         for number in self._numbers:
@@ -119,7 +123,8 @@ class Flows:
             since_s = None
         elif since_s is None and len(self._asked_s) < _MOST_ASKED and _may_be_asked(copy):
             since_s = asking_s
-        reading = _read(copy, asked_s=None if since_s is None or asking_s is None else asking_s - since_s)
+        asked_s = None if since_s is None or asking_s is None or not self._is_close else asking_s - since_s
+        reading = _read(copy, asked_s=asked_s)
         if since_s is not None:
             self._asked_s[ends] = since_s
             if reading is None or reading.unanswered < _MOST_AGAIN:
