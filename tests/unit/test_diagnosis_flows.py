@@ -274,6 +274,16 @@ def test_a_hang_names_the_wires_over_which_nothing_comes(dead: list[Cell], where
     assert found.evidence["connections_known"] == 6
 
 
+@pytest.mark.parametrize(("silence_s", "where"), [(None, "link 1 <-> 2"), (1.2, "link 1 <-> 2"), (0.4, "link 2 -> 1")])
+def test_the_other_end_of_a_dead_connection_may_not_know_yet(silence_s: float | None, where: str) -> None:
+    until_s = BROKEN_S + 3.0
+    seen = silences({(1, 2): 1.6}, at_s=until_s - 0.4)
+    seen = [one for one in seen if isinstance(one, Flow) and (one.rank, one.peer) != (2, 1)]
+    late = Flow(rank=2, peer=1, at_s=until_s - 0.4, num_bytes=9, busy_s=1.0, silence_s=silence_s)
+    (found,) = judged(hang(until_s=until_s), [*seen, late])
+    assert (found.kind, found.where) == ("communication hang", where)
+
+
 def test_where_all_connections_answer_no_wire_is_named() -> None:
     until_s = BROKEN_S + 3.0
     (found,) = judged(hang(until_s=until_s), silences({}, at_s=until_s))

@@ -78,11 +78,14 @@ def dead_wires(job: Job) -> tuple[Explanation | None, int]:
     Args:
         job: All records.
     """
-    known: dict[Cell, float] = {}
-    for cell, points in job.flows.items():
-        at_s, flow = points[-1]
-        if job.now_s - at_s <= _FRESH_S and flow.silence_s is not None:
-            known[cell] = 1.0 if flow.silence_s >= DEAD_S else 0.0
+    # who hears nothing tells of the way to itself
+    fresh = {way[::-1]: points[-1] for way, points in job.flows.items() if job.now_s - points[-1][0] <= _FRESH_S}
+    known = {way: float(one.silence_s >= DEAD_S) for way, (_, one) in fresh.items() if one.silence_s is not None}
+    for source, destination in [way for way, dead in known.items() if dead]:
+        # the other end looks at the same connection at another time, and may not know yet
+        at_s, back = fresh.get((destination, source), (job.now_s, None))
+        if back is not None and (back.silence_s is None or back.silence_s + job.now_s - at_s >= DEAD_S):
+            known[destination, source] = 1.0
     explained, _ = _explain(job, known, min)
     return explained, len(known)
 
