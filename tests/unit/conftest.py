@@ -1,12 +1,20 @@
-"""What unit tests of corpora start from."""
+"""What several unit tests start from: texts of a corpus, and a stack of what is to be closed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.sample_texts import TEXTS
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture

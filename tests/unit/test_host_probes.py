@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
+from loopback_connections import HERE, THERE
 
 from thinwire.diagnosis.reading import parse_line
 from thinwire.diagnosis.records import Flow, Probe
@@ -17,14 +18,7 @@ from thinwire.training.watched_wires import RankPlace, WatchedWires
 from thinwire.transport.host_probes import BURST_BYTES, HostProbes, open_door
 from thinwire.transport.watched_job import WORD_BYTES
 
-HERE, THERE = "127.0.0.1", "127.0.0.2"
 SOON_S = 20.0
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 class Told:
@@ -204,6 +198,7 @@ def test_the_lowest_rank_of_a_host_keeps_its_door_and_writes_what_it_times(stack
         return len(found) > 1
 
     wait_for(is_there)
+    assert wires[0].num_bursts >= 2 and wires[2].num_bursts == 0
     # the connections of the bursts themselves are none of the job's
     assert not [one for one in found if isinstance(one, Flow)]
     probe = found[0]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
+from loopback_connections import HERE, OTHER, THERE, connection
 
 from thinwire.events import TransferLog
 from thinwire.transport.loopback import LoopbackWorld
@@ -16,20 +14,6 @@ from thinwire.transport.own_sockets import OwnSockets
 from thinwire.transport.recording import RecordingTransport
 
 OPEN = Path("/proc/self/fd")
-HERE, THERE, OTHER = "127.0.0.1", "127.0.0.2", "127.0.0.3"
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def connection(stack: ExitStack, address: str) -> tuple[socket.socket, socket.socket]:
-    """Return this host's end of a connection to an address, and the other one."""
-    server = stack.enter_context(socket.create_server((address, 0)))
-    own = stack.enter_context(socket.create_connection(server.getsockname(), source_address=(HERE, 0)))
-    return own, stack.enter_context(server.accept()[0])
 
 
 def received(sockets: OwnSockets, rank: int, wanted: int) -> int:

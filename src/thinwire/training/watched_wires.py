@@ -74,12 +74,16 @@ class WatchedWires:
         door: Where bursts of other hosts come in, see `open_door`; none where wires are not probed. The lowest rank of
             each host keeps it, the others close it.
         clock: Seconds that only grow.
+
+    Attributes:
+        num_bursts: Bursts of this rank that other hosts have answered.
     """
 
     def __init__(
         self, rank: int, places: Sequence[RankPlace], *, door: socket.socket | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
+        self.num_bursts = 0
         self._rank = rank
         hosts, addresses = [place.host for place in places], [place.addresses for place in places]
         ports = {place.port for place in places} - {0}
@@ -125,3 +129,4 @@ class WatchedWires:
             rank=self._rank, peer=peer, at_s=round(began_s, 6), num_bytes=BURST_BYTES, took_s=round(took_s, 6)
         )
         self._bursts.append(to_line(probe))
+        self.num_bursts += 1

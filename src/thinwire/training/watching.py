@@ -86,6 +86,11 @@ class Watching:
         """Calls that were not recorded: on a GPU (with `gpu_calls` some of them), or a receive from whoever comes."""
         return self._groups.num_passed_by
 
+    @property
+    def num_bursts(self) -> int:
+        """Bursts that other hosts have answered; with `probe_wires`, 0 at the lowest rank of a host if none can come in."""
+        return self._wires.num_bursts
+
     def pause(self) -> None:
         """Record no calls until `resume`; they are numbered on, so that ranks need not do so at the same time.
 
