@@ -88,7 +88,7 @@ class Watching:
 
     @property
     def num_bursts(self) -> int:
-        """Bursts that other hosts have answered; with `probe_wires`, 0 at the lowest rank of a host if none can come in."""
+        """Bursts that other hosts have answered; with `probe_wires`, 0 at the lowest rank of a host if none get there."""
         return self._wires.num_bursts
 
     def pause(self) -> None:
