@@ -88,7 +88,7 @@ class Watching:
 
     @property
     def num_bursts(self) -> int:
-        """Bursts that other hosts have answered; with `probe_wires`, 0 at the lowest rank of a host if none get there."""
+        """Bursts that other hosts have answered: 0 at the lowest rank of a host if none of `probe_wires` gets there."""
         return self._wires.num_bursts
 
     def pause(self) -> None:
