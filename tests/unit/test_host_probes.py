@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 from loopback_connections import HERE, THERE
@@ -26,9 +26,11 @@ class Told:
 
     def __init__(self) -> None:
         self.bursts: list[tuple[int, float, float]] = []
+        self.beside: list[int] = []
 
-    def take(self, host: int, began_s: float, took_s: float) -> None:
+    def take(self, host: int, began_s: float, took_s: float, num_beside: int) -> None:
         self.bursts.append((host, began_s, took_s))
+        self.beside.append(num_beside)
 
 
 def probes_of(
@@ -116,9 +118,9 @@ def test_strangers_are_turned_away_and_a_known_host_that_talks_is_only_counted(s
     known.settimeout(SOON_S)
     known.sendall(bytes(3 * BURST_BYTES))
     answers = b""
-    while len(answers) < 3:
-        answers += known.recv(3)
-    assert answers == b"\x01" * 3
+    while len(answers) < 12:
+        answers += known.recv(12)
+    assert answers == bytes(12), "nothing of the job came meanwhile"
     more = [stack.enter_context(socket.create_connection((HERE, port), source_address=(THERE, 0))) for _ in range(20)]
     for one in more:
         one.settimeout(SOON_S)
@@ -145,6 +147,42 @@ def test_where_no_descriptor_is_left_the_door_closes_and_bursts_go_on(stack: Exi
     with contextlib.suppress(ConnectionError):
         stack.enter_context(socket.create_connection((HERE, port), source_address=(HERE, 0)))
     wait_for(lambda: full.fileno() < 0 and len(told.bursts) > 1)
+
+
+def test_what_the_job_sends_and_receives_meanwhile_is_told_whichever_is_more(stack: ExitStack) -> None:
+    doors = [open_door(), open_door()]
+    tolds = [Told(), Told()]
+    sent, received = count(step=1000), count(step=70)
+
+    def carried() -> tuple[int, int]:
+        return next(sent), next(received)
+
+    ports = [door.getsockname()[1] for door in doors]
+    for told, door, port in zip(tolds, doors, reversed(ports), strict=True):
+        probes = HostProbes(door, {1: ([HERE], port)}, told.take, carried=carried)
+        stack.callback(probes.close)
+    wait_for(lambda: all(len(told.bursts) >= 2 for told in tolds))
+    assert all(num_beside >= 1000 and num_beside % 1000 == 0 for told in tolds for num_beside in told.beside)
+
+
+@pytest.mark.parametrize("num_received", [5, (1 << 32) - 1])
+def test_an_answer_that_comes_in_pieces_is_one(stack: ExitStack, num_received: int) -> None:
+    server = stack.enter_context(socket.create_server((HERE, 0)))
+    server.settimeout(SOON_S)
+    told = Told()
+    probes_of(stack, told, {1: ([HERE], server.getsockname()[1])})
+    other = stack.enter_context(server.accept()[0])
+    other.settimeout(SOON_S)
+    left = BURST_BYTES
+    while left:
+        left -= len(other.recv(left))
+    answer = num_received.to_bytes(4, "little")
+    other.sendall(answer[:1])
+    time.sleep(0.1)
+    assert told.bursts == []
+    other.sendall(answer[1:])
+    wait_for(lambda: bool(told.bursts))
+    assert told.beside == [num_received]
 
 
 def test_an_answer_that_nobody_asked_for_ends_the_connection(stack: ExitStack) -> None:

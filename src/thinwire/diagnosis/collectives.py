@@ -16,9 +16,9 @@ from thinwire.diagnosis.timeline import Job
 
 _LOOK_ROUNDS = 24
 # Wires that are slowed by less than this part of what the operations are, as logarithms, do not explain those.
-_OWN = 0.5
+OWN = 0.5
 # For so long bursts over the other wires are waited for where these are sent; else looks at connections.
-_UNDECIDED_S = 5.0
+UNDECIDED_S = 5.0
 _UNPLACED_S = 2.5
 # What is slowed by less may look like a wire that shares its host with it; in a call that stands still it is no reason.
 _SLOW = math.log(2.0)
@@ -55,7 +55,7 @@ def _will_be_placed(job: Job, slow: Finding) -> bool:
         return False
     waited_s = job.now_s - slow.since_s
     if is_probed(job):
-        return waited_s < _UNDECIDED_S
+        return waited_s < UNDECIDED_S
     return not is_placed and waited_s < _UNPLACED_S and are_watched(job)
 
 
@@ -74,7 +74,7 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
     assert watch.change is not None
     change, ratio = watch.change, math.exp(_lasting(watch))
     wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)
-    if wires is not None and wires.explained.excess < _OWN * math.log(ratio):
+    if wires is not None and wires.explained.excess < OWN * math.log(ratio):
         wires = None  # that does not explain it
     found = Finding(
         kind="communication slow",
@@ -85,14 +85,15 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
         "comes last",
         confidence=0.6 * job.trust,
         remedy="find the link first",
-        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + _with_probes(job),
+        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + how_to_probe(job),
     )  # fmt: skip
     if wires is None:
         return replace(found, text=f"{found.text}; the records do not tell by which link.")
     return _placed(found, wires, job)
 
 
-def _with_probes(job: Job) -> str:
+def how_to_probe(job: Job) -> str:
+    """Return how bursts are switched on that would tell more, nothing where they are."""
     return "" if is_probed(job) else "; or let hosts time bursts to each other: thinwire.watch(..., probe_wires=True)"
 
 
@@ -105,7 +106,7 @@ def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
     most = 0.5 if len(explained.places) > 1 else UNSURE if is_little else 0.9
     return replace(
         found, places=explained.places, confidence=min(most, sure) * job.trust,
-        probe=probe_for(explained.places) + (_with_probes(job) if len(explained.places) > 1 else ""),
+        probe=probe_for(explained.places) + (how_to_probe(job) if len(explained.places) > 1 else ""),
         text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {named}, by the kernel's counters.",
         evidence={**found.evidence, "byte_times_longer": round(wires.times, 2), "links": list(wires.links[:16])},
         remedy=WIRE_REMEDY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from thinwire.diagnosis.collectives import find_slow_operations
+from thinwire.diagnosis.collectives import OWN, find_slow_operations
 from thinwire.diagnosis.desync import find_desync, find_losses
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.flapping import find_flapping
@@ -15,6 +15,7 @@ from thinwire.diagnosis.link_history import link_times
 from thinwire.diagnosis.nccl import find_in_nccl
 from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.slow import find_slow_links
+from thinwire.diagnosis.slow_flows import find_slow_flows
 from thinwire.diagnosis.timeline import Job, build
 from thinwire.diagnosis.work import find_slow_work, find_stalls
 from thinwire.diagnosis.work_history import work_times
@@ -56,6 +57,7 @@ def findings_of(job: Job, history: History | None = None) -> list[Finding]:
     slow = [finding for finding in slow if not _follows(finding, slow_work, job)]
     hangs = [hang for hang in hangs if not _is_told(hang, [*slow, *slow_work], flapping, job)]
     slow_calls = [finding for finding in find_slow_operations(job) if not _is_beside(finding, slow_work)]
+    slow_calls = _with_flows(slow_calls, find_slow_flows(job), is_open=bool(hangs))
     slow_work, slow_calls = _without_passing(slow_work, job), _without_passing(slow_calls, job)
     found = [*desyncs, *hangs, *find_losses(job), *slow, *slow_calls, *slow_work, *flapping, *stalls]
     return [*find_in_nccl(job.nccl, trust=job.trust), *found, *find_set_clocks(job)]
@@ -78,6 +80,32 @@ def _without_passing(slow: Sequence[Finding], job: Job) -> list[Finding]:
         if lasted_s >= _LITTLE_S or not isinstance(ratio, float) or ratio >= _LITTLE:
             found.append(one)
     return found
+
+
+def _with_flows(calls: Sequence[Finding], flows: Sequence[Finding], *, is_open: bool) -> list[Finding]:
+    """Return slow calls and slow wires, each cause once.
+
+    Wires that calls were placed by are told with these, and calls that wires explain are told by the wires.
+
+    Args:
+        calls: Operations that became slower.
+        flows: Wires that did.
+        is_open: Whether something stands still: who waits for it tells more then.
+    """
+    placed = [one for one in calls if one.places[0].kind != "communicator"]
+    own = [
+        one
+        for one in flows
+        if not (is_open and one.until_s is None) and not any(_is_at_once(one, other) for other in placed)
+    ]
+    rest = [one for one in calls if one not in placed and not any(_explains(wire, one) for wire in own)]
+    return [*placed, *rest, *own]
+
+
+def _explains(wire: Finding, calls: Finding) -> bool:
+    """Return whether a wire's slowness is enough for that of calls at the same time."""
+    longer = math.log(wire.evidence["times_longer"]), math.log(calls.evidence["times_longer"])
+    return _is_at_once(wire, calls) and longer[0] >= OWN * longer[1]
 
 
 def _is_beside(calls: Finding, slow_work: Sequence[Finding]) -> bool:

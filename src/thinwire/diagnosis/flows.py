@@ -98,7 +98,7 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
         since_s: Since when something is slow, in seconds of the reference clock.
         until_s: When it was over.
     """
-    heavy = _heavy(job)
+    heavy = heavy_ways(job)
     seen: dict[Cell, tuple[float, int]] = {}
     for cell in sorted({*heavy, *job.probes}):
         before, after = _before_and_after(job, cell, since_s, until_s, is_heavy=cell in heavy)
@@ -129,7 +129,7 @@ def usual_and_now(job: Job, *, latest: int) -> dict[Cell, tuple[float, float]]:
         job: All records.
         latest: How many of the latest times tell what is now.
     """
-    heavy = _heavy(job)
+    heavy = heavy_ways(job)
     found: dict[Cell, tuple[float, float]] = {}
     for cell in sorted({*heavy, *job.probes}):
         before, _ = _before_and_after(job, cell, math.inf, math.inf, is_heavy=cell in heavy)
@@ -152,7 +152,7 @@ def _before_and_after(
         points = job.flows[cell]
         before = [point for point in points if point[0] <= since_s]
         after = [point for point in points if since_s <= point[0] <= until_s]
-        return _seconds_a_byte(before), _seconds_a_byte(after)
+        return [each_s for _, each_s in seconds_a_byte(before)], [each_s for _, each_s in seconds_a_byte(after)]
     probes = job.probes[cell]
     before_it = [each_s for _, done_s, each_s in probes if done_s <= since_s]
     settled_s = since_s + _SETTLED_S  # the fault may have come in the middle of the first operation that was slow
@@ -160,7 +160,7 @@ def _before_and_after(
     return before_it, after_it
 
 
-def _heavy(job: Job) -> set[Cell]:
+def heavy_ways(job: Job) -> set[Cell]:
     """Return the ways that carry enough for their times to be those of bytes."""
     carried = {
         cell: sum(max(0, later.num_bytes - early.num_bytes) for (_, early), (_, later) in pairwise(points))
@@ -170,12 +170,12 @@ def _heavy(job: Job) -> set[Cell]:
     return {cell for cell, num_bytes in carried.items() if num_bytes > _LIGHT * most}
 
 
-def _seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[float]:
-    """Return how long a byte took in each stretch in which enough were sent, in order.
+def seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[tuple[float, float]]:
+    """Return how long a byte took in each stretch in which enough were sent, and when that ended, in order.
 
     Time in which the other end's process did not read is not the wire's.
     """
-    found: list[float] = []
+    found: list[tuple[float, float]] = []
     sent, busy_s = 0, 0.0
     for (early_s, early), (later_s, later) in pairwise(points):
         more, longer_s = later.num_bytes - early.num_bytes, later.busy_s - early.busy_s
@@ -185,7 +185,7 @@ def _seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[float]:
             continue
         sent, busy_s = sent + more, busy_s + max(0.0, longer_s - held_s)
         if busy_s >= _LEAST_BUSY_S and (sent >= _LEAST_BYTES or (sent and busy_s >= _LONG_BUSY_S)):
-            found.append(busy_s / sent)
+            found.append((later_s, busy_s / sent))
             sent, busy_s = 0, 0.0
     return found
 

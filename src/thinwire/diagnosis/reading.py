@@ -384,7 +384,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "rank": _rank, "peer": _rank, "direction": _direction, "sequence": whole, "operation": whole, "part": whole,
     "kind": text, "dtype": text, "count": _or_unknown, "round": _or_unknown, "num_bytes": whole, "retries": whole,
     "step": whole, "error": text, "loss": _loss, "is_last": _flag, "has_signs": _flag,
-    "forward_s": _maybe_length, "backward_s": _maybe_length,
+    "forward_s": _maybe_length, "backward_s": _maybe_length, "num_beside": whole,
     "busy_s": _length, "held_s": _length, "silence_s": _maybe_length, "unanswered": whole, "took_s": _length,
     "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
 }  # fmt: skip

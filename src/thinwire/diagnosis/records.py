@@ -196,6 +196,8 @@ class Probe:
         at_s: When it began.
         num_bytes: Its size.
         took_s: Until the answer.
+        num_beside: Bytes of the job that crossed the same host's access meanwhile, at one end or the other, whichever
+            is more.
     """
 
     rank: int
@@ -203,6 +205,7 @@ class Probe:
     at_s: float
     num_bytes: int
     took_s: float
+    num_beside: int = 0
 
 
 Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival | Flow | Probe

@@ -219,7 +219,9 @@ def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
         at_s = shift(probe.rank, probe.at_s)
         assert at_s is not None
         if probe.num_bytes > 0:
-            each_s, done_s = probe.took_s / probe.num_bytes, at_s + probe.took_s
+            # it had only its part of the access
+            each_s = probe.took_s / (probe.num_bytes + probe.num_beside)
+            done_s = at_s + probe.took_s
             job.probes.setdefault((probe.rank, probe.peer), []).append((at_s, done_s, each_s))
 
 

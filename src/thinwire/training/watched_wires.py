@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from thinwire.diagnosis.records import Probe, to_line
 from thinwire.training.flow_lines import FlowLines, addresses_of_others
 from thinwire.transport.addresses import clock_name, host_name, local_addresses
+from thinwire.transport.flows import Flows
 from thinwire.transport.host_probes import BURST_BYTES, HostProbes
 from thinwire.transport.watched_job import WORD_BYTES
 
@@ -84,6 +86,7 @@ class WatchedWires:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.num_bursts = 0
+        self._known = (0, 0)
         self._rank = rank
         hosts, addresses = [place.host for place in places], [place.addresses for place in places]
         ports = {place.port for place in places} - {0}
@@ -93,9 +96,11 @@ class WatchedWires:
         told = {peer: (own, places[peer].port) for peer, own in others.items() if places[peer].port}
         self._probes: HostProbes | None = None
         if door is not None and told and hosts.index(hosts[rank]) == rank:
+            self._beside = Flows(others, without=ports, now=clock)
             self._probes = HostProbes(
-                door, told, self._take_burst, is_used=lambda host: host in self._flows.used, clock=clock
-            )
+                door, told, self._take_burst, is_used=lambda host: host in self._flows.used, carried=self._carried,
+                clock=clock,
+            )  # fmt: skip
         elif door is not None:
             door.close()
 
@@ -124,9 +129,17 @@ class WatchedWires:
         if self._probes is not None:
             self._probes.close()
 
-    def _take_burst(self, peer: int, began_s: float, took_s: float) -> None:
+    def _carried(self) -> tuple[int, int]:
+        """Return the bytes that the job has sent to other hosts and received from them, as far as is known."""
+        with contextlib.suppress(OSError, ValueError):  # no descriptor is left, or /proc is not there
+            found = self._beside.read().values()
+            self._known = sum(one.num_bytes for one in found), sum(one.num_received for one in found)
+        return self._known
+
+    def _take_burst(self, peer: int, began_s: float, took_s: float, num_beside: int) -> None:
         probe = Probe(
-            rank=self._rank, peer=peer, at_s=round(began_s, 6), num_bytes=BURST_BYTES, took_s=round(took_s, 6)
-        )
+            rank=self._rank, peer=peer, at_s=round(began_s, 6), num_bytes=BURST_BYTES, took_s=round(took_s, 6),
+            num_beside=num_beside,
+        )  # fmt: skip
         self._bursts.append(to_line(probe))
         self.num_bursts += 1

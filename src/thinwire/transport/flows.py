@@ -21,7 +21,7 @@ from thinwire.transport.own_sockets import copy_of, open_sockets
 # struct tcp_info of Linux 4.10 and later; the kernel only ever adds at its end.
 _NUMBERS = struct.Struct("<2x2B4x24I4Q6I4Q")
 _SENT_AGAIN, _ASKED_AGAIN, _LAST_DATA_MS, _LAST_ACK_MS, _RTT_US = 0, 1, 13, 14, 17
-_ACKED, _BUSY_US, _HELD_US = 28, 37, 38
+_ACKED, _RECEIVED, _BUSY_US, _HELD_US = 28, 29, 37, 38
 _AGAIN_S = 5.0
 # What is silent for a second is asked again at each look, until so many were not answered: after 127 the kernel would
 # end the connection. It asks on every 30 s by itself, which ends it after an hour, when any process group has given up.
@@ -41,6 +41,7 @@ class FlowReading:
 
     Attributes:
         num_bytes: That the other end has acknowledged.
+        num_received: Bytes that have come from there.
         busy_s: For how long there was something to send, or that was not acknowledged yet.
         held_s: For how much of that the other end would take no more, since its process did not read.
         silence_s: Since anything came from the other end, which is asked once a second; none where it is not asked, or
@@ -49,6 +50,7 @@ class FlowReading:
     """
 
     num_bytes: int
+    num_received: int
     busy_s: float
     held_s: float
     silence_s: float | None
@@ -141,7 +143,8 @@ def _read(connection: socket.socket, *, asked_s: float | None) -> FlowReading | 
     known = _NUMBERS.unpack(raw)
     is_answered = asked_s is not None and asked_s >= max(_ANSWER_S, 2 * known[_RTT_US] / 1e6)
     return FlowReading(
-        num_bytes=known[_ACKED], busy_s=known[_BUSY_US] / 1e6, held_s=known[_HELD_US] / 1e6,
+        num_bytes=known[_ACKED], num_received=known[_RECEIVED],
+        busy_s=known[_BUSY_US] / 1e6, held_s=known[_HELD_US] / 1e6,
         silence_s=min(known[_LAST_DATA_MS], known[_LAST_ACK_MS]) / 1e3 if is_answered else None,
         unanswered=max(known[_SENT_AGAIN], known[_ASKED_AGAIN]),
     )  # fmt: skip
@@ -171,6 +174,7 @@ def _together(readings: Sequence[FlowReading]) -> FlowReading:
     silences = [one.silence_s for one in readings if one.silence_s is not None]
     return FlowReading(
         num_bytes=sum(one.num_bytes for one in readings),
+        num_received=sum(one.num_received for one in readings),
         busy_s=sum(one.busy_s for one in readings),
         held_s=sum(one.held_s for one in readings),
         silence_s=min(silences, default=None),

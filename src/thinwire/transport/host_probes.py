@@ -1,8 +1,8 @@
 """Small bursts of bytes between the hosts of a job, timed, so that wires which a collective leaves idle are known too.
 
 A ring sends over one wire of each host: whether that wire, its sender or its receiver is slow only other wires tell.
-Each host sends `BURST_BYTES` to one other host at a time, which answers with one byte when all have come. What comes is
-counted and thrown away, and is taken from addresses of the job's hosts only.
+Each host sends `BURST_BYTES` to one other host at a time, which answers when all have come, and says what else of the
+job came meanwhile. What comes is counted and thrown away, and is taken from addresses of the job's hosts only.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import contextlib
 import selectors
 import socket
 import statistics
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 BURST_BYTES = 131_072
 # Bursts take one part of so many of a host's time, by what they usually take, and are no closer than this.
@@ -29,6 +30,11 @@ _CLOSE_S = 5.0
 # Connections for each address of the job's hosts, and more in all: a stranger in a host's name takes no others.
 _MOST_EACH, _MORE = 4, 8
 _BURST = memoryview(bytes(BURST_BYTES))
+# How many bytes of the job came to the other host during the burst.
+_ANSWER = struct.Struct("<I")
+_MOST_BESIDE = (1 << 32) - 1
+
+OnBurst = Callable[[int, float, float, int], None]
 
 
 @dataclass(slots=True)
@@ -43,6 +49,8 @@ class _Way:
         is_open: Whether the connection has been made.
         since_s: When the burst, or the making of the connection, began.
         rest_s: Not to be tried before.
+        sent: Bytes of the job that had been sent when the burst began.
+        answer: What has come of the answer.
     """
 
     addresses: deque[str]
@@ -52,14 +60,23 @@ class _Way:
     is_open: bool = False
     since_s: float = 0.0
     rest_s: float = 0.0
+    sent: int = 0
+    answer: bytes = b""
 
 
 @dataclass(slots=True)
 class _Sink:
-    """A connection from another host, and what has come over it of the burst under way."""
+    """A connection from another host.
+
+    Attributes:
+        connection: The connection.
+        count: Bytes that have come of the burst under way.
+        received: Bytes of the job that had come when it began.
+    """
 
     connection: socket.socket
-    count: int = field(default=0)
+    count: int = 0
+    received: int = 0
 
 
 def open_door() -> socket.socket:
@@ -79,17 +96,19 @@ class HostProbes:
     Args:
         door: Where the others' bursts come in, see `open_door`; it is closed with this.
         hosts: For each other host, by the number it is known by: its addresses, and its port.
-        on_burst: Told of each burst that was answered: the host, when it began, and the seconds until the answer.
+        on_burst: Told of each burst that was answered: the host, when it began, the seconds until the answer, and how
+            many bytes of the job crossed this host's access or the other one's meanwhile, whichever is more.
         is_used: Whether so much is sent to a host anyway that no burst is needed.
+        carried: Gives the bytes that the job has sent to other hosts, and has received from them, so far.
         clock: Seconds that only grow.
     """
 
     def __init__(
         self, door: socket.socket, hosts: Mapping[int, tuple[Sequence[str], int]],
-        on_burst: Callable[[int, float, float], None], *, is_used: Callable[[int], bool] = lambda host: False,
-        clock: Callable[[], float] = time.monotonic,
+        on_burst: OnBurst, *, is_used: Callable[[int], bool] = lambda host: False,
+        carried: Callable[[], tuple[int, int]] = lambda: (0, 0), clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._door, self._on_burst, self._is_used, self._clock = door, on_burst, is_used, clock
+        self._door, self._on_burst, self._is_used, self._carried, self._clock = door, on_burst, is_used, carried, clock
         self._ways = {host: _Way(deque(addresses), port) for host, (addresses, port) in hosts.items() if addresses}
         self._known = {address for addresses, _ in hosts.values() for address in addresses}
         self._order = deque(sorted(self._ways))
@@ -169,11 +188,14 @@ class HostProbes:
     def _take(self, sink: _Sink) -> None:
         """Throw away what has come; answer at the end of a burst."""
         try:
+            if not sink.count:
+                sink.received = self._carried()[1]
             count = sink.connection.recv_into(self._scratch, BURST_BYTES - sink.count)
             sink.count += count
             if sink.count == BURST_BYTES:
                 sink.count = 0
-                sink.connection.send(b"\x01")
+                beside = max(0, self._carried()[1] - sink.received)
+                sink.connection.send(_ANSWER.pack(min(beside, _MOST_BESIDE)))
         except BlockingIOError:
             return
         except OSError:
@@ -228,6 +250,7 @@ class HostProbes:
             self._part(way)
 
     def _send(self, way: _Way, connection: socket.socket) -> None:
+        way.sent, way.answer = self._carried()[0], b""
         way.left, way.since_s = BURST_BYTES, self._clock()
         self._selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, way)
 
@@ -247,13 +270,17 @@ class HostProbes:
                 self._selector.modify(connection, selectors.EVENT_READ, way)
 
     def _take_answer(self, way: _Way, connection: socket.socket) -> None:
-        answer = connection.recv(1)
-        if not answer or way.left != 0:
+        came = connection.recv(_ANSWER.size - len(way.answer))
+        if not came or way.left != 0:
             raise OSError("the other end has closed, or answers what nobody sent")
+        way.answer += came
+        if len(way.answer) < _ANSWER.size:
+            return
         way.left, took_s = None, self._clock() - way.since_s
         self._usual.append(took_s)
         host = next(host for host, other in self._ways.items() if other is way)
-        self._on_burst(host, way.since_s, took_s)
+        (received,) = _ANSWER.unpack(way.answer)
+        self._on_burst(host, way.since_s, took_s, max(received, self._carried()[0] - way.sent))
 
     def _part(self, way: _Way) -> None:
         """Close a connection, and try the host's next address after a while."""

@@ -1,0 +1,99 @@
+"""Wires that became slower by what kernels count alone, whatever the calls that run over them show of it.
+
+A wire of two thirds of its rate makes calls longer by a tenth, since ranks also wait and work in them, and that is
+within what a busy machine does. The seconds that a byte takes show all of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from thinwire.diagnosis.changes import Change, Watch
+from thinwire.diagnosis.collectives import UNDECIDED_S, how_to_probe
+from thinwire.diagnosis.delay_matrix import WIRE_REMEDY, Cell, probe_for
+from thinwire.diagnosis.findings import Finding
+from thinwire.diagnosis.flows import SlowerWires, heavy_ways, is_probed, seconds_a_byte, slower_wires
+from thinwire.diagnosis.moving import UNSURE
+from thinwire.diagnosis.timeline import Job
+
+# A wire alone may share its access with others than before; what all wires of an end show may be less.
+_LEAST_ALONE, _LEAST_END = 1.4, 1.25
+# Kernels are asked about so often; no two looks of a rank have the same number.
+_LOOK_S = 0.25
+_MEGABIT, _MEGABYTE = 8.0, 1e6
+
+
+def find_slow_flows(job: Job) -> list[Finding]:
+    """Return the places over whose wires bytes take longer than they did: what lasts first, then what is over.
+
+    Jobs whose messages are recorded are judged by these.
+    """
+    if job.messages:
+        return []
+    watches = watch_flows(job)
+    alarms = sorted(
+        ((cell, watch.change) for cell, watch in watches.items() if watch.change is not None),
+        key=lambda one: (one[1].is_over, one[1].seen_round, one[0]),
+    )
+    found: list[Finding] = []
+    told: dict[Cell, list[Change]] = {}
+    for cell, change in alarms:
+        if any(_is_at_once(change, other) for other in told.get(cell, ())):
+            continue
+        wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)
+        if wires is None or not _is_told_by(wires, cell) or _will_be_placed(job, wires, change):
+            continue
+        found.append(_slow_flow(job, wires, change, watches[cell]))
+        for one in wires.explained.cells:
+            told.setdefault(one, []).append(change)
+    return found
+
+
+def watch_flows(job: Job) -> dict[Cell, Watch]:
+    """Watch the seconds that a million bytes take over each way that carries enough, one value a look."""
+    watches: dict[Cell, Watch] = {}
+    ways = heavy_ways(job)
+    begin_s = min((job.flows[cell][0][0] for cell in ways), default=0.0)
+    for cell in sorted(ways):
+        watch = watches[cell] = Watch()
+        for at_s, each_s in seconds_a_byte(job.flows[cell]):
+            watch.add(int((at_s - begin_s) / _LOOK_S), at_s, _MEGABYTE * each_s)
+    return watches
+
+
+def _is_told_by(wires: SlowerWires, cell: Cell) -> bool:
+    """Return whether a place has the wire that gave the alarm, and is slower by enough to be told."""
+    explained = wires.explained
+    is_alone = len({frozenset(one) for one in explained.cells}) == 1
+    return cell in explained.cells and explained.excess >= math.log(_LEAST_ALONE if is_alone else _LEAST_END)
+
+
+def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
+    """Return whether the next bursts over other wires may say which of several places it is."""
+    is_young = change.until_s is None and job.now_s - change.since_s < UNDECIDED_S
+    return is_young and len(wires.explained.places) > 1 and is_probed(job)
+
+
+def _is_at_once(one: Change, other: Change) -> bool:
+    """Return whether neither was over when the other one began."""
+    return all(
+        first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
+    )
+
+
+def _slow_flow(job: Job, wires: SlowerWires, change: Change, watch: Watch) -> Finding:
+    explained = wires.explained
+    named = " or ".join(map(str, explained.places))
+    sure = 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)
+    usual_mbit = _MEGABIT / watch.usual_s
+    return Finding(
+        kind="communication slow", places=explained.places, since_s=change.since_s, until_s=change.until_s,
+        evidence={
+            "times_longer": round(wires.times, 2), "usual_mbit_a_second": round(usual_mbit, 3),
+            "now_mbit_a_second": round(usual_mbit / wires.times, 3), "links": list(wires.links[:16]),
+        },
+        text=f"A byte takes {wires.times:.1f} times as long over {named} as it did, by the kernels' counters.",
+        confidence=min(0.5 if len(explained.places) > 1 else UNSURE, sure) * job.trust,
+        remedy=WIRE_REMEDY,
+        probe=probe_for(explained.places) + (how_to_probe(job) if len(explained.places) > 1 else ""),
+    )  # fmt: skip

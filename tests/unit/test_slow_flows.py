@@ -1,0 +1,150 @@
+"""Wires that became slower by what kernels count alone: told where calls show little of it, and each cause once."""
+
+from __future__ import annotations
+
+import pytest
+from flow_scenes import (
+    BROKEN,
+    BROKEN_S,
+    BUSY_S,
+    EVERY_S,
+    EVERYONE,
+    HEAVY,
+    SIZE,
+    STEPS,
+    flows,
+    judged,
+    operations,
+    probes,
+    slow_from,
+)
+
+from thinwire.diagnosis.delay_matrix import Cell
+from thinwire.diagnosis.records import Operation, Probe, Record, TransferEnd
+
+SENDER: list[Cell] = [(1, 0), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("slow", "where"),
+    [
+        ([(1, 2)], "link 1 -> 2"),
+        ([(1, 2), (2, 1)], "link 1 <-> 2"),
+        (SENDER, "sender rank 1"),
+        ([(0, 2), (1, 2)], "receiver rank 2"),
+        ([(0, 1), (1, 0), (1, 2), (2, 1)], "host b"),
+    ],
+)
+def test_a_wire_that_is_half_as_slow_again_is_told_where_calls_take_as_long_as_ever(
+    slow: list[Cell], where: str
+) -> None:
+    (found,) = judged(operations(slow_from(BROKEN, 1.05)), flows(dict.fromkeys(slow, 1.6), heavy=EVERYONE))
+    assert (found.kind, found.where) == ("communication slow", where)
+    assert found.evidence["times_longer"] == pytest.approx(1.6, rel=0.05)
+    # 1 MB in 50 ms, and in 80 ms
+    assert found.evidence["usual_mbit_a_second"] == pytest.approx(160, rel=0.01)
+    assert found.evidence["now_mbit_a_second"] == pytest.approx(100, rel=0.05)
+    assert "A byte takes 1.6 times as long" in found.text and found.confidence == 0.7
+    assert found.since_s == pytest.approx(BROKEN_S, abs=4 * EVERY_S) and found.until_s is None
+
+
+@pytest.mark.parametrize(
+    ("slow", "times", "told"),
+    [([(1, 2)], 1.3, 0), ([(1, 2), (2, 1)], 1.3, 0), (SENDER, 1.3, 1), (SENDER, 1.15, 0)],
+)
+def test_all_wires_of_an_end_are_told_from_less_on_than_one_wire(slow: list[Cell], times: float, told: int) -> None:
+    found = judged(operations(slow_from(BROKEN, 1.0)), flows(dict.fromkeys(slow, times), heavy=EVERYONE))
+    assert len(found) == told
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        flows({}, heavy=EVERYONE),
+        flows({}, heavy=EVERYONE, common=2.0),
+        flows({}, heavy=EVERYONE, held={(1, 2): BUSY_S}),
+        # acknowledgements that wait are no wire's rate
+        flows({(2, 1): 2.0}),
+    ],
+)
+def test_what_is_no_slower_wire_is_not_told(seen: list[Record]) -> None:
+    assert judged(operations(slow_from(BROKEN, 1.0)), seen) == []
+
+
+def test_what_has_not_lasted_for_five_seconds_is_not_told_yet() -> None:
+    told = {}
+    for steps in (BROKEN + 20, BROKEN + 32):
+        seen = flows(dict.fromkeys(SENDER, 1.6), heavy=EVERYONE, steps=steps)
+        told[steps - BROKEN] = [one.where for one in judged(operations(slow_from(BROKEN, 1.0), steps=steps), seen)]
+    assert told == {20: [], 32: ["sender rank 1"]}
+
+
+def test_what_is_over_is_told_with_its_end() -> None:
+    healed, steps = BROKEN + 40, BROKEN + 80
+    seen = flows(dict.fromkeys(SENDER, 1.6), heavy=EVERYONE, healed=healed, steps=steps)
+    (found,) = judged(operations(slow_from(BROKEN, 1.0), steps=steps), seen)
+    assert found.where == "sender rank 1"
+    assert found.until_s == pytest.approx(healed * EVERY_S, abs=4 * EVERY_S)
+
+
+def test_wires_by_which_calls_were_placed_are_not_told_again() -> None:
+    (found,) = judged(operations(slow_from(BROKEN, 4.0)), flows(dict.fromkeys(SENDER, 4.0), heavy=EVERYONE))
+    assert found.where == "sender rank 1" and "Operations of job" in found.text
+
+
+def test_a_wire_that_does_not_explain_the_calls_is_told_beside_them() -> None:
+    found = judged(operations(slow_from(BROKEN, 4.0)), flows({(1, 2): 1.5}, heavy=EVERYONE))
+    assert [one.where for one in found] == ["communicator", "link 1 -> 2"]
+
+
+def test_what_stands_still_is_told_alone() -> None:
+    seen = flows(dict.fromkeys(SENDER, 1.6), heavy=EVERYONE)
+    stuck: list[Record] = [
+        Operation(communicator="job", rank=rank, sequence=STEPS, kind="all_reduce", posted_s=STEPS * EVERY_S - 8.0)
+        for rank in range(3)
+    ]
+    kinds = [one.kind for one in judged(operations(slow_from(BROKEN, 1.0)), seen, stuck)]
+    assert kinds == ["communication hang"]
+
+
+def test_a_ring_is_ambiguous_without_bursts_which_are_waited_for() -> None:
+    calls = operations(slow_from(BROKEN, 1.0))
+    ring = flows({(1, 2): 2.5}, heavy=HEAVY)
+    (found,) = judged(calls, ring)
+    assert found.where == "ambiguous: link 1 -> 2 or sender rank 1 or receiver rank 2"
+    assert "probe_wires=True" in found.probe and found.confidence == 0.5
+    (found,) = judged(calls, ring, probes([(1, 0)]))
+    assert found.where == "sender rank 1" and found.probe == ""
+    steps = BROKEN + 20
+    calls, ring = operations(slow_from(BROKEN, 1.0), steps=steps), flows({(1, 2): 2.5}, heavy=HEAVY, steps=steps)
+    assert [one.is_ambiguous for one in judged(calls, ring)] == [True]
+    early = [one for one in probes([(1, 0)]) if isinstance(one, Probe) and one.at_s < BROKEN_S]
+    assert judged(calls, ring, [*early]) == []
+
+
+def test_a_burst_that_met_the_jobs_bytes_had_only_its_part_of_the_access() -> None:
+    met: list[Record] = []
+    for one in probes([]):
+        assert isinstance(one, Probe)
+        # two of three from rank 1 share what it can send with as many bytes of the job
+        is_beside = one.rank == 1 and one.at_s >= BROKEN_S and len(met) % 3
+        more = {"took_s": 2 * one.took_s, "num_beside": one.num_bytes} if is_beside else {}
+        met.append(Probe(**{**_fields(one), **more}))
+    (found,) = judged(operations(slow_from(BROKEN, 1.0)), flows({(1, 2): 2.5}, heavy=HEAVY), met)
+    assert found.where == "link 1 -> 2"
+
+
+def _fields(one: Probe) -> dict[str, float]:
+    return {name: getattr(one, name) for name in ("rank", "peer", "at_s", "num_bytes", "took_s")}
+
+
+def test_jobs_whose_messages_are_recorded_are_judged_by_these() -> None:
+    ends: list[Record] = [
+        TransferEnd(
+            communicator="job", rank=rank, peer=1 - rank, direction="sent" if rank == 0 else "received",
+            operation=step, num_bytes=SIZE, posted_s=step * EVERY_S, done_s=step * EVERY_S + BUSY_S,
+        )
+        for step in range(STEPS)
+        for rank in range(2)
+    ]  # fmt: skip
+    assert judged(ends, flows(dict.fromkeys(SENDER, 1.6), heavy=EVERYONE)) == []
