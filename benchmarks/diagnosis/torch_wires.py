@@ -2,6 +2,8 @@
 
     sudo python benchmarks/diagnosis/torch_wires.py --seed 1 --number 24              # eleven minutes
     sudo python benchmarks/diagnosis/torch_wires.py --seed 1 --number 24 --no-probes  # without bursts between the hosts
+    sudo python benchmarks/diagnosis/torch_wires.py --seed 1 --number 9 --rooted      # broadcasts, gathers and scatters
+    sudo python benchmarks/diagnosis/torch_wires.py --seed 1 --clean-minutes 8        # a job in which nothing breaks
     sudo python benchmarks/diagnosis/torch_wires.py --cost 8   # what bursts cost: jobs with and without them, in turns
     python benchmarks/diagnosis/torch_wires.py --report                               # the table of what is stored
 
@@ -39,6 +41,9 @@ RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_torch_wires.jsonl"
 JOB = Path(__file__).with_name("torch_wires_job.py")
 FAULTS = ("slow link", "slow sender", "slow receiver", "slow host", "black hole", "nothing")
 PATTERNS = ("all_reduce", "buckets", "sharded", "all_gather")
+# one rank sends to or receives from all others; only the wires of that one carry bytes
+ROOTED = ("broadcast", "rooted")
+ROOTED_FAULTS = ("slow sender", "slow receiver", "slow host", "nothing")
 TIMES = (3, 5, 10)
 RATE = 100  # Mbit/s
 GOOD_S, WAIT_S, LOOK_S, START_S = 12.0, 12.0, 0.5, 60.0
@@ -58,6 +63,7 @@ class Scenario:
         numel: Elements that a rank brings.
         work_s: What a step works before it calls.
         has_probes: Whether hosts send each other bursts.
+        wait_s: For how long it is looked at after it broke.
     """
 
     fault: str
@@ -69,6 +75,7 @@ class Scenario:
     numel: int
     work_s: float
     has_probes: bool
+    wait_s: float = WAIT_S
 
     @property
     def place(self) -> str:
@@ -92,6 +99,13 @@ def draw(random_: random.Random, *, has_probes: bool, times: float | None = None
         work_s=random_.choice((0.03, 0.06, 0.12)), has_probes=has_probes,
     )  # fmt: skip
     return drawn if times is None else replace(drawn, times=times)
+
+
+def rooted(drawn: Scenario, random_: random.Random) -> Scenario:
+    """Return a scenario whose collectives have a root, rank 0, which is what breaks."""
+    return replace(
+        drawn, pattern=random_.choice(ROOTED), fault=random_.choice(ROOTED_FAULTS), host=0, other=1
+    )  # fmt: skip
 
 
 def strike(lab: Lab, scenario: Scenario) -> None:
@@ -148,7 +162,7 @@ def play(scenario: Scenario, *, keep_in: Path | None = None) -> dict[str, Any]:
             time.sleep(LOOK_S)
         broken_s = time.monotonic() + GOOD_S
         is_broken = False
-        while time.monotonic() < broken_s + WAIT_S:
+        while time.monotonic() < broken_s + scenario.wait_s:
             time.sleep(LOOK_S)
             if not is_broken and time.monotonic() >= broken_s:
                 strike(lab, scenario)
@@ -220,11 +234,13 @@ def report(lines: list[dict[str, Any]]) -> str:
     rows = ["| probes | times | fault | jobs | at the end | first word: median, longest (s) | rightly (s) |",
             "| --- " * 7 + "|"]  # fmt: skip
     groups: dict[tuple[bool, str, str], list[dict[str, Any]]] = defaultdict(list)
+    quiet_s = sum(GOOD_S + one["scenario"].get("wait_s", WAIT_S) * (one["place"] == "") for one in lines)
     for line in lines:
         one = line["scenario"]
         is_slow = one["fault"].startswith("slow")
         times = "-" if not is_slow else "3 to 10" if one["times"] >= TIMES[0] else f"{one['times']:g}"
-        groups[one["has_probes"], times, one["fault"]].append(line)
+        name = f"{one['fault']}, a root" if one["pattern"] in ROOTED else one["fault"]
+        groups[one["has_probes"], times, name].append(line)
     for (has_probes, times, fault), own in sorted(groups.items(), reverse=True):
         verdicts = Counter(one["verdict"] for one in own).most_common()
         counts = ", ".join(f"{name}: {count}" for name, count in verdicts)
@@ -234,7 +250,8 @@ def report(lines: list[dict[str, Any]]) -> str:
         probes = "yes" if has_probes else "no"
         rows.append(f"| {probes} | {times} | {fault} | {len(own)} | {counts} | {told[0]} | {told[1]} |")
     before = [said for one in lines for said in one["before"]]
-    rows += ["", f"{len(before)} findings where nothing was broken (yet), in {len(lines)} jobs."]
+    minutes = f"{len(lines)} jobs and {quiet_s / 60:.0f} minutes"
+    rows += ["", f"{len(before)} findings where nothing was broken (yet), in {minutes}."]
     return "\n".join(rows)
 
 
@@ -244,6 +261,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=24)
     parser.add_argument("--no-probes", action="store_true", help="no bursts between the hosts")
+    parser.add_argument("--rooted", action="store_true", help="only broadcasts, gathers and scatters")
+    parser.add_argument("--clean-minutes", type=float, help="one job in which nothing breaks for so long")
     parser.add_argument("--times", type=float, help="how many times slower wires become, instead of 3, 5 or 10")
     parser.add_argument("--records", type=Path, help="keep the records of each job in a folder here")
     parser.add_argument("--cost", type=int, metavar="PAIRS", help="only measure what bursts cost")
@@ -254,8 +273,11 @@ def main() -> None:
         return
     if not options.report:
         random_ = random.Random(options.seed)
-        for number in range(options.number):
+        for number in range(1 if options.clean_minutes else options.number):
             scenario = draw(random_, has_probes=not options.no_probes, times=options.times)
+            scenario = rooted(scenario, random_) if options.rooted else scenario
+            if options.clean_minutes:
+                scenario = replace(scenario, fault="nothing", wait_s=60 * options.clean_minutes)
             folder = None if options.records is None else options.records / f"{options.seed}-{number}"
             if folder is not None:
                 folder.mkdir(parents=True)

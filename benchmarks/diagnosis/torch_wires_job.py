@@ -42,7 +42,18 @@ def steps() -> dict[str, Callable[[int], None]]:
         own = torch.ones(numel // size)
         dist.all_gather([torch.empty_like(own) for _ in range(size)], own)
 
-    return {"all_reduce": all_reduce, "buckets": buckets, "sharded": sharded, "all_gather": all_gather}
+    def broadcast(numel: int) -> None:
+        dist.broadcast(torch.ones(numel), src=0)
+
+    def rooted(numel: int) -> None:
+        own, is_root = torch.ones(numel // size), dist.get_rank() == 0
+        dist.gather(own, [torch.empty_like(own) for _ in range(size)] if is_root else None, dst=0)
+        dist.scatter(own, [own.clone() for _ in range(size)] if is_root else None, src=0)
+
+    return {
+        "all_reduce": all_reduce, "buckets": buckets, "sharded": sharded, "all_gather": all_gather,
+        "broadcast": broadcast, "rooted": rooted,
+    }  # fmt: skip
 
 
 def main() -> None:

@@ -10,8 +10,10 @@ from flow_scenes import (
     EVERY_S,
     EVERYONE,
     HEAVY,
+    HOSTS,
     SIZE,
     STEPS,
+    communicator,
     flows,
     judged,
     operations,
@@ -20,7 +22,10 @@ from flow_scenes import (
 )
 
 from thinwire.diagnosis.delay_matrix import Cell
+from thinwire.diagnosis.reading import from_records
 from thinwire.diagnosis.records import Operation, Probe, Record, TransferEnd
+from thinwire.diagnosis.slow_flows import watch_bursts
+from thinwire.diagnosis.timeline import build
 
 SENDER: list[Cell] = [(1, 0), (1, 2)]
 
@@ -148,3 +153,24 @@ def test_jobs_whose_messages_are_recorded_are_judged_by_these() -> None:
         for rank in range(2)
     ]  # fmt: skip
     assert judged(ends, flows(dict.fromkeys(SENDER, 1.6), heavy=EVERYONE)) == []
+
+
+@pytest.mark.parametrize(("idle", "where"), [((2, 1), "link 1 <-> 2"), ((1, 0), "sender rank 1")])
+def test_bursts_give_the_alarm_where_a_jobs_own_bytes_vary_too_much_for_it(idle: Cell, where: str) -> None:
+    calls = operations(slow_from(BROKEN, 1.0))
+    # what the job's bytes show alone is too little for a wire
+    assert judged(calls, flows({(1, 2): 1.3}, heavy=HEAVY)) == []
+    assert judged(calls, flows({(1, 2): 1.3}, heavy=HEAVY), probes([])) == []
+    (found,) = judged(calls, flows({(1, 2): 1.3}, heavy=HEAVY), probes([idle]))
+    assert found.where == where and found.evidence["times_longer"] == pytest.approx(1.3, rel=0.05)
+
+
+def test_bursts_over_one_way_are_enough_where_they_are_many() -> None:
+    watches = watch_bursts(build(from_records([communicator(HOSTS), *probes([(2, 1)])])))
+    # HEAVY's ways need no bursts; of an end with one more way, and of it alone
+    assert set(watches) == {
+        frozenset(own) for own in ([(0, 2)], [(1, 0)], [(2, 1)])
+    }  # fmt: skip
+    slow = watches[frozenset([(2, 1)])].change
+    assert slow is not None and slow.since_s == pytest.approx(BROKEN_S, abs=4 * EVERY_S)
+    assert all(watch.change is None for own, watch in watches.items() if own != {(2, 1)})

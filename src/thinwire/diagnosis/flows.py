@@ -52,12 +52,16 @@ class SlowerWires:
     Attributes:
         explained: The place, or those that the wires in use cannot tell apart.
         times: How many times as long a byte takes there.
+        burst_times: How many times as long bursts take there; 1 where none are sent over it.
+        usual_s: How long a byte took before.
         num_seen: Stretches of time since then that tell of it.
         links: The ways, as texts.
     """
 
     explained: Explanation
     times: float
+    burst_times: float
+    usual_s: float
     num_seen: int
     links: tuple[str, ...]
 
@@ -100,13 +104,14 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
     """
     heavy = heavy_ways(job)
     seen: dict[Cell, tuple[float, int]] = {}
+    usual_s: dict[Cell, float] = {}
     for cell in sorted({*heavy, *job.probes}):
         before, after = _before_and_after(job, cell, since_s, until_s, is_heavy=cell in heavy)
         if len(before) >= _LEAST_BEFORE and len(after) >= _LEAST_AFTER:
             at = _MIDDLE if cell in heavy else _QUARTER
             # of the first ones too: what has been slow for long is not compared with itself
-            usual = min(_low(before[:_LATEST], at), _low(before[-_LATEST:], at))
-            seen[cell] = math.log(max(_low(after[-_LATEST:], at), _LEAST_S) / max(usual, _LEAST_S)), len(after)
+            usual_s[cell] = max(min(_low(before[:_LATEST], at), _low(before[-_LATEST:], at)), _LEAST_S)
+            seen[cell] = math.log(max(_low(after[-_LATEST:], at), _LEAST_S) / usual_s[cell]), len(after)
     # a busy machine slows all wires alike; where there are but two ways, nothing tells that from a slow one
     common = max(0.0, min((longer for longer, _ in seen.values()), default=0.0)) if len(seen) > 2 else 0.0
     # bursts are another measure than the job's own bytes, and tell only whether a wire is slow too
@@ -116,8 +121,10 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
     explained, cells = _explain(job, excess, median)
     if explained is None or explained.excess < math.log(LEAST_RATIO):
         return None
+    bursts = [seen[cell][0] - common for cell in cells if cell not in heavy]
     return SlowerWires(
-        explained=explained, times=math.exp(explained.excess), num_seen=min(seen[cell][1] for cell in cells),
+        explained=explained, times=math.exp(explained.excess), burst_times=math.exp(median(bursts)) if bursts else 1.0,
+        usual_s=median([usual_s[cell] for cell in cells]), num_seen=min(seen[cell][1] for cell in cells),
         links=tuple(f"{source} -> {destination}" for source, destination in sorted(cells)),
     )  # fmt: skip
 

@@ -7,8 +7,9 @@ within what a busy machine does. The seconds that a byte takes show all of it.
 from __future__ import annotations
 
 import math
+from collections import deque
 
-from thinwire.diagnosis.changes import Change, Watch
+from thinwire.diagnosis.changes import Change, Watch, median
 from thinwire.diagnosis.collectives import UNDECIDED_S, how_to_probe
 from thinwire.diagnosis.delay_matrix import WIRE_REMEDY, Cell, probe_for
 from thinwire.diagnosis.findings import Finding
@@ -20,7 +21,10 @@ from thinwire.diagnosis.timeline import Job
 _LEAST_ALONE, _LEAST_END = 1.4, 1.25
 # Kernels are asked about so often; no two looks of a rank have the same number.
 _LOOK_S = 0.25
-_MEGABIT, _MEGABYTE = 8.0, 1e6
+_BITS, _MILLION = 8.0, 1e6
+# The middle of so many bursts over a way, and of the latest ones at most, is what is usual there.
+_FEW, _LATEST = 3, 64
+_LEAST_S = 1e-12
 
 
 def find_slow_flows(job: Job) -> list[Finding]:
@@ -31,21 +35,19 @@ def find_slow_flows(job: Job) -> list[Finding]:
     if job.messages:
         return []
     watches = watch_flows(job)
-    alarms = sorted(
-        ((cell, watch.change) for cell, watch in watches.items() if watch.change is not None),
-        key=lambda one: (one[1].is_over, one[1].seen_round, one[0]),
-    )
+    alarms = [(watch.change, frozenset([cell])) for cell, watch in watches.items() if watch.change is not None]
+    alarms += [(watch.change, cells) for cells, watch in watch_bursts(job).items() if watch.change is not None]
+    alarms.sort(key=lambda one: (one[0].is_over, one[0].seen_round, sorted(one[1])))
     found: list[Finding] = []
-    told: dict[Cell, list[Change]] = {}
-    for cell, change in alarms:
-        if any(_is_at_once(change, other) for other in told.get(cell, ())):
+    told: list[tuple[Change, frozenset[Cell]]] = []
+    for change, cells in alarms:
+        if any(cells & others and _is_at_once(change, other) for other, others in told):
             continue
         wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)
-        if wires is None or not _is_told_by(wires, cell) or _will_be_placed(job, wires, change):
+        if wires is None or not _is_told_by(wires, cells) or _will_be_placed(job, wires, change):
             continue
-        found.append(_slow_flow(job, wires, change, watches[cell]))
-        for one in wires.explained.cells:
-            told.setdefault(one, []).append(change)
+        found.append(_slow_flow(job, wires, change))
+        told.append((change, wires.explained.cells))
     return found
 
 
@@ -57,15 +59,41 @@ def watch_flows(job: Job) -> dict[Cell, Watch]:
     for cell in sorted(ways):
         watch = watches[cell] = Watch()
         for at_s, each_s in seconds_a_byte(job.flows[cell]):
-            watch.add(int((at_s - begin_s) / _LOOK_S), at_s, _MEGABYTE * each_s)
+            watch.add(int((at_s - begin_s) / _LOOK_S), at_s, _MILLION * each_s)
     return watches
 
 
-def _is_told_by(wires: SlowerWires, cell: Cell) -> bool:
-    """Return whether a place has the wire that gave the alarm, and is slower by enough to be told."""
+def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
+    """Watch the bursts over each way, and over all from a rank and to it: one way alone may have few.
+
+    Each counts as a ratio to the middle of those before it over the same way.
+    """
+    timed = sorted((done_s, cell, each_s) for cell, probes in job.probes.items() for _, done_s, each_s in probes)
+    ends = {cell: {frozenset([cell])} for cell in job.probes}
+    for cell, found in ends.items():
+        found |= {frozenset(other for other in ends if other[index] == cell[index]) for index in (0, 1)}
+    watches = {own: Watch() for found in ends.values() for own in found}
+    usual: dict[Cell, deque[float]] = {cell: deque(maxlen=_LATEST) for cell in job.probes}
+    begin_s = timed[0][0] if timed else 0.0
+    for done_s, cell, each_s in timed:
+        known = usual[cell]
+        ratio = each_s / max(median(known), _LEAST_S) if len(known) >= _FEW else 1.0
+        if len(known) >= _FEW:
+            for own in ends[cell]:
+                watches[own].add(int((done_s - begin_s) / _LOOK_S), done_s, ratio)
+        if ratio < _LEAST_END:  # what is slow must not become what is usual
+            known.append(each_s)
+    return watches
+
+
+def _is_told_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
+    """Return whether a place has a wire that gave the alarm, and is slower by enough to be told."""
     explained = wires.explained
+    if not cells & explained.cells or explained.excess < math.log(_LEAST_END):
+        return False
     is_alone = len({frozenset(one) for one in explained.cells}) == 1
-    return cell in explained.cells and explained.excess >= math.log(_LEAST_ALONE if is_alone else _LEAST_END)
+    # bursts share nothing: what they show as well is no wire that is shared more than before
+    return not is_alone or max(wires.times, wires.burst_times) >= _LEAST_ALONE
 
 
 def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
@@ -81,11 +109,11 @@ def _is_at_once(one: Change, other: Change) -> bool:
     )
 
 
-def _slow_flow(job: Job, wires: SlowerWires, change: Change, watch: Watch) -> Finding:
+def _slow_flow(job: Job, wires: SlowerWires, change: Change) -> Finding:
     explained = wires.explained
     named = " or ".join(map(str, explained.places))
     sure = 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)
-    usual_mbit = _MEGABIT / watch.usual_s
+    usual_mbit = _BITS / wires.usual_s / _MILLION
     return Finding(
         kind="communication slow", places=explained.places, since_s=change.since_s, until_s=change.until_s,
         evidence={
