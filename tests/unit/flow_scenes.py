@@ -27,11 +27,13 @@ def communicator(hosts: tuple[str, ...]) -> Record:
     return Communicator(communicator="job", ranks=tuple(range(len(hosts))), hosts=hosts)
 
 
-def operations(took: Callable[[int], float], *, ranks: int = 3, steps: int = STEPS) -> list[Record]:
-    """Return all-reduces that all ranks come to at once, one a step."""
+def operations(
+    took: Callable[[int], float], *, ranks: int = 3, steps: int = STEPS, kind: str = "all_reduce"
+) -> list[Record]:
+    """Return collectives that all ranks come to at once, one a step."""
     return [
         Operation(
-            communicator="job", rank=rank, sequence=step, kind="all_reduce", dtype="float32", count=SIZE,
+            communicator="job", rank=rank, sequence=step, kind=kind, dtype="float32", count=SIZE,
             posted_s=step * EVERY_S, done_s=step * EVERY_S + took(step),
         )
         for step in range(steps)

@@ -174,3 +174,12 @@ def test_bursts_over_one_way_are_enough_where_they_are_many() -> None:
     slow = watches[frozenset([(2, 1)])].change
     assert slow is not None and slow.since_s == pytest.approx(BROKEN_S, abs=4 * EVERY_S)
     assert all(watch.change is None for own, watch in watches.items() if own != {(2, 1)})
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "reduce", "gather", "scatter"])
+def test_collectives_in_which_a_rank_only_sends_are_told_by_their_wires(kind: str) -> None:
+    # its kernel takes the bytes at once until a connection is full
+    calls = operations(slow_from(BROKEN, 4.0), kind=kind)
+    assert judged(calls, flows({}, heavy=EVERYONE)) == []
+    (found,) = judged(calls, flows(dict.fromkeys(SENDER, 3.0), heavy=EVERYONE))
+    assert found.where == "sender rank 1" and "A byte takes 3.0 times as long" in found.text

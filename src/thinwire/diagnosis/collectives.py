@@ -15,6 +15,7 @@ from thinwire.diagnosis.moving import UNSURE
 from thinwire.diagnosis.timeline import Job
 
 _LOOK_ROUNDS = 24
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 # Wires that are slowed by less than this part of what the operations are, as logarithms, do not explain those.
 OWN = 0.5
 # For so long bursts over the other wires are waited for where these are sent; else looks at connections.
@@ -27,15 +28,17 @@ _SLOW = math.log(2.0)
 def find_slow_operations(job: Job) -> list[Finding]:
     """Return communicators whose operations take longer, where nothing was recorded by peer.
 
-    The rank that waited least came last, and what it waited is the operation's own time, on one clock.
+    The rank that waited least came last, and what it waited is the operation's own time, on one clock. Where one rank
+    only sends, that ends for it when its kernel has the bytes, so that a full connection looks like a slow operation:
+    these are told by their wires.
     """
     seen = {message.communicator for message in job.messages}
     watches: dict[str, dict[tuple[str, int], Watch]] = defaultdict(lambda: defaultdict(Watch))
     for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
         waits = [op.done_s - op.posted_s for op in own.values() if op.done_s is not None]
-        if communicator in seen or len(waits) < len(own) or len(own) < 2:
-            continue
         first = next(iter(own.values()))
+        if communicator in seen or len(waits) < len(own) or len(own) < 2 or first.kind in _ROOTED:
+            continue
         watch = watches[communicator][first.kind, size_class(first.count)]
         watch.add(sequence, first.posted_s, max(0.0, min(waits)))
     found = []
