@@ -7,7 +7,7 @@ within what a busy machine does. The seconds that a byte takes show all of it.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 
 from thinwire.diagnosis.changes import Change, Watch, median
 from thinwire.diagnosis.collectives import UNDECIDED_S, how_to_probe
@@ -25,6 +25,8 @@ _BITS, _MILLION = 8.0, 1e6
 # The middle of so many bursts over a way, and of the latest ones at most, is what is usual there.
 _FEW, _LATEST = 3, 64
 _LEAST_S = 1e-12
+# Where so many alarms of hundreds of wires have no place, the others will have none either.
+_MOST_LOOKS = 16
 
 
 def find_slow_flows(job: Job) -> list[Finding]:
@@ -40,9 +42,13 @@ def find_slow_flows(job: Job) -> list[Finding]:
     alarms.sort(key=lambda one: (one[0].is_over, one[0].seen_round, sorted(one[1])))
     found: list[Finding] = []
     told: list[tuple[Change, frozenset[Cell]]] = []
+    num_looks = 0
     for change, cells in alarms:
         if any(cells & others and _is_at_once(change, other) for other, others in told):
             continue
+        num_looks += 1
+        if num_looks > _MOST_LOOKS:
+            break
         wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)
         if wires is None or not _is_told_by(wires, cells) or _will_be_placed(job, wires, change):
             continue
@@ -69,9 +75,12 @@ def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
     Each counts as a ratio to the middle of those before it over the same way.
     """
     timed = sorted((done_s, cell, each_s) for cell, probes in job.probes.items() for _, done_s, each_s in probes)
-    ends = {cell: {frozenset([cell])} for cell in job.probes}
-    for cell, found in ends.items():
-        found |= {frozenset(other for other in ends if other[index] == cell[index]) for index in (0, 1)}
+    own_ends: dict[tuple[int, int], list[Cell]] = defaultdict(list)
+    for cell in job.probes:
+        for index in (0, 1):
+            own_ends[index, cell[index]].append(cell)
+    all_of = {end: frozenset(cells) for end, cells in own_ends.items()}
+    ends = {cell: {frozenset([cell]), all_of[0, cell[0]], all_of[1, cell[1]]} for cell in job.probes}
     watches = {own: Watch() for found in ends.values() for own in found}
     usual: dict[Cell, deque[float]] = {cell: deque(maxlen=_LATEST) for cell in job.probes}
     begin_s = timed[0][0] if timed else 0.0
