@@ -15,6 +15,7 @@ from loopback_connections import HERE, THERE
 from thinwire.diagnosis.reading import parse_line
 from thinwire.diagnosis.records import Flow, Probe
 from thinwire.training.watched_wires import RankPlace, WatchedWires
+from thinwire.transport.flows import Flows
 from thinwire.transport.host_probes import BURST_BYTES, HostProbes, open_door
 from thinwire.transport.watched_job import WORD_BYTES
 
@@ -241,3 +242,19 @@ def test_the_lowest_rank_of_a_host_keeps_its_door_and_writes_what_it_times(stack
     assert not [one for one in found if isinstance(one, Flow)]
     probe = found[0]
     assert isinstance(probe, Probe) and (probe.rank, probe.peer, probe.num_bytes) == (0, 1, BURST_BYTES)
+
+
+def test_what_takes_too_long_to_count_is_counted_no_more(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    doors = [open_door(), open_door()]
+    places = [
+        RankPlace(host=name, clock="c", addresses=(address,), port=door.getsockname()[1])
+        for name, address, door in zip("ab", (HERE, THERE), doors, strict=True)
+    ]
+    monkeypatch.setattr("thinwire.training.watched_wires._LONG_S", -1.0)
+    wires = [WatchedWires(rank, places, door=door) for rank, door in enumerate(doors)]
+    for one in wires:
+        stack.callback(one.close)
+    wait_for(lambda: wires[0]._num_long >= 8)
+    before = wires[0].num_bursts
+    monkeypatch.setattr(Flows, "read", lambda flows: pytest.fail("it is counted all the same"))
+    wait_for(lambda: wires[0].num_bursts > before + 1)

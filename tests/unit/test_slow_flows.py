@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from flow_scenes import (
     BROKEN,
@@ -183,3 +185,15 @@ def test_collectives_in_which_a_rank_only_sends_are_told_by_their_wires(kind: st
     assert judged(calls, flows({}, heavy=EVERYONE)) == []
     (found,) = judged(calls, flows(dict.fromkeys(SENDER, 3.0), heavy=EVERYONE))
     assert found.where == "sender rank 1" and "A byte takes 3.0 times as long" in found.text
+
+
+@pytest.mark.parametrize(("count", "told"), [(SIZE // 10, 0), (10 * SIZE, 0), (SIZE + SIZE // 4, 1)])
+def test_a_job_whose_calls_are_of_another_size_now_has_no_slower_wires(count: int, told: int) -> None:
+    """Bytes of small messages take longer on any wire: of two hosts nothing else tells that from a slow one."""
+    calls: list[Record] = [
+        replace(one, count=count) if isinstance(one, Operation) and one.posted_s >= BROKEN_S else one
+        for one in operations(slow_from(BROKEN, 1.0), ranks=2)
+    ]
+    both: list[Cell] = [(0, 1), (1, 0)]
+    seen = flows(dict.fromkeys(both, 2.5), heavy=dict.fromkeys(both, SIZE), ranks=2)
+    assert len(judged(calls, seen, hosts=("a", "b"))) == told

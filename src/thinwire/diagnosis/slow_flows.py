@@ -19,6 +19,8 @@ from thinwire.diagnosis.timeline import Job
 
 # A wire alone may share its access with others than before; what all wires of an end show may be less.
 _LEAST_ALONE, _LEAST_END = 1.4, 1.25
+# Calls whose size is so many times another one are not alike.
+_ALIKE = 1.5
 # Kernels are asked about so often; no two looks of a rank have the same number.
 _LOOK_S = 0.25
 _BITS, _MILLION = 8.0, 1e6
@@ -49,7 +51,8 @@ def find_slow_flows(job: Job) -> list[Finding]:
         num_looks += 1
         if num_looks > _MOST_LOOKS:
             break
-        wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)
+        until_s = math.inf if change.until_s is None else change.until_s
+        wires = slower_wires(job, change.since_s, until_s) if _are_calls_alike(job, change.since_s, until_s) else None
         if wires is None or not _is_told_by(wires, cells) or _will_be_placed(job, wires, change):
             continue
         found.append(_slow_flow(job, wires, change))
@@ -93,6 +96,20 @@ def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
         if ratio < _LEAST_END:  # what is slow must not become what is usual
             known.append(each_s)
     return watches
+
+
+def _are_calls_alike(job: Job, since_s: float, until_s: float) -> bool:
+    """Return whether calls are about as large as before: a byte of small ones takes longer on any wire."""
+    before: list[int] = []
+    after: list[int] = []
+    for own in job.operations.values():
+        operation = next(iter(own.values()))
+        if operation.count >= 0 and operation.posted_s < until_s:
+            (before if operation.posted_s < since_s else after).append(operation.count)
+    if not before or not after:
+        return True
+    least, most = sorted((sum(before) / len(before), sum(after) / len(after)))
+    return most <= _ALIKE * least
 
 
 def _is_told_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
