@@ -35,11 +35,17 @@ def _table(lines: list[dict[str, Any]], is_short: bool) -> str:
     everyone = [(severity, part) for (_, severity), parts in groups.items() for part in parts]
     for title, own in (
         ("hangs, and 3 times and more", [part for severity, part in everyone if severity == 0 or severity >= 3]),
+        ("the same without stalls and flapping", [part for severity, part in everyone if _lasts(severity, part)]),
         ("1.5 times", [part for severity, part in everyone if severity == 1.5]),
     ):
         if own:
             rows.append(f"| all: {title} | | {_counts(own)} |")
     return "\n".join([*rows, "", *_sentences(lines)])
+
+
+def _lasts(severity: float, part: dict[str, Any]) -> bool:
+    """Return whether a fault is a hang or a slowdown that lasts: what comes again and again takes several times."""
+    return (severity == 0 or severity >= 3) and part["fault"] not in ("stalls", "flapping")
 
 
 def _severity(severity: float, is_short: bool) -> str:
