@@ -11,8 +11,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-# Workers that run tests: four keep two cores busy, since many tests wait.
-JOBS ?= 4
+# Workers that run tests: three keep two cores busy, since many tests wait.
+JOBS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
