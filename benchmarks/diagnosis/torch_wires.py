@@ -41,7 +41,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_torch_wires.jsonl"
 JOB = Path(__file__).with_name("torch_wires_job.py")
 FAULTS = ("slow link", "slow sender", "slow receiver", "slow host", "black hole", "nothing")
 PATTERNS = ("all_reduce", "buckets", "sharded", "all_gather")
-# one rank sends to or receives from all others; only the wires of that one carry bytes
+# one rank sends to all others or receives from them, itself or by way of some
 ROOTED = ("broadcast", "rooted")
 ROOTED_FAULTS = ("slow sender", "slow receiver", "slow host", "nothing")
 TIMES = (3, 5, 10)

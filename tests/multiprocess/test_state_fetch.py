@@ -43,7 +43,7 @@ def received(site: Site) -> int:
 
 def brought(site: Site) -> list[int]:
     """Return from whom each message came that has come whole."""
-    return [one.peer for one in list(site.recording.log) if one.direction == "received" and not one.error]
+    return [one.peer for one in site.recording.log if one.direction == "received" and not one.error]
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5_000_011])

@@ -43,6 +43,16 @@ def probes_of(
     return probes
 
 
+def other_end(stack: ExitStack, told: Told) -> socket.socket:
+    """Return a host's end of the connection over which bursts come to it."""
+    server = stack.enter_context(socket.create_server((HERE, 0)))
+    server.settimeout(SOON_S)
+    probes_of(stack, told, {1: ([HERE], server.getsockname()[1])})
+    connection = stack.enter_context(server.accept()[0])
+    connection.settimeout(SOON_S)
+    return connection
+
+
 def wait_for(is_there: Callable[[], bool]) -> None:
     until_s = time.monotonic() + SOON_S
     while not is_there():
@@ -168,12 +178,8 @@ def test_what_the_job_sends_and_receives_meanwhile_is_told_whichever_is_more(sta
 
 @pytest.mark.parametrize("num_received", [5, (1 << 32) - 1])
 def test_an_answer_that_comes_in_pieces_is_one(stack: ExitStack, num_received: int) -> None:
-    server = stack.enter_context(socket.create_server((HERE, 0)))
-    server.settimeout(SOON_S)
     told = Told()
-    probes_of(stack, told, {1: ([HERE], server.getsockname()[1])})
-    other = stack.enter_context(server.accept()[0])
-    other.settimeout(SOON_S)
+    other = other_end(stack, told)
     left = BURST_BYTES
     while left:
         left -= len(other.recv(left))
@@ -187,12 +193,8 @@ def test_an_answer_that_comes_in_pieces_is_one(stack: ExitStack, num_received: i
 
 
 def test_an_answer_that_nobody_asked_for_ends_the_connection(stack: ExitStack) -> None:
-    server = stack.enter_context(socket.create_server((HERE, 0)))
-    server.settimeout(SOON_S)
     told = Told()
-    probes_of(stack, told, {1: ([HERE], server.getsockname()[1])})
-    liar = stack.enter_context(server.accept()[0])
-    liar.settimeout(SOON_S)
+    liar = other_end(stack, told)
     liar.sendall(b"\x01" * 5)
     with contextlib.suppress(ConnectionError):
         while liar.recv(1 << 20):

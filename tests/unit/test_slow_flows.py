@@ -197,3 +197,12 @@ def test_a_job_whose_calls_are_of_another_size_now_has_no_slower_wires(count: in
     both: list[Cell] = [(0, 1), (1, 0)]
     seen = flows(dict.fromkeys(both, 2.5), heavy=dict.fromkeys(both, SIZE), ranks=2)
     assert len(judged(calls, seen, hosts=("a", "b"))) == told
+
+
+def test_a_burst_that_says_it_met_far_more_than_it_sent_is_left_out() -> None:
+    said: list[Record] = []
+    for one in probes([(1, 0)]):
+        assert isinstance(one, Probe)
+        said.append(replace(one, num_beside=17 * one.num_bytes if one.at_s >= BROKEN_S else 0))
+    (found,) = judged(operations(slow_from(BROKEN, 1.0)), flows({(1, 2): 2.5}, heavy=HEAVY), said)
+    assert found.is_ambiguous, "nobody knows of the other wires, and they do not count as well"

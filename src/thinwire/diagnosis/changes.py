@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import Protocol
 
 from thinwire.diagnosis.company import FAR, FAR_SAMPLES, PAIR, Company, Pair
 
@@ -65,6 +66,27 @@ def at_least(hits: int, trials: int, chance: float) -> float:
     chance = min(1.0, chance)
     return math.fsum(
         math.comb(trials, count) * chance**count * (1 - chance) ** (trials - count) for count in range(hits, trials + 1)
+    )
+
+
+class Lasting(Protocol):
+    """What began at a time, and ended at one or goes on."""
+
+    @property
+    def since_s(self) -> float:
+        """When it began."""
+        ...
+
+    @property
+    def until_s(self) -> float | None:
+        """When it was over; none while it is not."""
+        ...
+
+
+def is_at_once(one: Lasting, other: Lasting) -> bool:
+    """Return whether neither was over when the other one began: what was over explains nothing."""
+    return all(
+        first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 
 from thinwire.diagnosis.changes import LEAST_RATIO, Watch
@@ -88,15 +89,19 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
         "comes last",
         confidence=0.6 * job.trust,
         remedy="find the link first",
-        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + how_to_probe(job),
+        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + _with_probes(job),
     )  # fmt: skip
     if wires is None:
         return replace(found, text=f"{found.text}; the records do not tell by which link.")
     return _placed(found, wires, job)
 
 
-def how_to_probe(job: Job) -> str:
-    """Return how bursts are switched on that would tell more, nothing where they are."""
+def how_to_decide(job: Job, places: Sequence[Place]) -> str:
+    """Return what would tell several places of wires apart; nothing where there is one."""
+    return probe_for(places) + _with_probes(job) if len(places) > 1 else ""
+
+
+def _with_probes(job: Job) -> str:
     return "" if is_probed(job) else "; or let hosts time bursts to each other: thinwire.watch(..., probe_wires=True)"
 
 
@@ -104,12 +109,11 @@ def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
     """Return slow operations with the wires that make them so, by the kernels' counters."""
     explained = wires.explained
     named = " or ".join(map(str, explained.places))
-    sure = 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)
     is_little = wires.num_seen < FEW_AFTER or explained.excess < _SLOW
     most = 0.5 if len(explained.places) > 1 else UNSURE if is_little else 0.9
     return replace(
-        found, places=explained.places, confidence=min(most, sure) * job.trust,
-        probe=probe_for(explained.places) + (how_to_probe(job) if len(explained.places) > 1 else ""),
+        found, places=explained.places, confidence=min(most, explained.sure) * job.trust,
+        probe=how_to_decide(job, explained.places),
         text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {named}, by the kernel's counters.",
         evidence={**found.evidence, "byte_times_longer": round(wires.times, 2), "links": list(wires.links[:16])},
         remedy=WIRE_REMEDY,

@@ -23,6 +23,9 @@ _LESS = 0.75
 # holds up the acknowledgements of all that goes out, and a host that is slow both ways is not slower in than out.
 _LESS_OUT, _LESS_IN = 0.85, 0.4
 _SLOW_IN = math.log(2.0)
+# A wire alone that takes longer by less may just share its access with others than before; and all wires of an end that
+# take longer by less may not be as usual again after a fault elsewhere.
+LEAST_ALONE, LEAST_END = 1.4, 1.25
 WIRE_REMEDY = (
     "look at the interface, cable and other traffic there; until then send less over it: larger sync_interval, a "
     "smaller codec, other partners"
@@ -46,6 +49,16 @@ class Explanation:
     excess: float
     fit: float
     lead: float
+
+    @property
+    def is_wire_alone(self) -> bool:
+        """Whether it is one wire, one way or both."""
+        return len({frozenset(cell) for cell in self.cells}) == 1
+
+    @property
+    def sure(self) -> float:
+        """How sure it is that this place is the right one, in [0.5, 1], by how well it explains and how alone."""
+        return 0.5 + 0.3 * self.fit + 0.2 * min(1.0, 2 * self.lead)
 
     def following(self, excess: Mapping[Cell, float]) -> frozenset[Cell]:
         """Return the cells of the way back that take longer because their acknowledgements wait on the way there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from thinwire.diagnosis.changes import is_at_once
 from thinwire.diagnosis.collectives import OWN, find_slow_operations
 from thinwire.diagnosis.desync import find_desync, find_losses
 from thinwire.diagnosis.findings import Finding, Place
@@ -96,7 +97,7 @@ def _with_flows(calls: Sequence[Finding], flows: Sequence[Finding], *, is_open: 
     own = [
         one
         for one in flows
-        if not (is_open and one.until_s is None) and not any(_is_at_once(one, other) for other in placed)
+        if not (is_open and one.until_s is None) and not any(is_at_once(one, other) for other in placed)
     ]
     rest = [one for one in calls if one not in placed and not any(_explains(wire, one) for wire in own)]
     return [*placed, *rest, *own]
@@ -105,13 +106,13 @@ def _with_flows(calls: Sequence[Finding], flows: Sequence[Finding], *, is_open: 
 def _explains(wire: Finding, calls: Finding) -> bool:
     """Return whether a wire's slowness is enough for that of calls at the same time."""
     longer = math.log(wire.evidence["times_longer"]), math.log(calls.evidence["times_longer"])
-    return _is_at_once(wire, calls) and longer[0] >= OWN * longer[1]
+    return is_at_once(wire, calls) and longer[0] >= OWN * longer[1]
 
 
 def _is_beside(calls: Finding, slow_work: Sequence[Finding]) -> bool:
     """Return whether operations became slower by little beside what a rank's work did: who waits long wakes up late."""
     longer_s = _longer_s(calls)
-    return any(_SMALL_SHARE * _longer_s(work) > longer_s for work in slow_work if _is_at_once(calls, work))
+    return any(_SMALL_SHARE * _longer_s(work) > longer_s for work in slow_work if is_at_once(calls, work))
 
 
 def _longer_s(finding: Finding) -> float:
@@ -145,13 +146,6 @@ def _touches(finding: Finding, others: Sequence[Finding], job: Job) -> bool:
     return any(own & _ranks_of(other, job) for other in others)
 
 
-def _is_at_once(one: Finding, other: Finding) -> bool:
-    """Return whether neither was over when the other one began: what was over explains nothing."""
-    return all(
-        first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
-    )
-
-
 def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
     """Return whether the slow end of wires is a rank whose work is slow too: who lacks time takes long to answer."""
     if any("link" in place.kind for place in finding.places):
@@ -164,7 +158,7 @@ def _follows(finding: Finding, slow_work: Sequence[Finding], job: Job) -> bool:
         if other.since_round > 0
         and other.places[0].kind != "job"
         and 1.2 * other.evidence["times_longer"] >= longer
-        and _is_at_once(finding, other)
+        and is_at_once(finding, other)
     ]
     return bool(own) and any(own <= _ranks_of(other, job) for other in told)
 

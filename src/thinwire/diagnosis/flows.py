@@ -35,10 +35,10 @@ _LIGHT = 0.2
 # Between two looks that are further apart lies what nobody kept.
 _LONGEST_S = 5.0
 _LEAST_BEFORE, _LEAST_AFTER, FEW_AFTER = 3, 2, 4
-_LATEST = 64
+LATEST = 64
 # Some bursts meet the job's own bytes all the same: the fastest quarter tells how the wire is.
 _SETTLED_S = 0.5
-_LEAST_S = 1e-12
+LEAST_S = 1e-12
 _MIDDLE, _QUARTER = 2, 4
 _OF_HOSTS: dict[str, PlaceKind] = {
     "link": "host link", "link both ways": "host link both ways", "sender": "host sender", "receiver": "host receiver",
@@ -110,8 +110,8 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
         if len(before) >= _LEAST_BEFORE and len(after) >= _LEAST_AFTER:
             at = _MIDDLE if cell in heavy else _QUARTER
             # of the first ones too: what has been slow for long is not compared with itself
-            usual_s[cell] = max(min(_low(before[:_LATEST], at), _low(before[-_LATEST:], at)), _LEAST_S)
-            seen[cell] = math.log(max(_low(after[-_LATEST:], at), _LEAST_S) / usual_s[cell]), len(after)
+            usual_s[cell] = max(min(_low(before[:LATEST], at), _low(before[-LATEST:], at)), LEAST_S)
+            seen[cell] = math.log(max(_low(after[-LATEST:], at), LEAST_S) / usual_s[cell]), len(after)
     # a busy machine slows all wires alike; where there are but two ways, nothing tells that from a slow one
     common = max(0.0, min((longer for longer, _ in seen.values()), default=0.0)) if len(seen) > 2 else 0.0
     # bursts are another measure than the job's own bytes, and tell only whether a wire is slow too
@@ -142,7 +142,7 @@ def usual_and_now(job: Job, *, latest: int) -> dict[Cell, tuple[float, float]]:
         before, _ = _before_and_after(job, cell, math.inf, math.inf, is_heavy=cell in heavy)
         if len(before) >= _LEAST_BEFORE:
             at = _MIDDLE if cell in heavy else _QUARTER
-            found[cell] = _low(before[:_LATEST], at), _low(before[-latest:], at)
+            found[cell] = _low(before[:LATEST], at), _low(before[-latest:], at)
     return found
 
 

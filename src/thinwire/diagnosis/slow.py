@@ -13,16 +13,21 @@ from dataclasses import replace
 
 from thinwire.diagnosis.changes import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
 from thinwire.diagnosis.company import FAR_SAMPLES
-from thinwire.diagnosis.delay_matrix import WIRE_REMEDY, Cell, DelayMatrix, Explanation, probe_for
+from thinwire.diagnosis.delay_matrix import (
+    LEAST_ALONE,
+    LEAST_END,
+    WIRE_REMEDY,
+    Cell,
+    DelayMatrix,
+    Explanation,
+    probe_for,
+)
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.link_history import LinkTimes
 from thinwire.diagnosis.moving import UNSURE
 from thinwire.diagnosis.timeline import Job
 
 PEERS_RATIO = 3.0
-# A wire alone that takes longer by less may just share its access with others than before; and all wires of an end that
-# take longer by less may not be as usual again after a fault elsewhere.
-_LEAST_ALONE, _LEAST_END = 1.4, 1.25
 # A wire alone of which little is known yet: what is slower by less than that must be so by more than its times vary.
 _LITTLE = 2.0
 _LEAST_SAMPLES = 2
@@ -126,7 +131,7 @@ class _Search:
         pairs = [(self._times.watches[cell], self._times.alone.get(cell)) for cell in explained.cells]
         usual = [watch.usual for pair in pairs for watch in pair if watch is not None]
         is_early = min(one.count for one in usual) < 2 * LEAST_HISTORY
-        return max(one.scale for one in usual) if is_early and _is_wire_alone(explained) else 0.0
+        return max(one.scale for one in usual) if is_early and explained.is_wire_alone else 0.0
 
     def _matrix(self, first: int, last: int) -> dict[Cell, float]:
         """Return the logarithm by which each link takes longer, less what even the links with least show."""
@@ -145,11 +150,7 @@ class _Search:
 
 def _least(explained: Explanation) -> float:
     """Return how many times as long the wires of a place take at least where it is told."""
-    return _LEAST_ALONE if _is_wire_alone(explained) else _LEAST_END
-
-
-def _is_wire_alone(explained: Explanation) -> bool:
-    return len({frozenset(cell) for cell in explained.cells}) == 1
+    return LEAST_ALONE if explained.is_wire_alone else LEAST_END
 
 
 def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:
@@ -212,7 +213,6 @@ def _slow_link(
     is_one = len(explained.places) == 1
     num_rounds = max(len(times.watches[cell].since(since_round)) for cell in explained.cells)
     is_young = num_rounds < FAR_SAMPLES  # what takes that long once more is no passing trouble
-    sure = 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)
     return Finding(
         kind="communication slow",
         places=explained.places,
@@ -225,7 +225,7 @@ def _slow_link(
         },
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, counted from when both ends are "
         f"ready{f'; {num_rounds} rounds so far' if is_young else ''}.",
-        confidence=min(UNSURE if is_young else 0.97, sure if is_one else 0.5) * job.trust,
+        confidence=min(UNSURE if is_young else 0.97, explained.sure if is_one else 0.5) * job.trust,
         remedy=WIRE_REMEDY,
         probe=probe_for(explained.places),
     )  # fmt: skip

@@ -9,24 +9,29 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 
-from thinwire.diagnosis.changes import Change, Watch, median
-from thinwire.diagnosis.collectives import UNDECIDED_S, how_to_probe
-from thinwire.diagnosis.delay_matrix import WIRE_REMEDY, Cell, probe_for
+from thinwire.diagnosis.changes import Change, Watch, is_at_once, median
+from thinwire.diagnosis.collectives import UNDECIDED_S, how_to_decide
+from thinwire.diagnosis.delay_matrix import LEAST_ALONE, LEAST_END, WIRE_REMEDY, Cell
 from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.flows import SlowerWires, heavy_ways, is_probed, seconds_a_byte, slower_wires
+from thinwire.diagnosis.flows import (
+    LATEST,
+    LEAST_S,
+    SlowerWires,
+    heavy_ways,
+    is_probed,
+    seconds_a_byte,
+    slower_wires,
+)
 from thinwire.diagnosis.moving import UNSURE
 from thinwire.diagnosis.timeline import Job
 
-# A wire alone may share its access with others than before; what all wires of an end show may be less.
-_LEAST_ALONE, _LEAST_END = 1.4, 1.25
 # Calls whose size is so many times another one are not alike.
 _ALIKE = 1.5
-# Kernels are asked about so often; no two looks of a rank have the same number.
+# Half of what lies between two looks at a kernel, so that no two of them have the same number.
 _LOOK_S = 0.25
 _BITS, _MILLION = 8.0, 1e6
-# The middle of so many bursts over a way, and of the latest ones at most, is what is usual there.
-_FEW, _LATEST = 3, 64
-_LEAST_S = 1e-12
+# The middle of so many bursts over a way is what is usual there.
+_FEW = 3
 # Where so many alarms of hundreds of wires have no place, the others will have none either.
 _MOST_LOOKS = 16
 
@@ -46,7 +51,7 @@ def find_slow_flows(job: Job) -> list[Finding]:
     told: list[tuple[Change, frozenset[Cell]]] = []
     num_looks = 0
     for change, cells in alarms:
-        if any(cells & others and _is_at_once(change, other) for other, others in told):
+        if any(cells & others and is_at_once(change, other) for other, others in told):
             continue
         num_looks += 1
         if num_looks > _MOST_LOOKS:
@@ -85,15 +90,15 @@ def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
     all_of = {end: frozenset(cells) for end, cells in own_ends.items()}
     ends = {cell: {frozenset([cell]), all_of[0, cell[0]], all_of[1, cell[1]]} for cell in job.probes}
     watches = {own: Watch() for found in ends.values() for own in found}
-    usual: dict[Cell, deque[float]] = {cell: deque(maxlen=_LATEST) for cell in job.probes}
+    usual: dict[Cell, deque[float]] = {cell: deque(maxlen=LATEST) for cell in job.probes}
     begin_s = timed[0][0] if timed else 0.0
     for done_s, cell, each_s in timed:
         known = usual[cell]
-        ratio = each_s / max(median(known), _LEAST_S) if len(known) >= _FEW else 1.0
+        ratio = each_s / max(median(known), LEAST_S) if len(known) >= _FEW else 1.0
         if len(known) >= _FEW:
             for own in ends[cell]:
                 watches[own].add(int((done_s - begin_s) / _LOOK_S), done_s, ratio)
-        if ratio < _LEAST_END:  # what is slow must not become what is usual
+        if ratio < LEAST_END:  # what is slow must not become what is usual
             known.append(each_s)
     return watches
 
@@ -115,11 +120,10 @@ def _are_calls_alike(job: Job, since_s: float, until_s: float) -> bool:
 def _is_told_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
     """Return whether a place has a wire that gave the alarm, and is slower by enough to be told."""
     explained = wires.explained
-    if not cells & explained.cells or explained.excess < math.log(_LEAST_END):
+    if not cells & explained.cells or explained.excess < math.log(LEAST_END):
         return False
-    is_alone = len({frozenset(one) for one in explained.cells}) == 1
     # bursts share nothing: what they show as well is no wire that is shared more than before
-    return not is_alone or max(wires.times, wires.burst_times) >= _LEAST_ALONE
+    return not explained.is_wire_alone or max(wires.times, wires.burst_times) >= LEAST_ALONE
 
 
 def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
@@ -128,17 +132,9 @@ def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
     return is_young and len(wires.explained.places) > 1 and is_probed(job)
 
 
-def _is_at_once(one: Change, other: Change) -> bool:
-    """Return whether neither was over when the other one began."""
-    return all(
-        first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
-    )
-
-
 def _slow_flow(job: Job, wires: SlowerWires, change: Change) -> Finding:
     explained = wires.explained
     named = " or ".join(map(str, explained.places))
-    sure = 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead)
     usual_mbit = _BITS / wires.usual_s / _MILLION
     return Finding(
         kind="communication slow", places=explained.places, since_s=change.since_s, until_s=change.until_s,
@@ -147,7 +143,7 @@ def _slow_flow(job: Job, wires: SlowerWires, change: Change) -> Finding:
             "now_mbit_a_second": round(usual_mbit / wires.times, 3), "links": list(wires.links[:16]),
         },
         text=f"A byte takes {wires.times:.1f} times as long over {named} as it did, by the kernels' counters.",
-        confidence=min(0.5 if len(explained.places) > 1 else UNSURE, sure) * job.trust,
+        confidence=min(0.5 if len(explained.places) > 1 else UNSURE, explained.sure) * job.trust,
         remedy=WIRE_REMEDY,
-        probe=probe_for(explained.places) + (how_to_probe(job) if len(explained.places) > 1 else ""),
+        probe=how_to_decide(job, explained.places),
     )  # fmt: skip

@@ -21,6 +21,7 @@ _MISSED_BEATS = 3.5
 # Twice as late as it is again and again, too; and who was heard of since may write no records any more, which shows
 # only once what was on its way when it stopped has come.
 _AGAIN, _HEARD_SILENCE_S = 2.0, 3.5
+_MOST_BESIDE = 16
 _LEAST_BEAT_S, _MOST_BEAT_S = 0.25, 10.0
 _Sure = Callable[[float], float]
 _Shift = Callable[[int, float | None], float | None]
@@ -218,7 +219,8 @@ def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
     for probe in sorted(records.probes, key=lambda probe: probe.at_s):
         at_s = shift(probe.rank, probe.at_s)
         assert at_s is not None
-        if probe.num_bytes > 0:
+        # one that had only a small part of the access tells little, and a host that says so may be wrong
+        if probe.num_bytes > 0 and probe.num_beside <= _MOST_BESIDE * probe.num_bytes:
             # it had only its part of the access
             each_s = probe.took_s / (probe.num_bytes + probe.num_beside)
             done_s = at_s + probe.took_s
