@@ -122,7 +122,8 @@ def why_refused(port: int, **options: Any) -> str:
         setattr(plug, name, value)
     monitor = plug.get_monitor_socket()
     plug.connect(f"tcp://{HOST}:{port}")
-    plug.send(b"hello")
+    with contextlib.suppress(zmq.Again):  # it may be refused before it can say a word
+        plug.send(b"hello", zmq.NOBLOCK)
     found = ""
     end = time.monotonic() + SOON_S
     while not found and time.monotonic() < end:
@@ -166,6 +167,7 @@ class Traitor:
         self.plug.curve_publickey, self.plug.curve_secretkey = pair.public, pair.private
         self.plug.curve_serverkey = key_pair(SECRET, replica=0, role="door").public
         self.plug.reconnect_ivl = -1
+        self.plug.sndtimeo = round(1000 * SOON_S)
         self._monitor = self.plug.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.plug.connect(f"tcp://{HOST}:{port}")
 
