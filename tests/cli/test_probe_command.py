@@ -47,6 +47,7 @@ UNDER_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADD
         (["--device", "tpu"], UNDER_TORCHRUN, "--device must be cpu or cuda, got 'tpu'"),
         (["--batch-size", "0"], UNDER_TORCHRUN, "--batch-size must be at least 1, got 0"),
         (["--threads", "-1"], UNDER_TORCHRUN, "--threads must be at least 1, got -1"),
+        (["--secret", "nowhere"], UNDER_TORCHRUN, "nowhere"),
         (["--interface", "a", "--address", "b"], UNDER_TORCHRUN, "give --interface or --address, not both"),
     ],
 )

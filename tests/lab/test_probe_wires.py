@@ -8,14 +8,17 @@ from pathlib import Path
 from tests.lab.machine import skip_where_labs_are_impossible
 from thinwire.lab import Lab, Link
 from thinwire.planning.cluster import load_cluster
+from thinwire.transport.secret import make_secret
 
 
-def test_a_probe_finds_the_rates_and_latencies_of_uneven_wires(tmp_path: Path) -> None:
+def test_a_probe_with_a_secret_finds_the_rates_and_latencies_of_uneven_wires(tmp_path: Path) -> None:
     """Times here are not judged tightly: other work on the machine may hold a transfer up, but never speed one up."""
     skip_where_labs_are_impossible()
+    make_secret(tmp_path / "job.secret")
     words = [
         sys.executable, "-m", "thinwire.cli.main", "probe", "--budget", "6s", "--step-time", "0.1s", "--threads", "1",
         "--batch-size", "1", "--seq-len", "16", "--out", str(tmp_path / "cluster.json"), "--json",
+        "--secret", str(tmp_path / "job.secret"),
     ]  # fmt: skip
     with Lab(hosts=2, rate="20mbit/8mbit", link=Link(latency_s=0.02)) as lab:
         results = lab.run(words, deadline_s=300, environment={"OMP_NUM_THREADS": "1"})

@@ -56,6 +56,9 @@ class ProbeOptions:
     most: str = "32MiB"
     """Size of the largest transfer."""
 
+    secret: Path | None = None
+    """The job's secret, the same file on all hosts: the wires are measured as a job with it uses them."""
+
     interface: str | None = None
     """Network interface that the other hosts reach, such as eth0."""
 
@@ -104,7 +107,7 @@ def _probe(options: ProbeOptions) -> int:
     wanted = TrainConfig(
         model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,
         threads=os.cpu_count() if options.threads is None else options.threads, interface=options.interface,
-        address=options.address, join_deadline_s=deadline_s,
+        address=options.address, secret=options.secret, join_deadline_s=deadline_s,
     )  # fmt: skip
     config = resolve(wanted, world_size=1, cores=os.cpu_count() or 1, home=Path.home())
     check_values(config)

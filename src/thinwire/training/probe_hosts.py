@@ -14,6 +14,7 @@ from thinwire.training.machine import measure_machine
 from thinwire.transport.base import Transport
 from thinwire.transport.connect import connect
 from thinwire.transport.notes import tell_all
+from thinwire.transport.secret import need_pyzmq, read_secret
 
 _NAMES = 1
 
@@ -50,8 +51,11 @@ def probe_hosts(config: TrainConfig, *, budget: Budget, step_s: float) -> Probed
 
     Raises:
         ThinwireError: A host did not come, was lost, or sent something else.
-        ValueError: There is one host only, or an option is out of its range.
+        ValueError: There is one host only, an option is out of its range, or the secret's file cannot be used.
     """
+    if config.secret is not None:  # said before the steps are timed, not after
+        need_pyzmq()
+        read_secret(config.secret)
     machine = measure_machine(config, name=socket.gethostname(), seconds=step_s)
     deadline_s = config.join_deadline_s
     transport = connect(interface=config.interface, address=config.address, secret=config.secret, deadline_s=deadline_s)
