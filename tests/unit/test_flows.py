@@ -9,10 +9,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
+import torch.distributed as dist
 from loopback_connections import HERE, OTHER, THERE, connection
 
 from thinwire.training.flow_lines import FlowLines
+from thinwire.training.watched_wires import RankPlace, WatchedWires
 from thinwire.transport.flows import FlowReading, Flows
+from thinwire.transport.watched_job import store_port
 
 SOON_S = 10.0
 
@@ -95,6 +98,31 @@ def test_where_a_job_has_rules_of_its_own_nothing_is_asked(stack: ExitStack, rul
     flows.read()
     assert own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == idle
     assert own.getsockopt(*rule[:2]) == rule[2]
+
+
+def test_the_store_s_connections_are_none_of_the_job_s(stack: ExitStack) -> None:
+    own, _ = connection(stack, THERE)
+    port = own.getpeername()[1]
+    mapped = stack.enter_context(socket.create_server((THERE, 0)))
+    # as torch's store reaches an address of IPv4
+    store = stack.enter_context(socket.socket(socket.AF_INET6))
+    store.connect((f"::ffff:{THERE}", mapped.getsockname()[1]))
+    store.sendall(bytes(4000))
+    assert soon(Flows({1: (THERE,)}).read, 1, lambda one: one.num_bytes > 0).num_bytes == 1
+    places = [RankPlace(host="a", clock="c", addresses=(HERE,)), RankPlace(host="b", clock="c", addresses=(THERE,))]
+    assert WatchedWires(0, places, store=port).lines(is_waiting=True) == []
+    assert len(WatchedWires(0, places).lines(is_waiting=True)) == 1
+
+
+@pytest.mark.parametrize("has_port", [True, False])
+def test_the_store_s_port_is_known_where_it_has_one(has_port: bool) -> None:
+    assert store_port() == 0, "there is no group"
+    store = dist.TCPStore(HERE, 0, is_master=True) if has_port else dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert store_port() == (store.port if has_port else 0) and (store_port() > 0) == has_port
+    finally:
+        dist.destroy_process_group()
 
 
 def lines_of(lines: FlowLines, *, is_waiting: bool = False) -> list[dict[str, object]]:

@@ -15,6 +15,7 @@ from loopback_connections import HERE, THERE
 from thinwire.diagnosis.reading import parse_line
 from thinwire.diagnosis.records import Flow, Probe
 from thinwire.training.watched_wires import RankPlace, WatchedWires
+from thinwire.transport import host_probes
 from thinwire.transport.flows import Flows
 from thinwire.transport.host_probes import BURST_BYTES, HostProbes, open_door
 from thinwire.transport.watched_job import WORD_BYTES
@@ -217,6 +218,26 @@ def test_what_a_rank_tells_of_its_place_fits_and_comes_back() -> None:
 )
 def test_a_strange_word_of_another_rank_is_a_place_without_a_port(word: str) -> None:
     assert RankPlace.of_word(word).port == 0
+
+
+def test_names_in_a_rank_s_word_are_no_addresses_so_nobody_is_asked_for_them() -> None:
+    word = "a\nb\n80\nexample.invalid 192.0.2.1 localhost 2001:db8::5 1.2.3 ::x"
+    assert RankPlace.of_word(word).addresses == ("192.0.2.1", "2001:db8::5")
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_bursts_come_in_over_ipv4_also_where_there_is_no_other(
+    has_both: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_both)
+    doors, told = [open_door(), open_door()], Told()
+    assert [door.family == socket.AF_INET6 for door in doors] == [has_both] * 2
+    probes_of(stack, Told(), {1: ([HERE], doors[0].getsockname()[1])}, doors[1])
+    # its first address is one of a network that this machine is not in
+    ways = ["2001:db8::5", HERE]
+    monkeypatch.setattr(host_probes, "_AGAIN_S", 0.1)
+    probes_of(stack, told, {0: (ways, doors[1].getsockname()[1])}, doors[0])
+    wait_for(lambda: len(told.bursts) >= 1)
 
 
 def test_the_lowest_rank_of_a_host_keeps_its_door_and_writes_what_it_times(stack: ExitStack) -> None:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -95,6 +96,26 @@ def test_without_a_route_the_only_address_counts_and_none_is_guessed(
     monkeypatch.setattr(addresses, "local_addresses", lambda: {**held, "eth1": ("10.1.0.3",), "eth2": ("10.2.0.3",)})
     with pytest.raises(ValueError, match=r"which of .*10\.1\.0\.3, 10\.2\.0\.3 the others reach cannot be told"):
         addresses.own_address(address=None, interface=None)
+
+
+def test_others_may_know_a_host_by_ipv4_first_and_never_by_what_holds_on_one_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(family: int, address: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=address)
+
+    held = {
+        "lo": [entry(socket.AF_INET, "127.0.0.1"), entry(socket.AF_INET6, "::1")],
+        "eth0": [
+            entry(socket.AF_INET6, "fe80::1%eth0"), entry(socket.AF_INET6, "2001:db8::5"),
+            entry(socket.AF_PACKET, "02:00:00:00:00:01"), entry(socket.AF_INET, "169.254.0.3"),
+        ],
+    }  # fmt: skip
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: held)
+    assert addresses.outer_addresses() == ("169.254.0.3", "2001:db8::5")
+    assert addresses.host_name() == f"{socket.gethostname()} (169.254.0.3)"
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": held["lo"]})
+    assert addresses.outer_addresses() == () and addresses.host_name() == socket.gethostname()
 
 
 def test_two_processes_of_one_namespace_are_one_host() -> None:

@@ -22,7 +22,7 @@ class FlowLines:
     Args:
         rank: Who writes.
         hosts: The host of each rank.
-        addresses: The IPv4 addresses of each rank's host.
+        addresses: Those of each rank's host.
         without: Ports whose connections are none of the job's.
         clock: Seconds that only grow.
         timer: The same, to measure what the asking itself takes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import time
 from collections import deque
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from thinwire.diagnosis.records import Probe, to_line
 from thinwire.training.flow_lines import FlowLines, addresses_of_others
-from thinwire.transport.addresses import clock_name, host_name, local_addresses
+from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.flows import Flows
 from thinwire.transport.host_probes import BURST_BYTES, HostProbes
 from thinwire.transport.watched_job import WORD_BYTES
@@ -28,7 +29,7 @@ class RankPlace:
     Attributes:
         host: What its host is called.
         clock: Equal for ranks that share a clock.
-        addresses: Its host's IPv4 addresses, as many as there was room for.
+        addresses: Its host's, see `outer_addresses`, as many as there was room for.
         port: Where it takes bursts in; 0 where it does not.
     """
 
@@ -47,7 +48,7 @@ class RankPlace:
 
     @classmethod
     def of_word(cls, word: str) -> RankPlace:
-        """Read what another rank told; a port that is none counts as none.
+        """Read what another rank told; what is no port and no address counts for nothing.
 
         Example:
             >>> place = RankPlace(host="a", clock="b", addresses=("192.0.2.1", "192.0.2.2"), port=80)
@@ -56,7 +57,17 @@ class RankPlace:
         """
         host, clock, port, addresses = (*word.split("\n"), "", "", "")[:4]
         number = int(port) if port.isascii() and port.isdigit() and len(port) < 6 else 0
-        return cls(host=host, clock=clock, addresses=tuple(addresses.split()), port=number if number < 65_536 else 0)
+        told = tuple(address for address in addresses.split() if _is_address(address))
+        return cls(host=host, clock=clock, addresses=told, port=number if number < 65_536 else 0)
+
+
+def _is_address(text: str) -> bool:
+    """Return whether a text is an address, and not a name that somebody else would have to be asked about."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def own_place(*, port: int = 0) -> RankPlace:
@@ -65,8 +76,7 @@ def own_place(*, port: int = 0) -> RankPlace:
     Args:
         port: Where it takes bursts in; 0 where it does not.
     """
-    addresses = [address for own in local_addresses().values() for address in own if not address.startswith("127.")]
-    return RankPlace(host=host_name(), clock=clock_name(), addresses=tuple(addresses), port=port)
+    return RankPlace(host=host_name(), clock=clock_name(), addresses=outer_addresses(), port=port)
 
 
 class WatchedWires:
@@ -75,6 +85,7 @@ class WatchedWires:
     Args:
         rank: Who writes.
         places: Of all ranks, in order.
+        store: The port of the store that the ranks met at, which carries nothing of the job's; 0 where it is not known.
         door: Where bursts of other hosts come in, see `open_door`; none where wires are not probed. The lowest rank of
             each host keeps it, the others close it.
         clock: Seconds that only grow.
@@ -84,14 +95,14 @@ class WatchedWires:
     """
 
     def __init__(
-        self, rank: int, places: Sequence[RankPlace], *, door: socket.socket | None = None,
+        self, rank: int, places: Sequence[RankPlace], *, store: int = 0, door: socket.socket | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.num_bursts = 0
         self._known, self._num_long = (0, 0), 0
         self._rank = rank
         hosts, addresses = [place.host for place in places], [place.addresses for place in places]
-        ports = {place.port for place in places} - {0}
+        ports = {store, *(place.port for place in places)} - {0}
         self._flows = FlowLines(rank, hosts=hosts, addresses=addresses, without=ports, clock=clock)
         self._bursts: deque[str] = deque(maxlen=_MOST_UNTOLD)
         others = addresses_of_others(rank, hosts, addresses)

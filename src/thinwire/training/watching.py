@@ -24,7 +24,7 @@ from thinwire.training.record_file import MOST_FILE_BYTES, RecordFile
 from thinwire.training.watched_wires import RankPlace, WatchedWires, own_place
 from thinwire.transport.host_probes import open_door
 from thinwire.transport.watched_group import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
-from thinwire.transport.watched_job import own_rank, words_of_all
+from thinwire.transport.watched_job import own_rank, store_port, words_of_all
 
 WRITE_S = 0.25
 BEAT_S = 0.5
@@ -41,6 +41,7 @@ class Watching:
         file: Where the records go.
         rank: This process's, in the whole job.
         places: Where the ranks are, in order.
+        store: The port of the store that the ranks met at; 0 where it is not known.
         door: Where bursts that probe the wires come in; none where they are not probed.
         clock: Seconds that only grow.
         is_polled: Which calls' ends are learned by asking, see `WatchedGroups`.
@@ -50,8 +51,8 @@ class Watching:
     """
 
     def __init__(
-        self, file: RecordFile, *, rank: int, places: Sequence[RankPlace], door: socket.socket | None = None,
-        clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
+        self, file: RecordFile, *, rank: int, places: Sequence[RankPlace], store: int = 0,
+        door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
     ) -> None:  # fmt: skip
         self.lost = ""
         self._file = file
@@ -60,7 +61,7 @@ class Watching:
         self._names: dict[int, str] = {}
         self._communicators: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._wires = WatchedWires(rank, places, door=door, clock=clock)
+        self._wires = WatchedWires(rank, places, store=store, door=door, clock=clock)
         self._open: dict[Call, None] = {}
         self._ended: deque[Call] = deque()
         self._errors: deque[str] = deque(maxlen=4)
@@ -286,6 +287,6 @@ def watch(
             door.close()
         raise
     return Watching(
-        file, rank=rank, places=[RankPlace.of_word(word) for word in words], door=door,
+        file, rank=rank, places=[RankPlace.of_word(word) for word in words], store=store_port(), door=door,
         is_polled=calls_on_gpus if gpu_calls else no_call,
     )  # fmt: skip

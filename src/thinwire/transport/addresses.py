@@ -2,7 +2,7 @@
 
 The classic failure of a first run on two machines is a host that advertises 127.0.0.1 (its own name in `/etc/hosts`):
 gloo then hangs until its time-out and says nothing of use. These functions find the address, prove it before gloo
-starts, and name both ends when it does not work. IPv4 only.
+starts, and name both ends when it does not work. IPv4 only, but for the wires of jobs that are watched.
 """
 
 from __future__ import annotations
@@ -107,12 +107,7 @@ def host_identity() -> str:
 
 def host_name() -> str:
     """Return what to call this host: its name and its first address, since hosts and containers may share a name."""
-    shown = [
-        address
-        for addresses in local_addresses().values()
-        for address in addresses
-        if not ipaddress.ip_address(address).is_loopback
-    ]
+    shown = outer_addresses()
     return f"{socket.gethostname()} ({shown[0]})" if shown else socket.gethostname()
 
 
@@ -129,6 +124,21 @@ def local_addresses() -> dict[str, tuple[str, ...]]:
         if addresses:
             found[name] = addresses
     return found
+
+
+def outer_addresses() -> tuple[str, ...]:
+    """Return the addresses by which other hosts may know this one: those of IPv4 first, then those of IPv6.
+
+    Addresses of IPv6 that hold on one link only are left out: the same one may be several hosts' on different links.
+    """
+    entries = [entry for own in psutil.net_if_addrs().values() for entry in own]
+    families = (socket.AF_INET, socket.AF_INET6)
+    texts = [entry.address for family in families for entry in entries if entry.family == family]
+    return tuple(text for text in texts if not _is_inner(ipaddress.ip_address(text)))
+
+
+def _is_inner(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    return address.is_loopback or (address.version == 6 and address.is_link_local)
 
 
 def address_of(interface: str) -> str:

@@ -32,6 +32,7 @@ _ANSWER_S = 0.4
 _LONGEST_GAP_S = 0.8
 # More connections are not asked, which would be as many packets a second.
 _MOST_ASKED = 64
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _Ends = tuple[Any, Any]
 
 
@@ -61,7 +62,7 @@ class Flows:
     """Reads this process's connections by the host they lead to.
 
     Args:
-        addresses: For each other host, known by the number of a rank there, its IPv4 addresses.
+        addresses: For each other host, known by the number of a rank there, its addresses.
         without: Ports; connections from or to these are left out.
         now: Gives seconds that only grow.
 
@@ -111,8 +112,8 @@ class Flows:
         self, copy: socket.socket, found: dict[int, list[FlowReading]], before: Mapping[_Ends, float],
         asking_s: float | None,
     ) -> None:  # fmt: skip
-        # a socket over IPv6 is torch's store
-        rank = self._host_of.get(copy.getpeername()[0]) if copy.family == socket.AF_INET else None
+        # torch's store reaches an address of IPv4 by a socket of IPv6, whose text is another one
+        rank = self._host_of.get(copy.getpeername()[0]) if copy.family in _FAMILIES else None
         if rank is None:
             return
         ends = (copy.getsockname(), copy.getpeername())

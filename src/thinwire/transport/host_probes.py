@@ -30,6 +30,8 @@ _CLOSE_S = 5.0
 # Connections for each address of the job's hosts, and more in all: a stranger in a host's name takes no others.
 _MOST_EACH, _MORE = 4, 8
 _BURST = memoryview(bytes(BURST_BYTES))
+# What the kernel puts before an address of IPv4 whose connection comes in at a door for both.
+_MAPPED = "::ffff:"
 # How many bytes of the job came to the other host during the burst.
 _ANSWER = struct.Struct("<I")
 _MOST_BESIDE = (1 << 32) - 1
@@ -80,12 +82,14 @@ class _Sink:
 
 
 def open_door() -> socket.socket:
-    """Return a listening socket for other hosts' bursts, on a port of the kernel's choice.
+    """Return a listening socket for other hosts' bursts, over IPv4 and IPv6, on a port of the kernel's choice.
 
     Raises:
         OSError: The kernel gives none.
     """
-    door = socket.create_server(("0.0.0.0", 0), backlog=64)
+    is_both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_both else socket.AF_INET
+    door = socket.create_server(("", 0), family=family, dualstack_ipv6=is_both, backlog=64)
     door.setblocking(False)
     return door
 
@@ -172,14 +176,15 @@ class HostProbes:
 
     def _let_in(self) -> None:
         try:
-            connection, (address, _) = self._door.accept()
+            connection, name = self._door.accept()
         except BlockingIOError:
             return
         except OSError:  # no descriptor is left: whoever waits at the door would keep this thread busy
             self._selector.unregister(self._door)
             self._door.close()
             return
-        if address not in self._known or len(self._selector.get_map()) >= _MOST_EACH * len(self._known) + _MORE:
+        most = _MOST_EACH * len(self._known) + _MORE
+        if name[0].removeprefix(_MAPPED) not in self._known or len(self._selector.get_map()) >= most:
             connection.close()
             return
         connection.setblocking(False)
@@ -238,15 +243,16 @@ class HostProbes:
             self._send(way, way.connection)
 
     def _connect(self, way: _Way) -> None:
-        connection = way.connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._selector.register(connection, selectors.EVENT_WRITE, way)
+        family = socket.AF_INET6 if ":" in way.addresses[0] else socket.AF_INET
         try:
+            connection = way.connection = socket.socket(family, socket.SOCK_STREAM)
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(connection, selectors.EVENT_WRITE, way)
             connection.connect((way.addresses[0], way.port))
         except BlockingIOError:
             return
-        except OSError:
+        except OSError:  # also where this host has nothing of that family
             self._part(way)
 
     def _send(self, way: _Way, connection: socket.socket) -> None:

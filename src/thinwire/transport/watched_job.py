@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -45,6 +47,17 @@ def words_of_all(own: str) -> list[str]:
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(found, mine)
     return [part.cpu().numpy().tobytes().rstrip(b"\0").decode("utf-8", "replace") for part in found]
+
+
+def store_port() -> int:
+    """Return the port of the store that the ranks met at; 0 where it has none, or this torch does not tell."""
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return int(store.port)
+    except (AttributeError, RuntimeError, ValueError):  # a file; no group; another torch
+        return 0
 
 
 def _device_of_words() -> torch.device:
