@@ -7,12 +7,14 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from loopback_connections import HERE, OTHER, THERE, connection
 
-from thinwire.training.flow_lines import FlowLines
+from thinwire.diagnosis.records import Flow
+from thinwire.training.flow_lines import FlowLines, PeerFlows
 from thinwire.training.watched_wires import RankPlace, WatchedWires
 from thinwire.transport.flows import FlowReading, Flows
 from thinwire.transport.watched_job import store_port
@@ -155,3 +157,35 @@ def test_asking_the_kernel_takes_a_part_of_the_time_only(stack: ExitStack) -> No
     assert lines_of(lines, is_waiting=True) == []
     now_s = 2.1
     assert len(lines_of(lines, is_waiting=True)) == 1
+
+
+def source(sent_bytes: int, busy_s: float = 1.0) -> SimpleNamespace:
+    return SimpleNamespace(sent_bytes=sent_bytes, busy_s=busy_s, held_s=0.25)
+
+
+def test_connections_of_a_transport_are_asked_about_where_something_is_sent() -> None:
+    took_s = iter([0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.0, 0.0])
+    own, asked = PeerFlows(3, timer=lambda: next(took_s)), list[int]()
+    # of rank 2 nobody can tell, and an old kernel tells nothing of rank 5
+    known = {1: source(500), 5: source(700, busy_s=0.0)}
+
+    def reading(peer: int) -> SimpleNamespace | None:
+        asked.append(peer)
+        return known.get(peer)
+
+    assert own.records(1.0, reading) == [] and asked == []
+    for peer in (5, 1, 2, 1):
+        own.note_send(peer)
+    assert own.records(1.5, reading) == [Flow(rank=3, peer=1, at_s=1.5, num_bytes=500, busy_s=1.0, held_s=0.25)]
+    assert asked == [1, 2, 5]
+    known[1] = source(500, busy_s=2.0)
+    assert own.records(2.0, reading) == [], "nothing more was sent, and it took 20 ms to know that"
+    known[1] = source(900)
+    assert own.records(5.9, reading) == [], "a 200th of the time goes into asking"
+    assert [one.num_bytes for one in own.records(6.1, reading)] == [900]
+    for peer in range(1000):
+        own.note_send(peer)
+    asked.clear()
+    took_s = iter([0.0, 0.0])
+    own.records(7.0, reading)
+    assert len(asked) == 64

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,7 +210,10 @@ class Wire:
 
     def reading(self, peer: int) -> SimpleNamespace | None:
         self.asked.append(peer)
-        return SimpleNamespace(received_bytes=1000 * len(self.asked), has_signs=True) if peer == 2 else None
+        count = 1000 * len(self.asked)
+        return SimpleNamespace(
+            received_bytes=count, has_signs=True, sent_bytes=2 * count, busy_s=0.001 * count, held_s=0.5
+        ) if peer in (2, 5) else None  # fmt: skip
 
 
 def test_what_comes_while_a_message_is_open_is_recorded_and_nothing_where_none_is(tmp_path: Path) -> None:
@@ -225,7 +229,23 @@ def test_what_comes_while_a_message_is_open_is_recorded_and_nothing_where_none_i
         records = soon(tmp_path, lambda records: len(records.arrivals) >= 3)
     finally:
         recorder.close()
-    assert set(wire.asked) == {2, 3}, "whom something is waited for from, once the message has been open for a beat"
+    assert set(wire.asked) == {2, 3, 4}, "whom something is waited for from, or is sent to"
+    assert not records.flows, "nobody can tell of rank 4"
     assert {(one.rank, one.peer) for one in records.arrivals} == {(1, 2)}
     counts = [one.num_bytes for one in records.arrivals]
     assert counts == sorted(set(counts)) and records.arrivals[0].at_s >= now_s + BEAT_S
+
+
+def test_what_kernels_tell_of_connections_that_something_is_sent_over_is_recorded(tmp_path: Path) -> None:
+    wire, engine = Wire(), SimpleNamespace(on_round=None)
+    recorder = Recorder(tmp_path, rank=1)
+    recorder.follow(wire, engine)  # type: ignore[arg-type]
+    try:
+        recorder.add(replace(POSTED, peer=5, direction="sent", posted_s=time.monotonic()))
+        records = soon(tmp_path, lambda records: len(records.flows) >= 3)
+    finally:
+        recorder.close()
+    assert {(one.rank, one.peer, one.held_s, one.silence_s) for one in records.flows} == {(1, 5, 0.5, None)}
+    assert [one.num_bytes for one in records.flows] == [2000 * round(one.busy_s) for one in records.flows]
+    gaps = [later.at_s - early.at_s for early, later in pairwise(records.flows)]
+    assert min(gaps) > BEAT_S / 4, "with the beats"

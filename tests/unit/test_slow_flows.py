@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from flow_scenes import (
     EVERYONE,
     HEAVY,
     HOSTS,
+    LOOK_S,
     SIZE,
     STEPS,
     communicator,
@@ -25,8 +27,8 @@ from flow_scenes import (
 
 from thinwire.diagnosis.delay_matrix import Cell
 from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.records import Operation, Probe, Record, TransferEnd
-from thinwire.diagnosis.slow_flows import watch_bursts
+from thinwire.diagnosis.records import Flow, Operation, Probe, Record, TransferEnd
+from thinwire.diagnosis.slow_flows import watch_bursts, watch_flows
 from thinwire.diagnosis.timeline import build
 
 SENDER: list[Cell] = [(1, 0), (1, 2)]
@@ -155,6 +157,55 @@ def test_jobs_whose_messages_are_recorded_are_judged_by_these() -> None:
         for rank in range(2)
     ]  # fmt: skip
     assert judged(ends, flows(dict.fromkeys(SENDER, 1.6), heavy=EVERYONE)) == []
+
+
+def rounds(took: Callable[[Cell, int], float]) -> list[Record]:
+    """Return thinwire's own rounds: everybody sends to everybody, and both ends write it down."""
+    ends: list[Record] = [
+        TransferEnd(
+            communicator="job", rank=rank, peer=peer, direction="sent" if is_sent else "received", operation=step,
+            num_bytes=SIZE, posted_s=step * EVERY_S, started_s=step * EVERY_S,
+            done_s=step * EVERY_S + took((rank, peer) if is_sent else (peer, rank), step),
+        )
+        for step in range(STEPS)
+        for rank, peer in EVERYONE
+        for is_sent in (True, False)
+    ]  # fmt: skip
+    return [*operations(lambda step: 1.5 * BUSY_S, kind="round"), *ends]
+
+
+@pytest.mark.parametrize(("slow", "where"), [([(1, 2)], "link 1 -> 2"), (SENDER, "sender rank 1")])
+def test_wires_of_own_rounds_are_told_by_bytes_where_messages_do_not_show_them(slow: list[Cell], where: str) -> None:
+    by_bytes = flows(dict.fromkeys(slow, 1.6), heavy=EVERYONE)
+    (found,) = judged(rounds(lambda cell, step: BUSY_S), by_bytes)
+    assert (found.kind, found.where, found.text[:6]) == ("communication slow", where, "A byte")
+    slower = rounds(lambda cell, step: BUSY_S * (2.0 if cell in slow and step >= BROKEN else 1.0))
+    (found,) = judged(slower, by_bytes)
+    assert (found.where, found.text[:8]) == (where, "Messages"), "each cause once, by what tells most"
+    assert judged(rounds(lambda cell, step: BUSY_S), flows({}, heavy=EVERYONE)) == []
+
+
+def test_wires_of_own_rounds_are_as_usual_as_soon_as_their_latest_bytes_are() -> None:
+    """Where each other look finds 1.8 times as long, it takes long until it is sure that all is as usual."""
+
+    def looks(num_looks: int) -> list[Record]:
+        found, busy_s = list[Record](), dict.fromkeys(EVERYONE, 0.0)
+        for look in range(num_looks):
+            for cell in EVERYONE:
+                longer = 3.0 if cell == (1, 2) and 60 <= look < 84 else 1.0
+                busy_s[cell] += 0.1 * longer * (0.75 if look % 2 else 1.33)
+                found.append(Flow(
+                    rank=cell[0], peer=cell[1], at_s=LOOK_S * look, num_bytes=SIZE * (look + 1), busy_s=busy_s[cell]
+                ))  # fmt: skip
+        return found
+
+    own = rounds(lambda cell, step: BUSY_S)
+    (found,) = judged(own, looks(86))
+    assert (found.where, found.until_s) == ("link 1 -> 2", None)
+    change = watch_flows(build(from_records(looks(92))))[1, 2].change
+    assert change is not None and not change.is_over and judged(own, looks(92)) == []
+    (found,) = judged(own, looks(94))
+    assert (found.where, found.until_s) == ("link 1 -> 2", 84 * LOOK_S)
 
 
 @pytest.mark.parametrize(("idle", "where"), [((2, 1), "link 1 <-> 2"), ((1, 0), "sender rank 1")])

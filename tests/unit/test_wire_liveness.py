@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+import time
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,6 +51,41 @@ def test_a_connection_is_looked_at_only_where_the_descriptor_is_still_its_own() 
             assert found is None
         with borrowed(10_000, peer=peer) as found:
             assert found is None
+
+
+class Told:
+    """A connection of which a kernel tells so many bytes."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+
+    def getsockopt(self, level: int, name: int, size: int) -> bytes:
+        return self.raw[:size]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 135, 136, 160, 191, 192, 400])
+def test_a_kernel_that_tells_less_is_read_as_far_as_it_tells(num_bytes: int) -> None:
+    whole = struct.pack("<8x24I4Q6I4Q", *range(1, 25), 7, 7, 5000, 6000, *[9] * 6, 8, 2_500_000, 500_000, 0).ljust(400)
+    reading = read_tcp(Told(whole[:num_bytes]))  # type: ignore[arg-type]
+    assert (reading is None) == (num_bytes < 136)
+    if reading is not None:
+        assert (reading.sent_bytes, reading.received_bytes, reading.silence_s) == (5000, 6000, 0.012)
+        assert (reading.busy_s, reading.held_s) == ((2.5, 0.5) if num_bytes >= 192 else (0.0, 0.0))
+
+
+def test_time_in_which_there_was_something_to_send_is_read_from_this_kernel() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
+        two, _ = server.accept()
+        with two:
+            one.setblocking(False)
+            with pytest.raises(BlockingIOError):  # who does not read holds it up
+                while True:
+                    one.send(bytes(1 << 20))
+            end_s = time.monotonic() + 10
+            while (reading := read_tcp(one)) is None or reading.held_s < 0.2:
+                assert time.monotonic() < end_s, reading
+                time.sleep(0.02)
+            assert reading.busy_s >= reading.held_s
 
 
 def test_what_makes_no_message_is_bounded_however_much_does() -> None:

@@ -58,7 +58,11 @@ def findings_of(job: Job, history: History | None = None) -> list[Finding]:
     slow = [finding for finding in slow if not _follows(finding, slow_work, job)]
     hangs = [hang for hang in hangs if not _is_told(hang, [*slow, *slow_work], flapping, job)]
     slow_calls = [finding for finding in find_slow_operations(job) if not _is_beside(finding, slow_work)]
-    slow_calls = _with_flows(slow_calls, find_slow_flows(job), is_open=bool(hangs))
+    flows = find_slow_flows(job)
+    if job.messages:  # which tell more, of whatever is slow
+        told = [*slow, *slow_work, *flapping, *stalls]
+        flows = [one for one in flows if not any(is_at_once(one, other) for other in told)]
+    slow_calls = _with_flows(slow_calls, flows, is_open=bool(hangs))
     slow_work, slow_calls = _without_passing(slow_work, job), _without_passing(slow_calls, job)
     found = [*desyncs, *hangs, *find_losses(job), *slow, *slow_calls, *slow_work, *flapping, *stalls]
     return [*find_in_nccl(job.nccl, trust=job.trust), *found, *find_set_clocks(job)]

@@ -2,6 +2,9 @@
 
 A wire of two thirds of its rate makes calls longer by a tenth, since ranks also wait and work in them, and that is
 within what a busy machine does. The seconds that a byte takes show all of it.
+
+The same holds for thinwire's own rounds on a machine that is busy: their messages take as long as it takes to wake up.
+These are recorded, and judged by that first; here only what they do not show is found.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ _LOOK_S = 0.25
 _BITS, _MILLION = 8.0, 1e6
 # The middle of so many bursts over a way is what is usual there.
 _FEW = 3
+# In rounds everybody sends to everybody, so that times vary with who shares an access, and it takes long until a wire
+# is sure to be as usual again: what its bytes took together in the latest seconds tells that sooner.
+_LATELY_S = 4.0
 # Where so many alarms of hundreds of wires have no place, the others will have none either.
 _MOST_LOOKS = 16
 
@@ -39,9 +45,10 @@ _MOST_LOOKS = 16
 def find_slow_flows(job: Job) -> list[Finding]:
     """Return the places over whose wires bytes take longer than they did: what lasts first, then what is over.
 
-    Jobs whose messages are recorded are judged by these.
+    Jobs whose messages are recorded are judged by these, unless they are thinwire's own rounds.
     """
-    if job.messages:
+    has_rounds = _has_rounds(job)
+    if job.messages and not has_rounds:
         return []
     watches = watch_flows(job)
     alarms = [(watch.change, frozenset([cell])) for cell, watch in watches.items() if watch.change is not None]
@@ -59,6 +66,8 @@ def find_slow_flows(job: Job) -> list[Finding]:
         until_s = math.inf if change.until_s is None else change.until_s
         wires = slower_wires(job, change.since_s, until_s) if _are_calls_alike(job, change.since_s, until_s) else None
         if wires is None or not _is_told_by(wires, cells) or _will_be_placed(job, wires, change):
+            continue
+        if has_rounds and change.until_s is None and not _is_still_so(job, wires, change):
             continue
         found.append(_slow_flow(job, wires, change))
         told.append((change, wires.explained.cells))
@@ -130,6 +139,24 @@ def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
     """Return whether the next bursts over other wires may say which of several places it is."""
     is_young = change.until_s is None and job.now_s - change.since_s < UNDECIDED_S
     return is_young and len(wires.explained.places) > 1 and is_probed(job)
+
+
+def _has_rounds(job: Job) -> bool:
+    """Return whether these are thinwire's own rounds."""
+    return any(one.kind == "round" for own in job.operations.values() for one in own.values())
+
+
+def _is_still_so(job: Job, wires: SlowerWires, change: Change) -> bool:
+    """Return whether a byte takes at least half of that longer in the latest seconds too."""
+    begin_s = max(change.since_s, job.now_s - _LATELY_S)
+    longer = []
+    for cell in wires.explained.cells:
+        points = [one for at_s, one in job.flows[cell] if at_s >= begin_s]
+        num_bytes = points[-1].num_bytes - points[0].num_bytes if points else 0
+        if num_bytes > 0:
+            busy_s = points[-1].busy_s - points[-1].held_s - points[0].busy_s + points[0].held_s
+            longer.append(math.log(max(busy_s / num_bytes, LEAST_S) / wires.usual_s))
+    return not longer or median(longer) >= math.log(wires.times) / 2
 
 
 def _slow_flow(job: Job, wires: SlowerWires, change: Change) -> Finding:

@@ -1,11 +1,13 @@
-"""What a watched rank writes down of its connections to other hosts, by its kernel: see `Flow`."""
+"""What a rank writes down of its connections to other hosts, by its kernel: see `Flow`."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
 
 from thinwire.diagnosis.records import Flow, to_line
 from thinwire.transport.flows import FlowReading, Flows
@@ -65,6 +67,67 @@ class FlowLines:
         self.used = frozenset(peer for peer, num_bytes in carried.items() if num_bytes >= much)
         self._before = {peer: one.num_bytes for peer, one in found.items()}
         return [to_line(_flow(self._rank, peer, fresh[peer], now_s)) for peer in sorted(worst)]
+
+
+class FlowSource(Protocol):
+    """What the kernel knows of a connection that this rank sends over."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """That the other end has acknowledged."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """For how long there was something to send, or that was not acknowledged; 0 where that is not known."""
+        ...
+
+    @property
+    def held_s(self) -> float:
+        """For how much of that the other end would take no more."""
+        ...
+
+
+class PeerFlows:
+    """Asks a rank's own transport about its connections again and again, and makes records of what is new.
+
+    Args:
+        rank: Who writes.
+        timer: Seconds that only grow, to measure what the asking itself takes.
+    """
+
+    def __init__(self, rank: int, *, timer: Callable[[], float] = time.monotonic) -> None:
+        self._rank, self._timer = rank, timer
+        self._peers: set[int] = set()
+        self._told: dict[int, int] = {}
+        self._next_s = -math.inf
+
+    def note_send(self, peer: int) -> None:
+        """Say that something is sent to another rank; beyond `_MOST_LINES` ranks they are not asked about."""
+        if len(self._peers) < _MOST_LINES:
+            self._peers.add(peer)
+
+    def records(self, at_s: float, reading: Callable[[int], FlowSource | None]) -> list[Flow]:
+        """Return a record of each connection over which bytes went since the last one.
+
+        Args:
+            at_s: When this is.
+            reading: What is known of the connection to a rank, if anything.
+        """
+        if at_s < self._next_s:
+            return []
+        begun_s = self._timer()
+        known = {peer: one for peer in sorted(self._peers) if (one := reading(peer)) is not None and one.busy_s}
+        self._next_s = at_s + _PARTS * (self._timer() - begun_s)
+        fresh = {peer: one for peer, one in known.items() if one.sent_bytes != self._told.get(peer)}
+        self._told |= {peer: one.sent_bytes for peer, one in fresh.items()}
+        return [
+            Flow(
+                rank=self._rank, peer=peer, at_s=at_s, num_bytes=one.sent_bytes, busy_s=round(one.busy_s, 6),
+                held_s=round(one.held_s, 6),
+            )
+            for peer, one in fresh.items()
+        ]  # fmt: skip
 
 
 def _flow(rank: int, peer: int, one: FlowReading, at_s: float) -> Flow:

@@ -18,6 +18,7 @@ from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
 from thinwire.membership.proposal import named_part
 from thinwire.sync.engine import Engine
+from thinwire.training.flow_lines import FlowSource, PeerFlows
 from thinwire.training.record_file import MOST_FILE_BYTES, RecordFile
 from thinwire.transport.addresses import clock_name, host_name
 
@@ -51,7 +52,7 @@ class Forward(Protocol):
         ...
 
 
-class Reading(Protocol):
+class Reading(FlowSource, Protocol):
     """What is known of a connection."""
 
     @property
@@ -104,6 +105,7 @@ class Recorder:
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._open: dict[_Key | int, TransferEnd | Operation] = {}
         self._untold: set[_Key | int] = set()
+        self._flows = PeerFlows(rank)
         self._beat_s = -BEAT_S
         self._reading: Callable[[int], Reading | None] = lambda peer: None
         self.num_dropped = 0
@@ -200,7 +202,8 @@ class Recorder:
         lines += [to_line(self._open[key]) for key in self._untold]
         self._untold.clear()
         if beat is not None:
-            lines += [*map(to_line, self._arrivals(beat.at_s)), to_line(beat)]
+            wires: list[Record] = [*self._arrivals(beat.at_s), *self._flows.records(beat.at_s, self._reading)]
+            lines += [*map(to_line, wires), to_line(beat)]
         if lines:
             self._write(lines)
         if self._forward is not None:
@@ -244,6 +247,8 @@ class Recorder:
         if key is None:
             return None
         if isinstance(event, Posted):
+            if event.direction == "sent":
+                self._flows.note_send(event.peer)
             self._note(key, self._end(key, num_bytes=event.num_bytes, posted_s=event.posted_s))
             return None
         self._forget(key)

@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class OwnSockets:
         shared = Counter(addresses.values())
         self._addresses = {rank: address for rank, address in addresses.items() if shared[address] == 1}
         self._now = now
-        self._numbers: list[int] = []
+        self._numbers: defaultdict[str, list[int]] = defaultdict(list)
         self._found_s = -math.inf
 
     def reading(self, rank: int) -> TcpReading | None:
@@ -52,22 +52,29 @@ class OwnSockets:
         return TcpReading(
             silence_s=min(one.silence_s for one in found), rtt_s=max(one.rtt_s for one in found),
             sent_bytes=sum(one.sent_bytes for one in found), received_bytes=sum(one.received_bytes for one in found),
-            has_signs=False,
+            busy_s=sum(one.busy_s for one in found), held_s=sum(one.held_s for one in found), has_signs=False,
         )  # fmt: skip
 
     def _connections(self, address: str) -> Iterator[socket.socket]:
         """Yield copies of the IPv4 connections to an address, each until the next one is asked for."""
         now_s = self._now()
         if now_s - self._found_s > _AGAIN_S:  # to look at all that is open takes a hundred times as long
-            self._numbers, self._found_s = list(open_sockets()), now_s
-        for number in self._numbers:
-            copy = copy_of(number)
-            if copy is None:
-                continue
-            with contextlib.suppress(OSError), copy:
-                # a socket over IPv6 is torch's store
-                if copy.family == socket.AF_INET and copy.getpeername()[0] == address:
-                    yield copy
+            self._found_s = now_s
+            self._numbers = defaultdict(list)
+            for number in open_sockets():
+                if (copy := copy_of(number)) is not None:
+                    with contextlib.suppress(OSError), copy:
+                        self._numbers[_address_of(copy)].append(number)
+        for number in self._numbers.get(address, ()):
+            if (copy := copy_of(number)) is not None:
+                with contextlib.suppress(OSError), copy:
+                    if _address_of(copy) == address:  # and not something else that has the number by now
+                        yield copy
+
+
+def _address_of(connection: socket.socket) -> str:
+    """Return the IPv4 address of the other end; a socket over IPv6 is torch's store."""
+    return str(connection.getpeername()[0]) if connection.family == socket.AF_INET else ""
 
 
 def copy_of(number: int) -> socket.socket | None:

@@ -18,9 +18,10 @@ BEAT_S = 1.0
 LEAST_SILENCE_S = 10.0
 MOST_SILENCE_S = 30.0
 _SAMPLES = 64
-# struct tcp_info of Linux: 8 bytes of flags, 24 numbers of 32 bits, 4 of 64. The kernel only ever adds at its end.
-_NUMBERS = struct.Struct("<8x24I4Q")
-_LAST_DATA_RECEIVED_MS, _RTT_US, _BYTES_ACKED, _BYTES_RECEIVED = 11, 15, 26, 27
+# struct tcp_info of Linux: 8 bytes of flags, 24 numbers of 32 bits, 4 of 64. The kernel only ever adds at its end:
+# since 4.10 also 6 of 32 bits, and 4 of 64.
+_NUMBERS, _LATER = struct.Struct("<8x24I4Q"), struct.Struct("<8x24I4Q6I4Q")
+_LAST_DATA_RECEIVED_MS, _RTT_US, _BYTES_ACKED, _BYTES_RECEIVED, _BUSY_US, _HELD_US = 11, 15, 26, 27, 35, 36
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class TcpReading:
         rtt_s: Its smoothed round-trip time.
         sent_bytes: That the other end has acknowledged.
         received_bytes: That have come.
+        busy_s: For how long there was something to send, or that was not acknowledged yet; 0 where the kernel is old.
+        held_s: For how much of that the other end would take no more, since its process did not read.
         has_signs: Whether a sign of life comes over it once a second while it is well, also when nothing is sent.
     """
 
@@ -39,6 +42,8 @@ class TcpReading:
     rtt_s: float
     sent_bytes: int
     received_bytes: int
+    busy_s: float = 0.0
+    held_s: float = 0.0
     has_signs: bool = True
 
 
@@ -47,17 +52,20 @@ def read_tcp(connection: socket.socket) -> TcpReading | None:
     if not hasattr(socket, "TCP_INFO"):
         return None
     try:
-        raw = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NUMBERS.size)
+        raw = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LATER.size)
     except OSError:
         return None
     if len(raw) < _NUMBERS.size:
         return None
-    found = _NUMBERS.unpack(raw)
+    is_new = len(raw) >= _LATER.size
+    found = _LATER.unpack(raw) if is_new else _NUMBERS.unpack(raw[: _NUMBERS.size])
     return TcpReading(
         silence_s=found[_LAST_DATA_RECEIVED_MS] / 1e3,
         rtt_s=found[_RTT_US] / 1e6,
         sent_bytes=found[_BYTES_ACKED],
         received_bytes=found[_BYTES_RECEIVED],
+        busy_s=found[_BUSY_US] / 1e6 if is_new else 0.0,
+        held_s=found[_HELD_US] / 1e6 if is_new else 0.0,
     )
 
 
