@@ -143,6 +143,42 @@ def test_without_a_spare_a_call_says_how_to_add_one() -> None:
     assert not answer["ok"] and "--spare" in answer["text"]
 
 
+def told_of_a_call() -> list[list[int | str]]:
+    """Return what a journal holds of a spare that was called, and of a place that waits for its own host."""
+    spares = SpareHosts()
+    spares.lose(2, "b", now_s=0.0)
+    assert not spares.ask(b"old", "s", now_s=0.0) and spares.call(1, now_s=0.0) == "s"
+    told = spares.news()
+    assert told == [[2, "b", 0], [1, "s", 1]] and spares.news() is None
+    return told
+
+
+def test_a_spare_that_has_not_heard_its_call_is_called_again_by_the_next_coordinator() -> None:
+    spares = SpareHosts()
+    spares.load(told_of_a_call(), now_s=1.0)
+    assert not spares.ask(b"b", "b", now_s=2.0), "its own host's process comes without being called"
+    assert not spares.ask(b"t", "t", now_s=2.0)
+    assert spares.ask(b"s", "s", now_s=2.0) and spares.ask(b"s", "s", now_s=3.0)
+    assert not spares.ask(b"again", "s", now_s=3.0), "one for each place"
+    spares.come("s")
+    assert [gap.replica for gap in spares.gaps] == [2]
+
+
+@pytest.mark.parametrize("way", ["it came", "it was passed over", "an earlier version wrote it"])
+def test_a_spare_whose_place_is_not_its_own_any_more_waits_on(way: str) -> None:
+    spares = SpareHosts()
+    told = told_of_a_call()
+    spares.load([one[:2] for one in told] if way == "an earlier version wrote it" else told, now_s=1.0)
+    if way == "it came":
+        spares.come("s")
+    elif way == "it was passed over":
+        spares.ask(b"t", "t", now_s=30.0)
+        assert spares.due(now_s=31.0, patience_s=20.0) == [Called(host="t", replica=2)]
+        spares.ask(b"u", "u", now_s=31.0)
+        assert spares.due(now_s=31.0, patience_s=20.0) == [Called(host="u", replica=1)]
+    assert not spares.ask(b"s", "s", now_s=32.0)
+
+
 def test_spares_and_places_are_bounded() -> None:
     spares = SpareHosts()
     for number in range(1000):

@@ -28,11 +28,13 @@ class Gap:
         replica: Who was lost.
         host: On which a process may take its place: its own, or a spare that was called.
         since_s: Since when it is waited for.
+        is_called: Whether that host is a spare that was called.
     """
 
     replica: int
     host: str
     since_s: float
+    is_called: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ class SpareHosts:
         self.gaps: list[Gap] = []
         self._has_news = False
         self._spares: dict[bytes, _Spare] = {}
+        # replicas whose place a spare was called for by a process that may have ended before it could say so
+        self._untold: set[int] = set()
 
     def ask(self, token: bytes, host: str, *, now_s: float) -> bool:
         """Note that a spare waits; return whether it is to come.
@@ -88,7 +92,17 @@ class SpareHosts:
                 return False
             spare = self._spares[token] = _Spare(host=host, heard_s=now_s)
         spare.heard_s = now_s
+        if not spare.is_called:
+            self._call_again(spare)
         return spare.is_called
+
+    def _call_again(self, spare: _Spare) -> None:
+        """Call a spare that was called before this process began, if it has not come and asks again."""
+        for gap in self.gaps:
+            if gap.host == spare.host and gap.replica in self._untold:
+                self._untold.remove(gap.replica)
+                spare.is_called = True
+                return
 
     def waiting(self, *, now_s: float) -> tuple[str, ...]:
         """Return the spares that are there and were not called, who came first first."""
@@ -112,7 +126,8 @@ class SpareHosts:
         free[0].is_called = True
         # where it does not come in its turn, another one is called
         others = [gap for gap in self.gaps if gap.replica != replica]
-        self._change([*others, Gap(replica=replica, host=free[0].host, since_s=now_s)])
+        self._change([*others, Gap(replica=replica, host=free[0].host, since_s=now_s, is_called=True)])
+        self._untold.discard(replica)
         return free[0].host
 
     def due(self, *, now_s: float, patience_s: float) -> list[Called]:
@@ -128,11 +143,19 @@ class SpareHosts:
     def news(self) -> list[list[int | str]] | None:
         """Return the places for a journal, once after they have changed."""
         has_news, self._has_news = self._has_news, False
-        return [[gap.replica, gap.host] for gap in self.gaps] if has_news else None
+        return [[gap.replica, gap.host, int(gap.is_called)] for gap in self.gaps] if has_news else None
 
     def load(self, told: Sequence[Sequence[int | str]], *, now_s: float) -> None:
-        """Take back what was told to a journal; patience begins anew, since spares have to find this process first."""
-        self.gaps = [Gap(replica=int(replica), host=str(host), since_s=now_s) for replica, host in told][-_MOST_GAPS:]
+        """Take back what was told to a journal; patience begins anew, since spares have to find this process first.
+
+        Whoever was called and asks again has not heard it, and is called again at once.
+        """
+        # a journal of an earlier version does not say who was called
+        self.gaps = [
+            Gap(replica=int(replica), host=str(host), since_s=now_s, is_called=any(map(bool, called)))
+            for replica, host, *called in told
+        ][-_MOST_GAPS:]
+        self._untold = {gap.replica for gap in self.gaps if gap.is_called}
 
     def _free(self, now_s: float) -> list[_Spare]:
         return [one for one in self._spares.values() if not one.is_called and now_s - one.heard_s <= HEARD_S]
