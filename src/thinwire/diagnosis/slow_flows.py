@@ -151,7 +151,7 @@ def _is_still_so(job: Job, wires: SlowerWires, change: Change) -> bool:
     begin_s = max(change.since_s, job.now_s - _LATELY_S)
     longer = []
     for cell in wires.explained.cells:
-        points = [one for at_s, one in job.flows[cell] if at_s >= begin_s]
+        points = [one for at_s, one in job.flows.get(cell, ()) if at_s >= begin_s]
         num_bytes = points[-1].num_bytes - points[0].num_bytes if points else 0
         if num_bytes > 0:
             busy_s = points[-1].busy_s - points[-1].held_s - points[0].busy_s + points[0].held_s

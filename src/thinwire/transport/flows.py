@@ -10,18 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
-import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thinwire.transport.own_sockets import copy_of, open_sockets
+from thinwire.transport.tcp_info import tcp_info
 
-# struct tcp_info of Linux 4.10 and later; the kernel only ever adds at its end.
-_NUMBERS = struct.Struct("<2x2B4x24I4Q6I4Q")
-_SENT_AGAIN, _ASKED_AGAIN, _LAST_DATA_MS, _LAST_ACK_MS, _RTT_US = 0, 1, 13, 14, 17
-_ACKED, _RECEIVED, _BUSY_US, _HELD_US = 28, 29, 37, 38
 _AGAIN_S = 5.0
 # What is silent for a second is asked again at each look, until so many were not answered: after 127 the kernel would
 # end the connection. It asks on every 30 s by itself, which ends it after an hour, when any process group has given up.
@@ -138,16 +134,14 @@ class Flows:
 
 def _read(connection: socket.socket, *, asked_s: float | None) -> FlowReading | None:
     """Ask the kernel about a connection; None where it does not tell: it is old, or not Linux."""
-    raw = connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, "TCP_INFO", 11), _NUMBERS.size)
-    if len(raw) < _NUMBERS.size:
+    known = tcp_info(connection)
+    if known is None or known.busy_s is None or known.held_s is None:
         return None
-    known = _NUMBERS.unpack(raw)
-    is_answered = asked_s is not None and asked_s >= max(_ANSWER_S, 2 * known[_RTT_US] / 1e6)
+    is_answered = asked_s is not None and asked_s >= max(_ANSWER_S, 2 * known.rtt_s)
     return FlowReading(
-        num_bytes=known[_ACKED], num_received=known[_RECEIVED],
-        busy_s=known[_BUSY_US] / 1e6, held_s=known[_HELD_US] / 1e6,
-        silence_s=min(known[_LAST_DATA_MS], known[_LAST_ACK_MS]) / 1e3 if is_answered else None,
-        unanswered=max(known[_SENT_AGAIN], known[_ASKED_AGAIN]),
+        num_bytes=known.acked_bytes, num_received=known.received_bytes, busy_s=known.busy_s, held_s=known.held_s,
+        silence_s=min(known.last_data_s, known.last_ack_s) if is_answered else None,
+        unanswered=max(known.sent_again, known.asked_again),
     )  # fmt: skip
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import socket
 import statistics
-import struct
 from collections import deque
 from dataclasses import dataclass
+
+from thinwire.transport.tcp_info import tcp_info
 
 BEAT_S = 1.0
 LEAST_SILENCE_S = 10.0
 MOST_SILENCE_S = 30.0
 _SAMPLES = 64
-# struct tcp_info of Linux: 8 bytes of flags, 24 numbers of 32 bits, 4 of 64. The kernel only ever adds at its end:
-# since 4.10 also 6 of 32 bits, and 4 of 64.
-_NUMBERS, _LATER = struct.Struct("<8x24I4Q"), struct.Struct("<8x24I4Q6I4Q")
-_LAST_DATA_RECEIVED_MS, _RTT_US, _BYTES_ACKED, _BYTES_RECEIVED, _BUSY_US, _HELD_US = 11, 15, 26, 27, 35, 36
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +46,16 @@ class TcpReading:
 
 def read_tcp(connection: socket.socket) -> TcpReading | None:
     """Ask the kernel about a TCP connection; None where it does not tell (it is gone, or this is not Linux)."""
-    if not hasattr(socket, "TCP_INFO"):
-        return None
     try:
-        raw = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LATER.size)
+        found = tcp_info(connection)
     except OSError:
         return None
-    if len(raw) < _NUMBERS.size:
+    if found is None:
         return None
-    is_new = len(raw) >= _LATER.size
-    found = _LATER.unpack(raw) if is_new else _NUMBERS.unpack(raw[: _NUMBERS.size])
     return TcpReading(
-        silence_s=found[_LAST_DATA_RECEIVED_MS] / 1e3,
-        rtt_s=found[_RTT_US] / 1e6,
-        sent_bytes=found[_BYTES_ACKED],
-        received_bytes=found[_BYTES_RECEIVED],
-        busy_s=found[_BUSY_US] / 1e6 if is_new else 0.0,
-        held_s=found[_HELD_US] / 1e6 if is_new else 0.0,
-    )
+        silence_s=found.last_data_s, rtt_s=found.rtt_s, sent_bytes=found.acked_bytes,
+        received_bytes=found.received_bytes, busy_s=found.busy_s or 0.0, held_s=found.held_s or 0.0,
+    )  # fmt: skip
 
 
 class Liveness:
