@@ -21,6 +21,7 @@ from flow_scenes import (
     flows,
     judged,
     operations,
+    pairs,
     probes,
     slow_from,
 )
@@ -183,6 +184,17 @@ def test_wires_of_own_rounds_are_told_by_bytes_where_messages_do_not_show_them(s
     (found,) = judged(slower, by_bytes)
     assert (found.where, found.text[:8]) == (where, "Messages"), "each cause once, by what tells most"
     assert judged(rounds(lambda cell, step: BUSY_S), flows({}, heavy=EVERYONE)) == []
+
+
+def test_the_advice_on_own_rounds_is_one_that_can_be_followed() -> None:
+    """Between two hosts nothing tells a wire from its ends; who trains with thinwire watches nothing."""
+    heavy = dict.fromkeys(pairs(2), SIZE)
+    looks = flows({(0, 1): 1.9}, heavy=heavy, ranks=2)
+    own = [one for one in rounds(lambda cell, step: BUSY_S) if max(one.rank, getattr(one, "peer", 0)) < 2]  # type: ignore[union-attr]
+    (found,) = judged(own, looks, hosts=HOSTS[:2])
+    assert len(found.places) > 1 and found.probe and "watch" not in found.probe
+    (found,) = judged(operations(slow_from(BROKEN, 1.05), ranks=2), looks, hosts=HOSTS[:2])
+    assert "thinwire.watch(..., probe_wires=True)" in found.probe
 
 
 def test_wires_of_own_rounds_are_as_usual_as_soon_as_their_latest_bytes_are() -> None:
