@@ -183,9 +183,11 @@ def test_connections_of_a_transport_are_asked_about_where_something_is_sent() ->
     known[1] = source(900)
     assert own.records(5.9, reading) == [], "a 200th of the time goes into asking"
     assert [one.num_bytes for one in own.records(6.1, reading)] == [900]
-    for peer in range(1000):
-        own.note_send(peer)
-    asked.clear()
-    took_s = iter([0.0, 0.0])
-    own.records(7.0, reading)
-    assert len(asked) == 64
+    assert asked == [1, 2, 5, 1, 1], "of whom nothing is known is asked about when something is sent there again"
+    took_s = iter([0.0] * 4)
+    for begin, at_s in ((0, 7.0), (500, 8.0)):
+        for peer in range(begin, begin + 500):
+            own.note_send(peer)
+        asked.clear()
+        own.records(at_s, reading)
+        assert len(asked) == 64 and asked[:2] == ([0, 1] if begin == 0 else [1, 500])

@@ -103,7 +103,7 @@ class PeerFlows:
         self._next_s = -math.inf
 
     def note_send(self, peer: int) -> None:
-        """Say that something is sent to another rank; beyond `_MOST_LINES` ranks they are not asked about."""
+        """Say that something is sent to another rank; of more than `_MOST_LINES` at a time the others wait."""
         if len(self._peers) < _MOST_LINES:
             self._peers.add(peer)
 
@@ -120,7 +120,9 @@ class PeerFlows:
         known = {peer: one for peer in sorted(self._peers) if (one := reading(peer)) is not None and one.busy_s}
         self._next_s = at_s + _PARTS * (self._timer() - begun_s)
         fresh = {peer: one for peer, one in known.items() if one.sent_bytes != self._told.get(peer)}
-        self._told |= {peer: one.sent_bytes for peer, one in fresh.items()}
+        # ranks that are gone leave their room to others; whoever is sent to again is asked about again
+        self._peers.intersection_update(known)
+        self._told = {peer: one.sent_bytes for peer, one in known.items()}
         return [
             Flow(
                 rank=self._rank, peer=peer, at_s=at_s, num_bytes=one.sent_bytes, busy_s=round(one.busy_s, 6),
