@@ -18,6 +18,7 @@ import pytest
 from tests.lab.machine import skip_where_labs_are_impossible
 from tests.sample_texts import TEXTS
 from thinwire.cli.main import main
+from thinwire.diagnosis.sources import read_files
 from thinwire.planning.plan import load_plan
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
@@ -184,6 +185,11 @@ def test_thinwire_train_runs_between_two_sites_in_one_command(tmp_path: Path) ->
     hosts = json.loads((tmp_path / "lab" / "summary.json").read_text())["hosts"]
     for host in hosts:
         assert host["sent_bytes"] > 100_000, sent
+    # and each rank wrote down what its kernel counts of the connections to the other one
+    flows = read_files([tmp_path / "run"]).flows
+    assert {(one.rank, one.peer) for one in flows} == {(0, 1), (1, 0)}
+    for one in flows:
+        assert one.busy_s > 0 and one.held_s <= one.busy_s and one.num_bytes <= hosts[one.rank]["sent_bytes"]
 
 
 @pytest.mark.usefixtures("can_lab")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from thinwire.diagnosis.sources import read_files
 from thinwire.lab import Lab
 
 pytestmark = pytest.mark.multiprocess
@@ -109,6 +110,10 @@ def test_replicas_that_were_killed_cut_off_and_stopped_come_back_and_hold_the_sa
     compared, odd = checks.desyncs(checks.applied(tmp_path / "run"))
     assert not odd and compared > STEPS // 20
     assert len(list((tmp_path / "run").glob("host-*/summary.json"))) == 1
+    flows = read_files(sorted((tmp_path / "run").glob("host-*/records-rank-*.jsonl"))).flows
+    # all that were there to the end, and the connections between them
+    last = {watch.replica(host) for host in range(3)}
+    assert {(one.rank, one.peer) for one in flows if one.busy_s > 0} >= {(a, b) for a in last for b in last if a != b}
 
 
 def said(folder: Path) -> str:
