@@ -102,12 +102,9 @@ def how_to_decide(job: Job, places: Sequence[Place]) -> str:
 
 
 def _with_probes(job: Job) -> str:
-    # thinwire's own rounds, whose messages are recorded, are not watched
-    return (
-        ""
-        if job.messages or is_probed(job)
-        else "; or let hosts time bursts to each other: thinwire.watch(..., probe_wires=True)"
-    )
+    if job.messages or is_probed(job):  # thinwire's own rounds, whose messages are recorded, are not watched
+        return ""
+    return "; or let hosts time bursts to each other: thinwire.watch(..., probe_wires=True)"
 
 
 def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:

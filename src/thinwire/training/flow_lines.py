@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from thinwire.diagnosis.records import Flow, to_line
@@ -16,6 +16,22 @@ from thinwire.transport.flows import FlowReading, Flows
 _PARTS = 200.0
 _MOST_LINES = 64
 MUCH_BYTES, _MUCH_SHARE = 65_536, 0.2
+
+
+class _Pace:
+    """Lets only one part of so many of the time go into asking, by what it took the last time."""
+
+    def __init__(self, timer: Callable[[], float]) -> None:
+        self._timer, self._next_s = timer, -math.inf
+
+    def is_due(self, now_s: float) -> bool:
+        return now_s >= self._next_s
+
+    @contextlib.contextmanager
+    def measured(self, now_s: float) -> Iterator[None]:
+        begun_s = self._timer()
+        yield
+        self._next_s = now_s + _PARTS * (self._timer() - begun_s)
 
 
 class FlowLines:
@@ -38,12 +54,11 @@ class FlowLines:
         without: Collection[int] = (), clock: Callable[[], float] = time.monotonic,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._rank, self._clock, self._timer = rank, clock, timer
+        self._rank, self._clock, self._pace = rank, clock, _Pace(timer)
         self._flows = Flows(addresses_of_others(rank, hosts, addresses), without=without, now=clock)
         self._told: dict[int, int] = {}
         self._before: dict[int, int] = {}
         self.used: frozenset[int] = frozenset()
-        self._next_s = clock()
 
     def close(self) -> None:
         """Leave the job's connections as they were."""
@@ -53,11 +68,10 @@ class FlowLines:
     def lines(self, *, is_waiting: bool) -> list[str]:
         """Return lines of those over which bytes went since the last look, or of all while a call does not end."""
         now_s = self._clock()
-        if now_s < self._next_s:
+        if not self._pace.is_due(now_s):
             return []
-        begun_s = self._timer()
-        found = self._flows.read(is_asking=is_waiting)
-        self._next_s = now_s + _PARTS * (self._timer() - begun_s)
+        with self._pace.measured(now_s):
+            found = self._flows.read(is_asking=is_waiting)
         fresh = {peer: one for peer, one in found.items() if is_waiting or one.num_bytes != self._told.get(peer)}
         # where there are too many, those that nothing comes from tell most
         worst = sorted(fresh, key=lambda peer: -(fresh[peer].silence_s or 0.0))[:_MOST_LINES]
@@ -97,13 +111,12 @@ class PeerFlows:
     """
 
     def __init__(self, rank: int, *, timer: Callable[[], float] = time.monotonic) -> None:
-        self._rank, self._timer = rank, timer
+        self._rank, self._pace = rank, _Pace(timer)
         self._peers: set[int] = set()
         self._told: dict[int, int] = {}
-        self._next_s = -math.inf
 
     def note_send(self, peer: int) -> None:
-        """Say that something is sent to another rank; of more than `_MOST_LINES` at a time the others wait."""
+        """Say that something is sent to another rank; beyond `_MOST_LINES` others are not asked about."""
         if len(self._peers) < _MOST_LINES:
             self._peers.add(peer)
 
@@ -114,11 +127,10 @@ class PeerFlows:
             at_s: When this is.
             reading: What is known of the connection to a rank, if anything.
         """
-        if at_s < self._next_s:
+        if not self._pace.is_due(at_s):
             return []
-        begun_s = self._timer()
-        known = {peer: one for peer in sorted(self._peers) if (one := reading(peer)) is not None and one.busy_s}
-        self._next_s = at_s + _PARTS * (self._timer() - begun_s)
+        with self._pace.measured(at_s):
+            known = {peer: one for peer in sorted(self._peers) if (one := reading(peer)) is not None and one.busy_s}
         fresh = {peer: one for peer, one in known.items() if one.sent_bytes != self._told.get(peer)}
         # ranks that are gone leave their room to others; whoever is sent to again is asked about again
         self._peers.intersection_update(known)
