@@ -9,7 +9,7 @@ import pytest
 from house_rules import RULES, Rule
 from source_tree import ROOT, name_of, parse, sources
 
-MAX_LINES = 400
+MAX_LINES = 800
 VAGUE = re.compile(r"^_?(utils?|common|helpers?|misc|tools?)$")
 FOLDERS = ("src", "tests", "benchmarks", "examples", "scripts")
 
@@ -80,7 +80,7 @@ def test_no_two_files_of_tests_have_the_same_name() -> None:
     assert not twice, f"rename one of each: {', '.join(twice)}"
 
 
-def test_a_file_holds_at_most_400_lines() -> None:
+def test_a_file_holds_at_most_800_lines() -> None:
     lengths = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in _python_files()}
     long = [f"{path}: {length} lines" for path, length in lengths.items() if length > MAX_LINES]
     assert not long, "look for the second subject in\n" + "\n".join(long)
@@ -91,11 +91,11 @@ def test_a_file_is_named_after_a_subject() -> None:
     assert not vague, "a helper has a subject, or stays private where it is used:\n" + "\n".join(vague)
 
 
-def test_a_function_holds_at_most_30_statements() -> None:
+def test_a_function_holds_at_most_50_statements() -> None:
     """Ruff counts them; what is left to hold is that nobody turns it off."""
     lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
     assert "PLR0915" in lint["select"] and "PLR0915" not in lint["ignore"]
-    assert lint["pylint"]["max-statements"] <= 30
+    assert lint["pylint"]["max-statements"] <= 50
     quiet = re.compile(r"#\s*(noqa(?!:)|noqa:.*(PLR0915|C901|T201)|ruff: noqa)")
     silenced = [
         f"{name_of(path)}:{number}"
