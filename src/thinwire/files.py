@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
+
+# A full disk, a quota and a file size limit; room may come, so what is to be written is kept until then.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_no_room(error: OSError) -> bool:
+    """Return whether a write failed for lack of room, so that the same write may succeed later."""
+    return error.errno in _NO_ROOM
+
+
+def append_whole(descriptor: int, data: bytes) -> None:
+    """Append bytes to a file, all or none.
+
+    Raises:
+        OSError: They could not be written; the file is as it was.
+    """
+    before = os.fstat(descriptor).st_size
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, before)
+        raise
 
 
 def write_whole(path: Path, text: str) -> None:

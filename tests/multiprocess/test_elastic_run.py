@@ -43,15 +43,16 @@ def runs() -> Iterator[list[Started]]:
 
 
 def start(
-    runs: list[Started], texts: Path, run: Path, *, steps: int, replicas: int = 2, more: Sequence[str] = ()
-) -> Started:
+    runs: list[Started], texts: Path, run: Path, *, steps: int, replicas: int = 2, more: Sequence[str] = (),
+    output: Path | None = None,
+) -> Started:  # fmt: skip
     words = ["--elastic", "--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(run)]
     options = [*OPTIONS]
     options[options.index("--checkpoint-every") + 1] = "20"  # a state is 24 MB here
     started = Started(
         [*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options, *more],
-        environment=with_slow_steps(STEP_S),
-    )
+        environment=with_slow_steps(STEP_S), output=output,
+    )  # fmt: skip
     runs.append(started)
     return started
 

@@ -1,17 +1,25 @@
-"""The disk of the host that began an elastic run is full: nothing more is written, and the run goes on."""
+"""The disk of an elastic run's first host is full for a while: no process ends by it, and the run goes on."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_elastic_run import active, processes, runs, start, texts, wait_until
+from test_elastic_run import active, processes, rounds, runs, start, status, texts, wait_until
 from training_runs import Started
+
+from thinwire.errors import ConnectError
+from thinwire.membership.invitation import read_invitation
+from thinwire.membership.line import ask_once
+from thinwire.training.elastic.job import LocalSettings
+from thinwire.transport.secret import read_secret
 
 __all__ = ["runs", "texts"]
 
@@ -60,3 +68,65 @@ def test_a_run_goes_on_while_its_disk_is_full_also_when_a_replica_and_the_coordi
     started.process.send_signal(signal.SIGTERM)
     assert started.end() == 128 + signal.SIGTERM
     assert f"the disk of {run} is full" in started.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_full_disk_restarts_no_process_and_the_run_ends_as_it_would(
+    texts: Path, disk: Path, runs: list[Started]
+) -> None:
+    run, output = disk / "run", disk / "output"
+    started = start(runs, texts, run, steps=200, output=output)
+    found = wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
+    before = sorted(one.pid for one in started.family())
+    (coordinator,) = processes(started, "thinwire.cli.coordinator")
+    journal = run / "coordinator.jsonl"
+    os.truncate(journal, journal.stat().st_size)  # gives back the room that the journal has taken beforehand
+    theirs = fill(disk)
+    found = wait_until(
+        run, lambda later: any("decisions cannot be written" in text for text in later["findings"]), started
+    )
+    assert any("the disk of the first host's run folder" in text for text in found["findings"])
+    assert found["step"] < 200 and active(found) == {0, 1}, "a status is answered while decisions wait"
+    size = journal.stat().st_size
+    for _ in range(50):  # decisions that are not written are not sent, so no replica gets further than one interval
+        later = status(run)
+        time.sleep(0.05)
+    assert journal.stat().st_size < size + 4096 and later["rounds"] <= found["rounds"] + 4
+    theirs.unlink()
+    wait_until(run, lambda later: later["rounds"] > found["rounds"] + 8, started)
+    assert coordinator.is_running() and set(before) <= {one.pid for one in started.family()}, "no process has ended"
+    assert started.end() == 0, output.read_text()
+    told = output.read_text()
+    assert f"warning: the disk of {run} is full" in told and f"there is room on the disk of {run} again" in told
+    assert "decisions cannot be written" in journal.read_text()
+    assert "starting it again" not in told
+    # replicas that end with different parameters write no summary
+    summary = json.loads((run / "summary.json").read_text())
+    assert json.loads(told.splitlines()[-1]) == summary
+    assert summary["steps"] == 200 and summary["elastic"]["replicas_ever"] == 2
+    for replica in (0, 1):
+        applied = rounds(run, replica)
+        assert len({one["round"] for one in applied}) == len(applied)
+    crcs = [{one["round"]: one["crc"] for one in rounds(run, replica)} for replica in (0, 1)]
+    assert crcs[0] == crcs[1] and len(crcs[0]) > 20, "no line was lost, and both applied the same rounds"
+
+
+def test_processes_whose_logs_take_nothing_train_to_the_end(texts: Path, tmp_path: Path, runs: list[Started]) -> None:
+    run, logs = tmp_path / "run", tmp_path / "logs"
+    logs.mkdir()
+    for name in ("coordinator", "replica-process-0", "replica-process-1", "spare"):
+        (logs / f"{name}.err").symlink_to("/dev/full")
+    run.mkdir()
+    (run / "logs").symlink_to(logs)  # a folder would be cleared at the start
+    started = start(runs, texts, run, steps=40)
+    wait_until(run, lambda found: found["step"] > 5, started)
+    settings = LocalSettings.load(run)
+    with pytest.raises(ConnectError):  # what is no command is not answered, and the coordinator logs it
+        ask_once(
+            read_invitation(settings.invitation), secret=read_secret(Path(settings.secret)), deadline_s=1, verb="dance",
+            target="",
+        )  # fmt: skip
+    os.kill(int((logs / "replica-process-1.pid").read_text()), signal.SIGKILL)  # a spare takes its place
+    assert started.end() == 0, started.stderr
+    assert started.stderr.count("starting it again") == 1 and "replica-process 1 was ended by SIGKILL" in started.stderr
+    assert json.loads((run / "summary.json").read_text())["steps"] == 40

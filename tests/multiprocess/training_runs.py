@@ -37,14 +37,24 @@ def with_slow_steps(step_s: float) -> dict[str, str]:
 
 
 class Started:
-    """A running command; its children are looked at by their own ids, and carry its mark in their environment."""
+    """A running command; its children are looked at by their own ids, and carry its mark in their environment.
 
-    def __init__(self, arguments: list[str], *, environment: dict[str, str] | None = None) -> None:
+    Args:
+        arguments: The words after `train`.
+        environment: Variables besides this process's own.
+        output: A file for what the command prints; by default it is kept here.
+    """
+
+    def __init__(
+        self, arguments: list[str], *, environment: dict[str, str] | None = None, output: Path | None = None
+    ) -> None:
         self.mark = uuid.uuid4().hex
-        self.process = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **(environment or {}), MARK: self.mark}, start_new_session=True,
-        )  # fmt: skip
+        with contextlib.ExitStack() as files:
+            target = subprocess.PIPE if output is None else files.enter_context(output.open("ab"))
+            self.process = subprocess.Popen(
+                [*COMMAND, *arguments], stdout=target, stderr=target, text=True,
+                env={**os.environ, **(environment or {}), MARK: self.mark}, start_new_session=True,
+            )  # fmt: skip
         self.stdout = self.stderr = ""
 
     def family(self) -> list[psutil.Process]:
@@ -72,8 +82,8 @@ class Started:
             self.stderr += said
 
     def end(self) -> int:
-        self.stdout, rest = self.process.communicate(timeout=DEADLINE_S)
-        self.stderr += rest
+        out, rest = self.process.communicate(timeout=DEADLINE_S)
+        self.stdout, self.stderr = out or "", self.stderr + (rest or "")
         return self.process.returncode
 
 

@@ -212,7 +212,7 @@ def test_an_action_or_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path)
 def test_a_disk_without_room_is_told_once_and_so_is_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     diagnosis = judge(tmp_path, FakeHands(None), said, on_finding="warn")
-    for free_bytes in (10**9, 0, 0, 2**20, 0, 10**9, 10**9):
+    for free_bytes in (10**9, 0, 0, 2**21, 2**20, 0, 2**20, 10**9, 10**9):
         usage = SimpleNamespace(free=free_bytes)
         monkeypatch.setattr("thinwire.training.live_diagnosis.shutil.disk_usage", lambda path, usage=usage: usage)
         diagnosis.look()

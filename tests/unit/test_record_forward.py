@@ -167,7 +167,7 @@ def test_a_file_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     assert len(said) == 1 and "records of replica 3 are lost until they can be written" in said[0]
 
 
-def test_what_there_is_no_room_for_is_lost_whole_and_what_comes_later_is_kept(tmp_path: Path) -> None:
+def test_what_there_is_no_room_for_waits_in_memory_and_is_written_whole_later(tmp_path: Path) -> None:
     said: list[str] = []
     taken, path = TakenRecords(tmp_path, say=said.append), tmp_path / "records-rank-3.jsonl"
     with file_size_limit(20):
@@ -175,13 +175,27 @@ def test_what_there_is_no_room_for_is_lost_whole_and_what_comes_later_is_kept(tm
     assert not path.exists()
     taken.take(3, pressed([beat(1)]))
     whole = path.read_text()
+    assert [record.at_s for record in records(tmp_path) if isinstance(record, Beat)] == [0.0, 1.0]
     with file_size_limit(len(whole) + 20):
         for second in (2.0, 3.0):
             taken.take(3, pressed([beat(second)]))
-    assert path.read_text() == whole and taken.num_refused == 3
-    taken.take(3, pressed([beat(4.0)]))
-    assert path.read_text() == whole + beat(4.0) + "\n"
-    assert len(said) == 2 and all("records of replica 3 are lost until they can be written" in text for text in said)
+    assert path.read_text() == whole and taken.num_refused == 0
+    taken.close()
+    assert path.read_text() == whole + beat(2.0) + "\n" + beat(3.0) + "\n"
+    assert len(said) == 2 and all("records of replica 3 wait in memory until there is room" in text for text in said)
+
+
+def test_what_waits_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.training.elastic.forwarding.MAX_WAITING_HERE_BYTES", 10 * len(beat(0.0)))
+    taken = TakenRecords(tmp_path, say=lambda text: None)
+    with file_size_limit(20):
+        for second in range(30):
+            taken.take(3, pressed([beat(float(second))]))
+        taken.take(4, pressed([beat(0.0).replace('"rank":3', '"rank":4')]))
+    taken.close()
+    beats = [record for record in records(tmp_path) if isinstance(record, Beat)]
+    assert taken.num_refused > 15 and beats[-1].at_s == 29.0, "the oldest of the one with the most are lost"
+    assert "records-rank-4.jsonl" in {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_long_file_begins_anew_with_the_rank_s_place(taken: TakenRecords, tmp_path: Path, monkeypatch: Any) -> None:

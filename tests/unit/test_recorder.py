@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.full_disk import file_size_limit
 from thinwire.diagnosis.reading import Records, from_records, read_records
 from thinwire.diagnosis.records import Communicator, TransferEnd
 from thinwire.diagnosis.sources import read_files
@@ -145,6 +146,48 @@ def test_a_file_that_is_begun_anew_again_and_again_is_there_all_the_time(
     assert not any(lost)
     assert f"{299:050d}" in path.read_text() and f"{298:050d}" in old.read_text()
     assert sorted(found.name for found in tmp_path.iterdir()) == [path.name, old.name]
+
+
+def test_records_of_a_full_disk_are_kept_and_written_whole_once_there_is_room(tmp_path: Path) -> None:
+    file, (path, _) = RecordFile(tmp_path, rank=0), record_paths(tmp_path, rank=0)
+    file.write(["first"])
+    whole = path.read_text()
+    with file_size_limit(len(whole) + 3):
+        for number in range(100):
+            assert not file.write([f"{number:05d}"])
+        assert path.read_text() == whole and file.is_waiting
+    file.write(["last"])
+    file.close()
+    assert path.read_text() == whole + "".join(f"{number:05d}\n" for number in range(100)) + "last\n"
+    assert file.num_lost == 0
+
+
+def test_a_file_is_not_begun_anew_on_a_full_disk_and_what_is_kept_is_bounded(tmp_path: Path) -> None:
+    file, (path, old) = RecordFile(tmp_path, rank=0, most_bytes=300, max_kept_bytes=300), record_paths(tmp_path, rank=0)
+    file.write(["x" * 120])
+    with file_size_limit(1):
+        for number in range(100):
+            assert not file.write([f"{number:049d}"])
+    assert not old.exists() and file.num_lost == 94
+    assert file.write(["last"]) and old.exists()
+    file.close()
+    assert path.read_text().splitlines()[1:] == [*(f"{number:049d}" for number in range(94, 100)), "last"]
+
+
+def test_a_recorder_goes_on_after_a_full_disk_and_warns(tmp_path: Path) -> None:
+    told: list[str] = []
+    with file_size_limit(10):
+        recorder = Recorder(tmp_path, rank=0, warn=told.append)
+        recorder.add_step(1, started_s=1.0, done_s=2.0)
+        until_s = time.monotonic() + 60
+        while not told:
+            assert time.monotonic() < until_s, "it never warned"
+            time.sleep(TURN_S / 5)
+    recorder.add_step(2, started_s=2.0, done_s=3.0)
+    recorder.close()
+    assert told == ["rank 0's records are kept in memory until there is room on the disk"]
+    records = read_files([tmp_path])
+    assert [span.step for span in records.spans] == [1, 2] and records.num_refused == 0
 
 
 def test_a_folder_that_takes_no_file_is_told_and_ends_nothing(tmp_path: Path) -> None:

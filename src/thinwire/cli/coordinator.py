@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.cli.launcher_end import end_with
+from thinwire.cli.output import protect_output
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,4 +49,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main(sys.argv[1:]))

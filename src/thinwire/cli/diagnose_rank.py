@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from thinwire.cli.launcher_end import end_with
+from thinwire.cli.output import protect_output
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,4 +31,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main(sys.argv[1:]))

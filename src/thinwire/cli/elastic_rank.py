@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.cli.launcher_end import end_with
+from thinwire.cli.output import finish_output, protect_output
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     code = main(sys.argv[1:])
-    sys.stdout.flush()
+    finish_output()
     os._exit(code)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from thinwire.cli import elastic_worker
 from thinwire.cli.launcher_end import end_with
+from thinwire.cli.output import finish_output, protect_output
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     code = main(sys.argv[1:])
-    sys.stdout.flush()
+    finish_output()
     os._exit(code)  # threads of rounds in flight must not keep a process that has left

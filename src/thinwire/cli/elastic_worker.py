@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from thinwire.cli.launcher_end import end_with
+from thinwire.cli.output import finish_output, protect_output
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.job import LocalSettings
@@ -84,6 +85,7 @@ def _tell(text: str) -> None:
 
 
 if __name__ == "__main__":
+    protect_output()
     code = main(sys.argv[1:])
-    sys.stdout.flush()
+    finish_output()
     os._exit(code)  # threads of rounds in flight must not keep a process that has left

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from thinwire.cli.output import protect_output
 from thinwire.training.config import TrainConfig
 
 _MODULE = "thinwire.cli.judge_beside"
@@ -96,9 +97,10 @@ class _Nobody:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that is gone
+    with contextlib.suppress(OSError):  # a terminal that is gone; `judged_beside` calls this in the rank's process
         print(f"thinwire: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from thinwire.cli.output import finish_output, protect_output
 from thinwire.version import __version__
 
 COMMANDS = {
@@ -37,12 +38,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: The words after `thinwire`; those of this process by default.
+        arguments: The words after `thinwire`; those of this process by default, whose output is then protected from a
+            full disk.
 
     Returns:
         The exit code: 0, 1 for what went wrong while running, 2 for a wrong command line.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None:
+        return _run(arguments)
+    protect_output()
+    code = _run(sys.argv[1:])
+    if not finish_output():
+        print("thinwire: error: output was lost: no room where stdout goes; make room there", file=sys.stderr)
+        return code or 1
+    return code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    words = list(arguments)
     name = words[0] if words else "--help"
     if name in ("-h", "--help"):
         print(_usage())

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.cli.launcher_end import end_with
+from thinwire.cli.output import protect_output
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,4 +42,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    protect_output()
     sys.exit(main(sys.argv[1:]))

@@ -183,6 +183,10 @@ class Desk:
         del self.findings[:-1000]
         self._record("finding", {"text": text})
 
+    def report(self, text: str) -> None:
+        """Add a finding that does not come from a message, as about the host's disk."""
+        self._find(text)
+
     def _run_note(self) -> dict[str, Any]:
         seq_len = self._job.get("config", {}).get("seq_len") or 0
         return {

@@ -100,12 +100,15 @@ class Hub:
         """Send a message to a connection; where its queue is full or it is gone, it is lost, and asked for again."""
         self._door.send(token, bytearray(encode(kind, **fields)))
 
-    def serve(self, coordinator: Coordinator, *, until: Callable[[], bool]) -> None:
+    def serve(
+        self, coordinator: Coordinator, *, until: Callable[[], bool], turn: Callable[[], None] = lambda: None
+    ) -> None:  # fmt: skip
         """Serve until told to end.
 
         Args:
             coordinator: The machine.
             until: Asked again and again whether to end.
+            turn: Called after each turn.
         """
         poller = zmq.Poller()
         for plug in (self._door.plug, self._door.monitor, self._door.decider):
@@ -124,6 +127,7 @@ class Hub:
                 last_s = now_s
                 coordinator.tick(now_s)
                 self._guard(now_s)
+            turn()
 
     def close(self) -> None:
         """Give the sockets back."""

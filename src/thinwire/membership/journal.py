@@ -5,8 +5,8 @@ there for the one that comes after it. It is not forced onto the disk: when the 
 from its last checkpoint.
 
 Room for thousands of rounds is taken beforehand where the file system can do that, so that a disk that others fill does
-not stop the run at once. Once that is used up, whoever writes waits until there is room: what was not written must not
-be said.
+not stop the run at once. Once that is used up, lines are kept in memory until there is room, and so are the messages
+that may depend on them: what was not written must not be sent.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ import errno
 import json
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ThinwireError
+from thinwire.files import is_no_room
 
 RESERVE_BYTES = 8 << 20
 _KEEP_SIZE = 1
 _WAIT_S = 0.5
+# What is kept in memory while there is no room; a decision has a few hundred bytes. Beyond it the coordinator stands
+# still until there is room.
+MAX_UNWRITTEN_BYTES = 8 << 20
+MAX_HELD_MESSAGES = 4096
 
 
 class Journal:
@@ -34,7 +40,7 @@ class Journal:
     Args:
         path: The file; made where there is none.
         say: Told once when there is no room any more, and when there is again.
-        until: Ends the waiting for room.
+        until: Ends the waiting for room; without it a line that cannot be written is an error at once.
         reserve_bytes: How much room is taken beforehand; half as much at the least.
 
     Raises:
@@ -50,13 +56,15 @@ class Journal:
         self._until = until
         self._reserve_bytes = reserve_bytes
         self._is_torn = False
+        self._unwritten: deque[bytes] = deque()
+        self._num_unwritten_bytes = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lines = self._read()
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._num_bytes = self._reserved = os.fstat(self._file).st_size
             if self._is_torn:
-                self._append(b"\n")  # the half line stays one of its own
+                self._append_or_keep(b"\n")  # the half line stays one of its own
         except OSError as error:
             raise ThinwireError(
                 f"the coordinator cannot write {path}: {error.strerror}; make room, or choose another --out"
@@ -66,34 +74,63 @@ class Journal:
         """Return what was written before this object was made, without a last line that a crash cut off."""
         return self._lines
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are lines for which there was no room yet."""
+        return bool(self._unwritten)
+
     def write(self, what: str, fields: dict[str, Any]) -> None:
-        """Add a line; wait as long as the disk is full, where there is something to end the waiting.
+        """Add a line; keep it in memory while the disk is full, where there is something to end that.
 
         Raises:
             ThinwireError: It cannot be written.
         """
         line = json.dumps({"what": what, **fields}, separators=(",", ":")).encode() + b"\n"
-        is_told = False
-        while True:
+        try:
+            self._append_or_keep(line)
+            while self._num_unwritten_bytes > MAX_UNWRITTEN_BYTES and not self.flush():
+                if self._until is None or self._until.wait(_WAIT_S):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise ThinwireError(f"the coordinator cannot write {self._path}: {error.strerror}; make room") from error
+
+    def flush(self) -> bool:
+        """Write what is kept in memory, as far as there is room; return whether nothing is left.
+
+        Raises:
+            ThinwireError: It cannot be written for another reason than lack of room.
+        """
+        while self._unwritten:
             try:
-                self._append(line)
-                break
+                self._append(self._unwritten[0])
             except OSError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if not is_full or self._until is None or self._until.is_set():
+                if not is_no_room(error):
                     raise ThinwireError(
                         f"the coordinator cannot write {self._path}: {error.strerror}; make room"
                     ) from error
-            if not is_told:
-                is_told = True
-                self._say(f"cannot write {self._path}: the disk is full; replicas wait until there is room")
-            self._until.wait(_WAIT_S)
-        if is_told:
-            self._say(f"there is room for {self._path} again, and the run goes on")
+                return False
+            self._num_unwritten_bytes -= len(self._unwritten.popleft())
+            if not self._unwritten:
+                self._say(f"there is room for {self._path} again, and the run goes on")
+        return True
+
+    def _append_or_keep(self, line: bytes) -> None:
+        if not self._unwritten:
+            try:
+                self._append(line)
+                return
+            except OSError as error:
+                if not is_no_room(error) or self._until is None or self._until.is_set():
+                    raise
+            self._say(f"cannot write {self._path}: the disk is full; replicas wait until there is room")
+        self._unwritten.append(line)
+        self._num_unwritten_bytes += len(line)
 
     def close(self) -> None:
         """Close the file, and give back the room that was not needed; closing twice is fine."""
         if self._file >= 0:
+            with contextlib.suppress(ThinwireError):
+                self.flush()
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, os.fstat(self._file).st_size)  # which lets go of what lies behind it
             os.close(self._file)
@@ -138,3 +175,34 @@ class Journal:
                 if isinstance(value, dict) and isinstance(value.get("what"), str):
                     found.append(value)
         return found
+
+
+class HeldMessages:
+    """Holds the coordinator's messages back while its journal lacks lines that they may depend on.
+
+    Answers without a text, as to a status command, are sent at once: no replica acts on them. Beyond the bound messages
+    are lost as on a broken connection, and replicas ask for them again.
+
+    Args:
+        journal: The journal.
+        send: Sends a message to a connection.
+    """
+
+    def __init__(self, journal: Journal, *, send: Callable[[bytes, str, dict[str, Any]], None]) -> None:
+        self._journal = journal
+        self._send = send
+        self._held: deque[tuple[bytes, str, dict[str, Any]]] = deque()
+
+    def send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
+        """Send a message, or hold it until the journal is written."""
+        is_free = kind == "answer" and not fields.get("text")
+        if is_free or not (self._journal.is_behind or self._held):
+            self._send(token, kind, fields)
+        elif len(self._held) < MAX_HELD_MESSAGES:
+            self._held.append((token, kind, fields))
+
+    def release(self) -> None:
+        """Write what the journal keeps in memory, and send what was held once that is done."""
+        if self._journal.flush():
+            while self._held:
+                self._send(*self._held.popleft())

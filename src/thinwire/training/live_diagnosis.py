@@ -21,6 +21,7 @@ from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.live import LiveJudge, News
 from thinwire.diagnosis.steering import Action, Steering
 from thinwire.diagnosis.tail import RecordTail
+from thinwire.training.line_file import LineFile
 from thinwire.transport.addresses import host_name
 from thinwire.units import format_bytes, format_moment
 
@@ -105,6 +106,7 @@ class LiveDiagnosis:
         self._stop = threading.Event()
         self._told_problem = ""
         self._is_full = False
+        self._files: dict[str, LineFile] = {}
         self.news: list[tuple[float, News]] = []
         self.actions: list[dict[str, Any]] = []
         self.num_looks = 0
@@ -127,12 +129,14 @@ class LiveDiagnosis:
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)
+        for file in self._files.values():
+            file.close()
 
     def look(self) -> None:
         """Read what came, judge it, tell and act; called by the thread."""
         began_s = time.thread_time()
-        self._read()
         self._see_room()
+        self._read()
         if self._tails and self._is_mine():
             self.num_looks += 1
             members = self._hands.members()
@@ -167,12 +171,15 @@ class LiveDiagnosis:
 
     def _see_room(self) -> None:
         """Tell of a disk without room: whatever is judged then lacks what could not be written."""
+        for file in self._files.values():
+            file.flush()
         free_bytes = shutil.disk_usage(self._run_dir).free
-        if self._is_full != (free_bytes < _LEAST_FREE_BYTES):
+        bound = 2 * _LEAST_FREE_BYTES if self._is_full else _LEAST_FREE_BYTES
+        if self._is_full != (free_bytes < bound):
             self._is_full = not self._is_full
             self._say(
-                f"warning: the disk of {self._run_dir} is full ({format_bytes(free_bytes)} free): records, metrics and "
-                f"checkpoints are lost until there is room; make room there"
+                f"warning: the disk of {self._run_dir} is full ({format_bytes(free_bytes)} free): checkpoints fail and "
+                f"records and metrics wait in memory until there is room; make room there"
                 if self._is_full
                 else f"there is room on the disk of {self._run_dir} again"
             )
@@ -230,8 +237,9 @@ class LiveDiagnosis:
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         try:
-            with (self._run_dir / name).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            if name not in self._files:
+                self._files[name] = LineFile(self._run_dir / name, warn=self._complain)
+            self._files[name].write(json.dumps(line, separators=(",", ":")), is_last=True)
         except OSError as error:
             self._complain(f"cannot write {self._run_dir / name}: {error.strerror}")
 

@@ -7,11 +7,14 @@ one begins: whoever follows the file sees it become shorter. The two together ho
 from __future__ import annotations
 
 import contextlib
+import os
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TextIO
 
 from thinwire.diagnosis.records import Beat, header_line, to_line
+from thinwire.files import append_whole, is_no_room
+from thinwire.training.line_file import MAX_KEPT_BYTES
 
 MOST_FILE_BYTES = 16 << 20
 
@@ -29,40 +32,67 @@ def record_paths(run_dir: Path, *, rank: int) -> tuple[Path, Path]:
 class RecordFile:
     """Takes lines, and holds the latest of them on disk.
 
+    Lines for which there is no room on the disk are kept in memory, bounded, and written with the next ones.
+
     Args:
         run_dir: The run's folder.
         rank: Who writes.
         most_bytes: How long both files together may be.
         is_continued: Whether what is there already stays, and the lines come behind it.
+        max_kept_bytes: Bound on what is kept in memory; beyond it the oldest lines are lost. 0 raises instead.
+
+    Attributes:
+        num_lost: Lines that could neither be written nor kept.
 
     Raises:
         OSError: It cannot be written.
     """
 
     def __init__(
-        self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES, is_continued: bool = False
-    ) -> None:
+        self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES, is_continued: bool = False,
+        max_kept_bytes: int = MAX_KEPT_BYTES,
+    ) -> None:  # fmt: skip
         self._path, self._old = record_paths(run_dir, rank=rank)
         self._most_bytes = most_bytes
-        if is_continued and self._path.exists():
-            self._file: TextIO = self._path.open("a", encoding="utf-8")
-            self._num_bytes = self._file.tell()
-            return
-        self._old.unlink(missing_ok=True)
-        self._file = self._begin(self._path)
+        self._max_kept_bytes = max_kept_bytes
+        self._kept: deque[bytes] = deque()
+        self._num_kept = 0
+        self.num_lost = 0
+        if not is_continued:
+            self._old.unlink(missing_ok=True)
+        self._file = _open(self._path, more=0 if is_continued else os.O_TRUNC)
+        self._num_bytes = os.fstat(self._file).st_size
+        if not self._num_bytes:
+            try:
+                self._begin()
+            except OSError:
+                os.close(self._file)
+                raise
 
-    def _begin(self, path: Path) -> TextIO:
-        file = path.open("w", encoding="utf-8")
-        file.write(header_line() + "\n")
-        self._num_bytes = 0
-        return file
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are lines for which there was no room yet."""
+        return bool(self._kept)
+
+    def _begin(self) -> None:
+        header = (header_line() + "\n").encode()
+        try:
+            append_whole(self._file, header)
+        except OSError as error:
+            self._keep([header], error)
 
     def _begin_anew(self) -> None:
         """Let the file become the old one; at no time is there none, for whoever reads the folder just then."""
-        self._file.close()
         fresh = self._path.with_name(self._path.name + ".new")
-        self._file = self._begin(fresh)
-        self._file.flush()
+        file = _open(fresh, more=os.O_TRUNC)
+        try:
+            append_whole(file, (header_line() + "\n").encode())
+        except OSError:
+            os.close(file)
+            fresh.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file, self._num_bytes = file, 0
         try:
             # by way of a third name: a reader that has found the old file must be able to open it
             second = self._old.with_name(self._old.name + ".new")
@@ -75,18 +105,47 @@ class RecordFile:
 
     def write(self, lines: Iterable[str]) -> bool:
         """Write lines so that others can read them at once; return whether a new file was begun before them."""
-        text = "".join(line + "\n" for line in lines)
-        is_new = 2 * (self._num_bytes + len(text)) > self._most_bytes and self._num_bytes > 0
-        if is_new:
-            self._begin_anew()
-        self._file.write(text)
-        self._file.flush()
-        self._num_bytes += len(text)
+        new = [line.encode() + b"\n" for line in lines]
+        data = b"".join([*self._kept, *new])
+        is_new = 2 * (self._num_bytes + len(data)) > self._most_bytes and self._num_bytes > 0
+        try:
+            if is_new:
+                is_new = False
+                self._begin_anew()
+                is_new = True
+            append_whole(self._file, data)
+        except OSError as error:
+            self._keep(new, error)
+            return is_new
+        self._kept.clear()
+        self._num_kept = 0
+        self._num_bytes += len(data)
         return is_new
 
+    def _keep(self, lines: Iterable[bytes], error: OSError) -> None:
+        if not self._max_kept_bytes or not is_no_room(error):
+            raise error
+        for line in lines:
+            self._kept.append(line)
+            self._num_kept += len(line)
+        while self._num_kept > self._max_kept_bytes:
+            self._num_kept -= len(self._kept.popleft())
+            self.num_lost += 1
+
     def close(self) -> None:
-        """Write no more."""
-        self._file.close()
+        """Write what is kept as far as there is room, and no more after it; closing twice is fine."""
+        if self._file < 0:
+            return
+        if self._kept:
+            with contextlib.suppress(OSError):
+                self.write([])
+            self.num_lost += len(self._kept)
+        os.close(self._file)
+        self._file = -1
+
+
+def _open(path: Path, *, more: int) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | more, 0o666)
 
 
 def write_obituary(run_dir: Path, *, rank: int, at_s: float, error: str) -> None:

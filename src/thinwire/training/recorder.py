@@ -79,7 +79,8 @@ class Recorder:
     """Writes `records-rank-N.jsonl` of one rank, see `thinwire.training.record_file`.
 
     Memory is bounded: so many events wait at most, and so many transfers and rounds are open at most; the oldest are
-    forgotten. A disk that is full ends the recording, and not the run.
+    forgotten. While the disk is full, lines are kept in memory; a disk that fails otherwise ends the recording, not the
+    run.
 
     Args:
         run_dir: The run's folder.
@@ -113,6 +114,7 @@ class Recorder:
             communicator=COMMUNICATOR, ranks=(rank,), hosts=(host_name(),), clocks=(clock_name(),)
         )
         self._stop = threading.Event()
+        self._is_full = False
         self._file: RecordFile | None = None
         try:
             self._file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
@@ -180,6 +182,10 @@ class Recorder:
         self._turn(bye)
         if self._file is not None:
             self._file.close()
+            if self._file.num_lost:
+                self._warn(
+                    f"{self._file.num_lost} records of rank {self._rank} are missing: there was no room for them"
+                )
             self._file = None
         if self._forward is not None:
             self._forward.finish()
@@ -232,6 +238,11 @@ class Recorder:
                 self._file.write(map(to_line, [self._place, *self._open.values()]))
         except OSError as error:
             self._give_up(error)
+            return
+        if self._file.is_waiting != self._is_full:
+            self._is_full = self._file.is_waiting
+            if self._is_full:
+                self._warn(f"rank {self._rank}'s records are kept in memory until there is room on the disk")
 
     def _give_up(self, error: OSError) -> None:
         self._file = None

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from thinwire.diagnosis.downtime import Downtime, Incident, account
 from thinwire.files import write_whole
 from thinwire.training.checkpoint_interval import interval_steps, mtbf_s
+from thinwire.training.line_file import LineFile
 
 PARTS_FILE = "parts.jsonl"
 COST_FILE = "checkpoint-cost.json"
@@ -40,6 +41,7 @@ class RunParts:
         self._clock = clock
         self._seen: tuple[float, int] | None = None
         self._is_working = False
+        self._file: LineFile | None = None
         self._began_s = clock()
 
     def begin(self, *, step: int) -> None:
@@ -55,7 +57,9 @@ class RunParts:
         self._write("begun", {"step": step})
 
     def look(self) -> None:
-        """Note the first sign of work; called now and then."""
+        """Note the first sign of work, and write what a full disk kept waiting; called now and then."""
+        if self._file is not None:
+            self._file.flush()
         if not self._is_working and _size(self._run_dir / _METRICS) != self._seen:
             last = _last_step(self._run_dir)
             if last.get("last_s", 0.0) > self._began_s and last.get("step", 0) > 0:
@@ -67,14 +71,16 @@ class RunParts:
         self.look()
         found = {} if found_s is None else {"found_s": round(found_s, 3)}
         self._write("ended", {"how": how, **found, **_last_step(self._run_dir)})
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _write(self, what: str, fields: Mapping[str, Any], *, at_s: float | None = None) -> None:
         line = {"what": what, "at": round(self._clock() if at_s is None else at_s, 3), **fields}
-        try:
-            with (self._run_dir / PARTS_FILE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        except OSError:  # a full disk is told by what matters more
-            return
+        with contextlib.suppress(OSError):  # what matters more reports it
+            if self._file is None:
+                self._file = LineFile(self._run_dir / PARTS_FILE)
+            self._file.write(json.dumps(line, separators=(",", ":")), is_last=True)
 
 
 def read_parts(run_dir: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,10 @@ so that one that died is back soon.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +16,10 @@ from pathlib import Path
 from thinwire.files import write_whole
 from thinwire.membership.coordinator import Coordinator
 from thinwire.membership.hub import Hub
-from thinwire.membership.journal import Journal
+from thinwire.membership.journal import HeldMessages, Journal
 from thinwire.training.elastic.forwarding import TakenRecords
 from thinwire.transport.secret import read_secret
+from thinwire.units import format_bytes
 
 JOURNAL_FILE = "coordinator.jsonl"
 JOB_FILE = "job.json"
@@ -25,6 +29,11 @@ ALONE_FILE = "coordinator.alone"
 # After the end the last words must reach those that wait for them.
 _FAREWELL_S = 5.0
 _LONGEST_FAREWELL_S = 600.0
+# Below this a disk counts as full, above twice as much as having room again.
+MIN_FREE_BYTES = 1 << 20
+_DISK_CHECK_S = 1.0
+# A disk may be filled and emptied for days.
+_MAX_DISK_REPORTS = 100
 
 
 def coordinate(
@@ -53,20 +62,65 @@ def coordinate(
     hub = Hub(secret=read_secret(secret_path), address=address, port=wanted, say=say)
     if known != (address, hub.port):  # not where there may be no room, for what is there already
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
+    held = HeldMessages(journal, send=hub.send)
     coordinator = Coordinator(
         job=job, planned=job["config"]["begin_with"] or job["config"]["replicas"], sync_interval=job["sync_interval"],
-        overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=hub.send, record=journal.write,
+        overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=held.send, record=journal.write,
         part_share=job.get("part_share", 0.0), bears=job.get("bears", False),
         generation=hub.generation, founding_s=job["config"]["join_deadline_s"], from_disk=is_resumed,
     )  # fmt: skip
-    coordinator.keep_records = TakenRecords(run_dir, say=say).take
+    records = TakenRecords(run_dir, say=say)
+    coordinator.keep_records = records.take
     coordinator.resume_from(journal.lines(), now_s=time.monotonic())
     end = _End(coordinator, until, alone=run_dir / ALONE_FILE)
+    disk = _DiskCheck(run_dir, journal=journal, report=coordinator.report)
+
+    def turn() -> None:
+        held.release()
+        disk.look(now_s=time.monotonic())
+
     try:
-        hub.serve(coordinator, until=end.has_come)
+        hub.serve(coordinator, until=end.has_come, turn=turn)
     finally:
         hub.close()
+        records.close()
         journal.close()
+
+
+class _DiskCheck:
+    """Reports a full disk of the coordinator's host as a finding, which `thinwire status` and every host show."""
+
+    def __init__(self, run_dir: Path, *, journal: Journal, report: Callable[[str], None]) -> None:
+        self._run_dir = run_dir
+        self._journal = journal
+        self._report = report
+        self._is_full = self._is_behind = False
+        self._next_s = -math.inf
+        self._num_left = _MAX_DISK_REPORTS
+
+    def look(self, *, now_s: float) -> None:
+        """Look at the disk when it is time."""
+        if now_s < self._next_s or self._num_left <= 0:
+            return
+        self._next_s = now_s + _DISK_CHECK_S
+        if self._journal.is_behind and not self._is_behind:
+            self._say("the disk is full, and decisions cannot be written: replicas wait until there is room")
+        self._is_behind = self._journal.is_behind
+        with contextlib.suppress(OSError):
+            free_bytes = shutil.disk_usage(self._run_dir).free
+            if free_bytes < MIN_FREE_BYTES and not self._is_full:
+                self._is_full = True
+                self._say(
+                    f"the disk of the first host's run folder {self._run_dir} is full "
+                    f"({format_bytes(free_bytes)} free): checkpoints fail and records wait in memory; make room there"
+                )
+            elif free_bytes > 2 * MIN_FREE_BYTES and self._is_full:
+                self._is_full = False
+                self._say(f"the disk of the first host's run folder {self._run_dir} has room again")
+
+    def _say(self, text: str) -> None:
+        self._num_left -= 1
+        self._report(text)
 
 
 class _End:

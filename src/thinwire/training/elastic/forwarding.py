@@ -19,6 +19,7 @@ from typing import Protocol
 
 from thinwire.diagnosis.reading import parse_line
 from thinwire.diagnosis.records import Communicator, Record, to_line
+from thinwire.files import is_no_room
 from thinwire.membership.callers import Allowance
 from thinwire.training.record_file import RecordFile, record_paths
 
@@ -32,6 +33,8 @@ _SPAN = '{"record":"span"'
 _FINISH_S, _FINISH_LOOK_S = 2.0, 0.02
 # Of all replicas of other hosts together, also of those that have long gone: as many come as spot machines do.
 MOST_KEPT_BYTES = 1 << 29
+# At the coordinator, of all replicas together, while its disk is full.
+MAX_WAITING_HERE_BYTES = 4 << 20
 # At the coordinator: a replica that says the truth stays far below.
 _TAKEN_A_SECOND, _TAKEN_AT_ONCE = 2 * BYTES_A_SECOND, float(MOST_WAITING_BYTES)
 
@@ -152,11 +155,12 @@ class TakenRecords:
 
     A line is read as a record and written anew. One of another rank, one that is no record, and what a replica says
     beyond its allowance are left out. Nothing is written for a replica whose process is on this host: it writes itself.
-    Where all files together grow too long, those go whose replica has been silent for longest.
+    Where all files together grow too long, those go whose replica has been silent for longest. While the disk is full,
+    lines are kept in memory, bounded; beyond the bound the oldest of the replica with the most are lost.
 
     Args:
         run_dir: The run's folder.
-        say: Told once where a file cannot be written.
+        say: Called once where a file cannot be written.
         now: Gives seconds that only grow.
         most_bytes: How long all files together may be.
 
@@ -177,6 +181,7 @@ class TakenRecords:
         self._places: dict[int, str] = {}
         self._told: set[int] = set()
         self._met: set[int] = set()
+        self._waiting: dict[int, deque[str]] = {}
         self.num_refused = 0
 
     def take(self, replica: int, text: str) -> None:
@@ -216,22 +221,41 @@ class TakenRecords:
             self._places[replica] = to_line(record)
         return record
 
-    def _write(self, replica: int, lines: list[str]) -> None:
+    def close(self) -> None:
+        """Write what is kept in memory, as far as there is room."""
+        for replica in list(self._waiting):
+            self._write(replica, [])
+
+    def _write(self, replica: int, new: list[str]) -> None:
         path, _ = record_paths(self._run_dir, rank=replica)
         before = path.stat().st_size if path.exists() else 0
+        lines = self._waiting.pop(replica, deque())
+        lines.extend(new)
         try:
-            file = RecordFile(self._run_dir, rank=replica, is_continued=True)
+            file = RecordFile(self._run_dir, rank=replica, is_continued=True, max_kept_bytes=0)
             with contextlib.closing(file):
                 if file.write(lines) and replica in self._places:
                     file.write([self._places[replica]])
             self._make_room(replica)
             self._told.discard(replica)
         except OSError as error:
-            self.num_refused += len(lines)
             _cut_back(path, before)
+            if is_no_room(error):
+                self._waiting[replica] = lines
+                self._bound_waiting()
+            else:
+                self.num_refused += len(lines)
             if replica not in self._told:
                 self._told.add(replica)
-                self._say(f"records of replica {replica} are lost until they can be written: {error.strerror or error}")
+                how = "wait in memory until there is room" if replica in self._waiting else "are lost"
+                self._say(f"records of replica {replica} {how}: {error.strerror or error}")
+
+    def _bound_waiting(self) -> None:
+        sizes = {replica: sum(map(len, lines)) for replica, lines in self._waiting.items()}
+        while sum(sizes.values()) > MAX_WAITING_HERE_BYTES:
+            most = max(sizes, key=lambda replica: sizes[replica])
+            sizes[most] -= len(self._waiting[most].popleft())
+            self.num_refused += 1
 
     def _make_room(self, replica: int) -> None:
         """Remove what those wrote who have been silent for longest, until there is room for all."""
