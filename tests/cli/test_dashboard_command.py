@@ -213,6 +213,99 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path, capsys: py
     assert "cannot read the token's file" in capsys.readouterr().err
 
 
+@contextlib.contextmanager
+def slow_clients(server: DashboardServer, count: int, *, address: str = "127.0.0.1") -> Iterator[list[socket.socket]]:
+    """Hold connections open: a third says nothing, a third half a request, a third a byte now and then."""
+    is_over = threading.Event()
+    clients = []
+    for number in range(count):
+        one = socket.create_connection(("127.0.0.1", server.server_port), timeout=60, source_address=(address, 0))
+        clients.append(one)
+        if number % 3 == 1:
+            one.sendall(b"GET / HTTP/1.1\r\nHost: loc")
+        elif number % 3 == 2:
+            one.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+
+    def drip() -> None:
+        while not is_over.wait(0.05):
+            for one in clients[2::3]:
+                with contextlib.suppress(OSError):
+                    one.send(b"a")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        yield clients
+    finally:
+        is_over.set()
+        thread.join()
+        for one in clients:
+            one.close()
+
+
+def is_hung_up(client: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while client.recv(1 << 16):
+            continue
+    return True
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_forty_slow_clients_keep_nobody_from_the_page(tmp_path: Path, token: str | None) -> None:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    with served(write_run(tmp_path), token=token) as server, slow_clients(server, 40) as clients:
+        for path in ("/", "/snapshot.json", "/metrics", "/"):
+            assert ask(server, path, **headers)[0] == 200
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+        connection.request("GET", "/events", headers=headers)
+        assert "replicas" in event(connection.getresponse())["sections"]
+        connection.close()
+        assert is_hung_up(clients[0]), "beyond its address's quota the oldest ends"
+
+
+def test_a_request_that_does_not_come_whole_in_time_ends_whatever_drips_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "HEAD_S", 0.5)
+    with served(write_run(tmp_path)) as server, slow_clients(server, 6) as clients:
+        assert all(map(is_hung_up, clients))
+        assert ask(server, "/")[0] == 200
+
+
+def test_a_flood_from_another_address_takes_no_place_from_a_slow_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "HEAD_S", 120.0)
+    with (
+        served(write_run(tmp_path)) as server,
+        socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as user,
+    ):
+        user.sendall(b"GET / HTTP/1.1\r\nHost: local")
+        with slow_clients(server, 200, address="127.0.0.2"):
+            assert ask(server, "/")[0] == 200
+            user.sendall(b"host\r\n\r\n")
+            assert user.recv(12) == b"HTTP/1.1 200"
+
+
+def test_clients_that_never_read_their_answers_keep_nobody_from_the_page(tmp_path: Path) -> None:
+    with served(write_run(tmp_path)) as server, contextlib.ExitStack() as stack:
+        for _ in range(40):
+            one = stack.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            one.connect(("127.0.0.1", server.server_port))
+            one.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert ask(server, "/")[0] == 200
+
+
+def test_a_request_of_more_than_32_kib_is_refused_and_not_read_to_its_end(tmp_path: Path) -> None:
+    with (
+        served(write_run(tmp_path)) as server,
+        socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as client,
+    ):
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X-Long: " + b"a" * 40_000 + b"\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.1 431"
+
+
 def test_more_clients_than_there_are_places_are_sent_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "MOST_CLIENTS", 2)
     with served(write_run(tmp_path)) as server:
@@ -220,7 +313,9 @@ def test_more_clients_than_there_are_places_are_sent_away(tmp_path: Path, monkey
         for connection in held:
             connection.request("GET", "/events")
             event(connection.getresponse())
-        assert ask(server, "/")[0] == 503
+        status, _, text = ask(server, "/events")
+        assert status == 503 and "close one" in text
+        assert ask(server, "/")[0] == 200, "the page itself comes all the same"
         for connection in held:
             connection.close()
 

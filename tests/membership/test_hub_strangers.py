@@ -1,11 +1,13 @@
 """What strangers, liars and floods at the coordinator's port do to the replicas: nothing."""
 
+import asyncio
 import contextlib
 import json
 import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +21,7 @@ from thinwire.membership.callers import UNSEEN_BYTES
 from thinwire.membership.coordinator import Coordinator
 from thinwire.membership.hub import TOKEN_BYTES, Hub, caller_keys, hub_keys
 from thinwire.membership.invitation import Invitation
-from thinwire.membership.line import Line
+from thinwire.membership.line import Line, ask_once
 from thinwire.membership.protocol import MOST_BYTES_HERE, VERSION, Message, encode
 from thinwire.transport import wire_door
 from thinwire.transport.secret import Secret
@@ -242,6 +244,75 @@ def test_connections_that_say_nothing_end_and_do_not_fill_the_process(
         silent.close()
         for stranger in strangers:
             stranger.close()
+
+
+class SlowWire:
+    """Relays connections to a port, each byte `latency_s` late, both ways."""
+
+    def __init__(self, port: int, *, latency_s: float) -> None:
+        self._port, self._latency_s = port, latency_s
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, HOST, 0))
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        others, other = await asyncio.open_connection(HOST, self._port)
+        await asyncio.gather(self._carry(reader, other), self._carry(others, writer))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                self._loop.call_later(self._latency_s, writer.write, data)
+        self._loop.call_later(self._latency_s, writer.close)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+
+def flood_from(address: str, port: int, is_over: threading.Event) -> None:
+    """Connect as fast as this machine can, and keep each connection as long as the other end does."""
+    held: deque[socket.socket] = deque()
+    while not is_over.is_set():
+        with contextlib.suppress(OSError):
+            held.append(socket.create_connection((HOST, port), timeout=SOON_S, source_address=(address, 0)))
+        if len(held) > 500:
+            held.popleft().close()
+    for one in held:
+        one.close()
+
+
+def test_a_flood_of_strangers_keeps_nobody_with_a_slow_wire_from_joining(port: Port) -> None:
+    wire, is_over = SlowWire(port.hub.port, latency_s=0.1), threading.Event()
+    floods = [
+        threading.Thread(target=flood_from, args=(f"127.0.0.{number}", port.hub.port, is_over)) for number in (2, 3)
+    ]
+    try:
+        for flood in floods:
+            flood.start()
+        slow = Invitation(host=HOST, port=wire.port)
+        for _ in range(3):
+            answer = ask_once(slow, secret=SECRET, deadline_s=60, verb="status", target="")
+            assert answer["ok"]
+        heard: list[Message] = []
+        has_come = threading.Event()
+        line = Line(slow, secret=SECRET, hear=lambda message: (heard.append(message), has_come.set()))
+        line.say("join", version=VERSION, thinwire=__version__, host="new")
+        assert has_come.wait(60) and heard[0]["kind"] == "welcome"
+        line.close()
+    finally:
+        is_over.set()
+        for flood in floods:
+            flood.join()
+        wire.close()
+    port.goes_on()
 
 
 def test_who_was_let_go_is_told_so_whatever_it_says(port: Port) -> None:

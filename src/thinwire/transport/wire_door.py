@@ -1,8 +1,8 @@
 """The port on which a replica is dialled: who may come in, and what those send who did.
 
 Connections that have not proved a key of the job cost little and end after `HANDSHAKE_S`; where there are too many of
-them, the oldest end at once. libzmq asks the decider (ZAP, RFC 27) about each client key, over an inproc socket of the
-same context, so no other program decides.
+them, some end at once, see `thinwire.transport.admission`. libzmq asks the decider (ZAP, RFC 27) about each client key,
+over an inproc socket of the same context, so no other program decides.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from thinwire.errors import ConnectError
+from thinwire.transport.admission import PendingConnections
 from thinwire.transport.wire_keys import KeyPair
 from thinwire.transport.wire_line import HANDSHAKE_S, Tapped, set_up
 from thinwire.transport.wire_liveness import TcpReading
 
 WELCOME, TAKEN, UNKNOWN = b"200", b"400", b"500"
-MOST_STRANGERS = 64
+# Connections without a proved key, from one address and in all. Many replicas of one host dial at the same time.
+MOST_STRANGERS_EACH, MOST_STRANGERS = 64, 256
+# What the kernel accepts beforehand: a flood must not fill it within the milliseconds that this process is busy.
+_BACKLOG = 1024
 _BURST = 256
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 _DOMAIN = b"thinwire"
@@ -99,11 +103,13 @@ class Door:
         self._callers = callers
         self._decide = decide
         self._strangers: dict[int, tuple[float, Tapped]] = {}
+        self._places = PendingConnections(most_each=MOST_STRANGERS_EACH, most=MOST_STRANGERS)
         self.decider = context.socket(zmq.ROUTER)
         self.decider.setsockopt(zmq.LINGER, 0)
         self.decider.bind("inproc://zeromq.zap.01")
         self.plug = context.socket(zmq.ROUTER)
         prepare(self.plug)
+        self.plug.setsockopt(zmq.BACKLOG, _BACKLOG)
         self.plug.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.plug.setsockopt(zmq.CURVE_SERVER, 1)
         self.plug.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -141,15 +147,21 @@ class Door:
                 if told["event"] == zmq.EVENT_ACCEPTED:
                     self._note(told["value"])
                 elif told["event"] == zmq.EVENT_DISCONNECTED:
-                    self._strangers.pop(told["value"], None)
+                    self._forget(told["value"])
                     yield told["value"]
 
     def _note(self, fd: int) -> None:
-        self._strangers[fd] = (time.monotonic(), Tapped(fd))
+        tap = Tapped(fd)
+        self._strangers[fd] = (time.monotonic(), tap)
         # not by closing the port: libzmq ends all connections that came through it with it
-        while len(self._strangers) > MOST_STRANGERS:
-            _, oldest = self._strangers.pop(next(iter(self._strangers)))
-            oldest.shut()
+        ending = self._places.add(fd, "" if tap.peer is None else tap.peer[0])
+        if ending is not None:
+            self._strangers.pop(ending)[1].shut()
+
+    def _forget(self, fd: int) -> Tapped | None:
+        self._places.remove(fd)
+        _, tap = self._strangers.pop(fd, (0.0, None))
+        return tap
 
     def delivered(self) -> Iterator[Delivered]:
         """Yield what came in, a burst at most."""
@@ -166,12 +178,17 @@ class Door:
 
     def admit(self, found: Delivered) -> DoorLine:
         """Return the line to one that said who it is."""
-        _, tap = self._strangers.pop(found.fd, (0.0, None))
-        return DoorLine(self, caller=found.caller, tap=tap or Tapped(found.fd))
+        return DoorLine(self, caller=found.caller, tap=self._trust(found.fd) or Tapped(found.fd))
 
     def know(self, fd: int) -> None:
         """Count a connection no longer among those that never said who they are."""
-        self._strangers.pop(fd, None)
+        self._trust(fd)
+
+    def _trust(self, fd: int) -> Tapped | None:
+        tap = self._forget(fd)
+        if tap is not None and tap.peer is not None:
+            self._places.trust(tap.peer[0])
+        return tap
 
     def turn_away(self, found: Delivered) -> None:
         """End the connection of one that proved a key but does not behave."""

@@ -2,16 +2,25 @@
 
 On this machine alone nobody is asked who they are, but the Host header must name this machine: a page from elsewhere
 whose name was made to point here (DNS rebinding) is refused. On any other address each request must prove a token.
+
+Until a request has come whole and has proved its token, its connection holds one of a bounded number of places, for
+`HEAD_S` at most; a new connection takes the place of the oldest one of its own address. So slow clients keep no other
+out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
+import io
 import ipaddress
 import json
+import math
 import socket
 import threading
+import time
 import urllib.parse
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,8 +30,15 @@ from thinwire.errors import ThinwireError
 from thinwire.training.dashboard.document import document
 from thinwire.training.dashboard.feed import Feed
 from thinwire.training.dashboard.metrics_text import CONTENT_TYPE, metrics_text
+from thinwire.transport.admission import PendingConnections
 
-MOST_CLIENTS = 32
+# Streams of events, and other answers under way.
+MOST_CLIENTS, MOST_ANSWERS = 32, 16
+# Connections whose request has not come whole, or has proved no token: from one address and in all. A browser opens
+# up to six at a time.
+MOST_PENDING_EACH, MOST_PENDING = 16, 64
+# A request must have come whole within this, and be no longer.
+HEAD_S, MOST_HEAD_BYTES = 5.0, 1 << 15
 LEAST_TOKEN = 16
 _MOST_TOKEN = 512
 _BEAT_S = 5.0
@@ -67,7 +83,8 @@ class DashboardServer(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 16
+    # accepted by the kernel beforehand; beyond it a client waits for a second and longer
+    request_queue_size = 256
 
     def __init__(self, feed: Feed, *, host: str, port: int, token: str | None = None) -> None:
         if token is None and not is_of_this_machine(host):
@@ -78,7 +95,13 @@ class DashboardServer(ThreadingHTTPServer):
         self.feed = feed
         self.token = None if token is None else check_token(token)
         self.listens_at = host
-        self._places = threading.BoundedSemaphore(MOST_CLIENTS)
+        self._streams = threading.BoundedSemaphore(MOST_CLIENTS)
+        self._lock = threading.Lock()
+        self._number = 0
+        self._open: dict[int, _Open] = {}
+        self._numbers: dict[Any, int] = {}
+        self._pending = PendingConnections(most_each=MOST_PENDING_EACH, most=MOST_PENDING)
+        self._answering = PendingConnections(most_each=MOST_ANSWERS, most=MOST_ANSWERS)
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -105,19 +128,16 @@ class DashboardServer(ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own, or refuse it where there are too many."""
-        if not self._places.acquire(blocking=False):
-            try:
-                request.settimeout(1.0)
-                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-            except OSError:
-                pass
-            self.shutdown_request(request)
-            return
+        """Serve a connection in a thread of its own; where there are too many, another one ends for it."""
+        with self._lock:
+            self._number += 1
+            self._numbers[request] = self._number
+            self._open[self._number] = _Open(request, str(client_address[0]), time.monotonic() + HEAD_S)
+            self._end(self._pending.add(self._number, str(client_address[0])))
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self._places.release()
+            self._forget(request)
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -125,7 +145,44 @@ class DashboardServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self._forget(request)
+
+    def admit(self, request: Any, *, is_stream: bool) -> bool:
+        """Move a connection whose request may be answered from the pending ones; return whether there is a place."""
+        if is_stream and not self._streams.acquire(blocking=False):
+            return False
+        with self._lock:
+            number = self._numbers[request]
+            one = self._open[number]
+            one.until_s, one.is_stream = math.inf, is_stream
+            self._pending.remove(number)
+            self._pending.trust(one.address)
+            if not is_stream:
+                self._end(self._answering.add(number, one.address))
+        return True
+
+    def service_actions(self) -> None:
+        """End connections whose request did not come whole in time; `serve_forever` calls this all the time."""
+        now_s = time.monotonic()
+        with self._lock:
+            for number, one in self._open.items():
+                if now_s > one.until_s:
+                    self._end(number)
+
+    def _end(self, number: int | None) -> None:
+        """Shut a connection down: its thread finds that and ends."""
+        if number is not None:
+            with contextlib.suppress(OSError):
+                self._open[number].request.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, request: Any) -> None:
+        with self._lock:
+            number = self._numbers.pop(request)
+            one = self._open.pop(number)
+            self._pending.remove(number)
+            self._answering.remove(number)
+        if one.is_stream:
+            self._streams.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a browser that goes in the middle of an answer is no news."""
@@ -158,6 +215,29 @@ def is_of_this_machine(host: str) -> bool:
         return False
 
 
+@dataclass(slots=True)
+class _Open:
+    """A connection: when it must have shown its request, and what it is answered."""
+
+    request: socket.socket
+    address: str
+    until_s: float
+    is_stream: bool = False
+
+
+class _BoundedReader(io.BufferedReader):
+    """A connection's input, which ends after so many bytes."""
+
+    left = MOST_HEAD_BYTES
+
+    def readline(self, size: int | None = -1) -> bytes:
+        """Return the next line, empty where the request is too long."""
+        most = self.left if size is None or size < 0 else min(size, self.left)
+        line = super().readline(most)
+        self.left -= len(line)
+        return line
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: DashboardServer
     protocol_version = "HTTP/1.1"
@@ -165,14 +245,25 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = _PATIENCE_S
 
+    def setup(self) -> None:
+        """Bound what is read of a request."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = _BoundedReader(self.connection.makefile("rb", buffering=0))
+
     def do_GET(self) -> None:
         """Answer with the page, the run's state, or its events."""
         self.close_connection = True
         path, _, query = self.path.partition("?")
-        if not self.server.is_known_host(self.headers.get("Host", "")):
+        if isinstance(self.rfile, _BoundedReader) and self.rfile.left <= 0:
+            text = f"A request may have {MOST_HEAD_BYTES} bytes at most."
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+        elif not self.server.is_known_host(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, _WRONG_HOST)
         elif not self._is_proven(path, query):
             pass
+        elif not self.server.admit(self.connection, is_stream=path == "/events"):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{MOST_CLIENTS} pages are open; close one.")
         elif path == "/":
             _, state = self.server.feed.after(0, wait_s=_FIRST_S)
             policy = {"Content-Security-Policy": document().policy}
