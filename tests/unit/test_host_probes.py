@@ -144,6 +144,18 @@ def test_strangers_are_turned_away_and_a_known_host_that_talks_is_only_counted(s
         known.recv(1)
 
 
+def test_who_takes_all_places_of_one_address_takes_none_of_another(stack: ExitStack) -> None:
+    door = open_door()
+    port = door.getsockname()[1]
+    probes_of(stack, Told(), {1: ([THERE], 9), 2: (["127.0.0.77"], 9)}, door)
+    for _ in range(40):
+        stack.enter_context(socket.create_connection((HERE, port), source_address=(THERE, 0)))
+    other = stack.enter_context(socket.create_connection((HERE, port), source_address=("127.0.0.77", 0)))
+    other.settimeout(SOON_S)
+    other.sendall(bytes(BURST_BYTES))
+    assert other.recv(4) == bytes(4)
+
+
 def test_where_no_descriptor_is_left_the_door_closes_and_bursts_go_on(stack: ExitStack) -> None:
     doors = [open_door(), open_door()]
     told = Told()

@@ -27,7 +27,7 @@ _QUIET_S = 0.003
 _VAIN_S = 0.02
 _CONNECT_S, _GIVE_UP_S, _AGAIN_S = 5.0, 30.0, 10.0
 _CLOSE_S = 5.0
-# Connections for each address of the job's hosts, and more in all: a stranger in a host's name takes no others.
+# Connections of each address of the job's hosts, and more in all: a stranger in a host's name takes no others.
 _MOST_EACH, _MORE = 4, 8
 _BURST = memoryview(bytes(BURST_BYTES))
 # What the kernel puts before an address of IPv4 whose connection comes in at a door for both.
@@ -72,11 +72,13 @@ class _Sink:
 
     Attributes:
         connection: The connection.
+        address: The other end's.
         count: Bytes that have come of the burst under way.
         received: Bytes of the job that had come when it began.
     """
 
     connection: socket.socket
+    address: str
     count: int = 0
     received: int = 0
 
@@ -184,11 +186,14 @@ class HostProbes:
             self._door.close()
             return
         most = _MOST_EACH * len(self._known) + _MORE
-        if name[0].removeprefix(_MAPPED) not in self._known or len(self._selector.get_map()) >= most:
+        address = name[0].removeprefix(_MAPPED)
+        others = [key.data.address for key in self._selector.get_map().values() if isinstance(key.data, _Sink)]
+        is_full = others.count(address) >= _MOST_EACH or len(self._selector.get_map()) >= most
+        if address not in self._known or is_full:
             connection.close()
             return
         connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, _Sink(connection))
+        self._selector.register(connection, selectors.EVENT_READ, _Sink(connection, address))
 
     def _take(self, sink: _Sink) -> None:
         """Throw away what has come; answer at the end of a burst."""

@@ -79,8 +79,12 @@ def coordinate(
         held.release()
         disk.look(now_s=time.monotonic())
 
+    def is_over() -> bool:
+        # what is held back would never be sent, the end of the run among it
+        return end.has_come() and (until.is_set() or not journal.is_behind)
+
     try:
-        hub.serve(coordinator, until=end.has_come, turn=turn)
+        hub.serve(coordinator, until=is_over, turn=turn)
     finally:
         hub.close()
         records.close()

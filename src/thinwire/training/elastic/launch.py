@@ -199,8 +199,9 @@ def launch(
                 return
             is_parted = all(worker.has_ended for worker in workers if worker.role.is_needed)
             if not has_parted and is_parted:
-                has_parted = True
-                part()
+                with contextlib.suppress(OSError):  # a full disk; it is tried again
+                    part()
+                    has_parted = True
             if not is_parted and all(worker.is_steady for worker in workers):
                 spare.start()  # not before: it would slow down those that start
             look()
