@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib.util
 import json
 import os
 import resource
@@ -168,7 +169,7 @@ def measure(*, rate: float, latency_s: float, addresses: int, count: int) -> dic
         found = json.loads((folder / "use").read_text())
         flooded = json.loads((folder / "flood").read_text().splitlines()[-1]) if rate else {}
     return {
-        "rate_a_second": rate, "latency_one_way_s": latency_s, "addresses": addresses,
+        "has_quota": importlib.util.find_spec("thinwire.transport.admission") is not None, "rate_a_second": rate, "latency_one_way_s": latency_s, "addresses": addresses,
         "tried_a_second": round(flooded.get("tried_a_second", 0.0)), "connections_made": flooded.get("made", 0),
         "status": summary(found["status"]), "join": summary(found["join"]),
         "command_exit_code": found["command_code"], "command_s": round(found["command_s"], 3),
