@@ -168,8 +168,9 @@ def measure(*, rate: float, latency_s: float, addresses: int, count: int) -> dic
                     process.kill()
         found = json.loads((folder / "use").read_text())
         flooded = json.loads((folder / "flood").read_text().splitlines()[-1]) if rate else {}
+    has_quota = importlib.util.find_spec("thinwire.transport.admission") is not None
     return {
-        "has_quota": importlib.util.find_spec("thinwire.transport.admission") is not None, "rate_a_second": rate, "latency_one_way_s": latency_s, "addresses": addresses,
+        "has_quota": has_quota, "rate_a_second": rate, "latency_one_way_s": latency_s, "addresses": addresses,
         "tried_a_second": round(flooded.get("tried_a_second", 0.0)), "connections_made": flooded.get("made", 0),
         "status": summary(found["status"]), "join": summary(found["join"]),
         "command_exit_code": found["command_code"], "command_s": round(found["command_s"], 3),
