@@ -9,9 +9,9 @@ from source_tree import calls, dotted, imported, is_within
 
 Rule = Callable[[str, ast.Module], Iterator[str]]
 
-# Where a part of torch.distributed may be named, other than in transport/: torch's launcher starts the workers of
-# `thinwire train`, DTensor says which shard of the model a rank holds, and the references of the benchmark are built on
-# it.
+# Where a part of torch.distributed may be named, other than in transport/: DTensor says which shard of the model a rank
+# holds, and the references of the benchmark are built on it. torch's launcher is used by no module: its rendezvous
+# listens on every interface and unpickles what lies there.
 LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 # What thinwire is measured against: torch's own data parallelism, and the group that torchft's users give it.
 REFERENCES = "bench/references/"
@@ -28,13 +28,14 @@ OBJECT_COLLECTIVES = (
 
 
 def torch_distributed_outside_the_transport(name: str, tree: ast.Module) -> Iterator[str]:
-    if name.startswith(("transport/", REFERENCES)):
-        return
-    allowed = LAUNCHER if name.startswith(("cli/", "training/")) else SHARDS if name == "compat.py" else ()
+    is_transport = name.startswith(("transport/", REFERENCES))
+    allowed = SHARDS if name == "compat.py" else ()
     used = [*imported(tree)]
     used += [(dotted(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     for used_name, line in used:
         # `torch.distributed` alone is also the inner part of an allowed chain, which is judged as a whole.
+        if is_transport and not is_within(used_name, LAUNCHER):
+            continue
         if is_within(used_name, ("torch.distributed",)) and not is_within(used_name, allowed):
             if used_name == "torch.distributed" and allowed and not _is_imported(tree, used_name):
                 continue
@@ -52,8 +53,8 @@ def printing_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[s
 
 
 def environment_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[str]:
-    # the keeper hands the environment of the one who made the lab on to the commands that it starts
-    if name.startswith("cli/") or name in ("transport/connect.py", "lab/keeper.py"):
+    # the keeper and the launcher pass their environment on to the processes that they start
+    if name.startswith("cli/") or name in ("transport/connect.py", "lab/keeper.py", "training/launch.py"):
         return
     reads = ("os.environ", "os.getenv", "os.putenv")
     used = [*imported(tree), *((dotted(node), getattr(node, "lineno", 0)) for node in ast.walk(tree))]

@@ -30,6 +30,9 @@ def test_no_source_file_breaks_the_rule_on(rule: Rule) -> None:
         ("sync/engine.py", "from torch.distributed.tensor import DTensor"),
         ("training/launch.py", "import torch.distributed"),
         ("training/launch.py", "import torch\ntorch.distributed.barrier()"),
+        ("training/launch.py", "from torch.distributed.launcher.api import LaunchConfig"),
+        ("transport/group.py", "from torch.distributed.elastic.rendezvous import RendezvousParameters"),
+        ("cli/train.py", "import torch.distributed.run"),
         ("compat.py", "from torch.distributed import elastic"),
         ("bench/worker.py", "import torch.distributed as dist"),
         ("sync/engine.py", "print(1)"),
@@ -57,8 +60,6 @@ def test_a_slip_is_seen(name: str, source: str) -> None:
     ("name", "source"),
     [
         ("transport/group.py", "import torch.distributed as dist\ndist.barrier()"),
-        ("training/launch.py", "from torch.distributed.launcher.api import LaunchConfig"),
-        ("cli/train.py", "import torch.distributed.run"),
         ("compat.py", "from torch.distributed.tensor import DTensor"),
         ("bench/references/ddp.py", "import torch.distributed as dist\ndist.all_reduce(tensor)"),
         ("cli/train.py", "import os\nprint(os.environ)"),

@@ -71,7 +71,7 @@ def nothing_left() -> Iterator[Callable[[Started], None]]:
         family = started.family()
         assert len(family) > 2, "the launcher and two replicas carry the mark"
         listening = [c for process in family for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-        assert listening, "the launcher's store listens while replicas run"
+        assert listening, "the replicas' gloo groups listen while they run"
         commands.append(started)
 
     yield note

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 
 from thinwire.errors import ConnectError
 from thinwire.events import TransferLog
+from thinwire.transport.addresses import RENDEZVOUS_FILE
 from thinwire.transport.base import Envelope, Kind
-from thinwire.transport.connect import GLOO_INTERFACE, REQUIRED, connect
+from thinwire.transport.connect import (
+    GLOO_INTERFACE,
+    NCCL_INTERFACE,
+    REQUIRED,
+    address_at,
+    connect,
+    job_place,
+    keep_nccl_on_loopback,
+)
 from thinwire.transport.process_group import tag_of
 
 
@@ -93,6 +103,27 @@ def test_a_meeting_point_that_nobody_serves_is_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConnectError, match=r"meeting point 127\.0\.0\.1:1 .* did not answer within 0\.5 s"):
         connect(deadline_s=0.5)
+
+
+def test_ranks_that_meet_in_a_file_need_no_port_and_stay_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a job's address in the shell that started the launcher is not theirs
+    variables = {"RANK": "1", "WORLD_SIZE": "2", RENDEZVOUS_FILE: "/x/store", "MASTER_ADDR": "192.0.2.1"}
+    for name, value in {**variables, GLOO_INTERFACE: "eth0"}.items():
+        monkeypatch.setenv(name, value)
+    place = job_place()
+    assert place is not None and (place.rank, place.world_size, place.name) == (1, 2, "/x/store")
+    assert address_at(place, interface=None, address=None) == "127.0.0.1"
+    with pytest.raises(ConnectError, match=r"rendezvous file /x/store cannot be opened: /x is no folder"):
+        connect(deadline_s=1)
+
+
+def test_nccl_stays_on_loopback_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for chosen, expected in ((None, "lo"), ("eth7", "eth7")):
+        monkeypatch.setenv(NCCL_INTERFACE, chosen or "")
+        if chosen is None:
+            monkeypatch.delenv(NCCL_INTERFACE)
+        keep_nccl_on_loopback()
+        assert os.environ[NCCL_INTERFACE] == expected
 
 
 def test_tags_differ_for_all_that_may_be_in_flight_and_fit_an_int() -> None:

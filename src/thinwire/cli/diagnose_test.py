@@ -5,9 +5,9 @@ from __future__ import annotations
 import json as json_format
 import os
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +111,12 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
             skipped = not skipped
         elif not word.startswith("--replicas="):
             words.append(word)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    from thinwire.transport.addresses import RENDEZVOUS_FILE
+
     command = [sys.executable, "-m", "thinwire.cli.diagnose_rank", str(os.getpid()), *words]
-    job = {"WORLD_SIZE": str(replicas), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks: list[subprocess.Popen[bytes]] = []
+    folder = tempfile.TemporaryDirectory(prefix="thinwire-rendezvous-", ignore_cleanup_errors=True)
+    job = {"WORLD_SIZE": str(replicas), RENDEZVOUS_FILE: str(Path(folder.name) / "store")}
     try:
         for number in range(replicas):
             own = {**os.environ, **job, "RANK": str(number), "LOCAL_RANK": str(number)}
@@ -134,6 +135,7 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
             except subprocess.TimeoutExpired:
                 rank.kill()
                 rank.wait()
+        folder.cleanup()
 
 
 def _test(options: ActiveTestOptions) -> int:

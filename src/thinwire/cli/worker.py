@@ -1,4 +1,4 @@
-"""The process of one replica of a local run: what torch's launcher starts. Not a command of the user's."""
+"""The process of one replica of a local run: started by `thinwire.training.launch`. Not a user command."""
 
 from __future__ import annotations
 

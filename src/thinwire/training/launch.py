@@ -1,37 +1,49 @@
-"""Replicas as processes of this machine, started and watched by torch's own elastic launcher."""
+"""Local launcher: replicas as processes of this machine, which meet in a private file and stop together."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
-
-from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.training.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
 from thinwire.training.record_file import write_obituary
+from thinwire.transport.addresses import RENDEZVOUS_FILE
 
-_STOP_S = 10
+_POLL_S = 0.1
+_STOP_S = 10.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFailure:
+    """The end of a replica's process that did not succeed.
+
+    Attributes:
+        exitcode: Not 0; negative for a signal.
+    """
+
+    exitcode: int
 
 
 def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, Any]:
     """Train all replicas on this machine and return the run's summary.
 
-    Must be called from the main thread: the launcher handles SIGINT and SIGTERM while replicas run.
+    Must be called from the main thread: it handles SIGINT, SIGTERM and SIGHUP while replicas run.
 
     Args:
         config: Resolved and checked; the run's folder is made.
@@ -45,17 +57,25 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
     run_dir = config.run_dir
     for replica in range(config.num_replicas):
         _words_path(run_dir, replica).unlink(missing_ok=True)
-    command = ["-m", module, str(run_dir.resolve()), str(os.getpid())]
+    command = [sys.executable, "-m", module, str(run_dir.resolve()), str(os.getpid())]
     command.append("resume" if is_resumed else "start")
-    launcher = elastic_launch(_launch_config(config), sys.executable)
-    with _quiet(), _signals_restored():
+    # the folder's mode is 0700: no other user can leave notes for the replicas, and no port is opened for them
+    with (
+        tempfile.TemporaryDirectory(prefix="thinwire-rendezvous-", ignore_cleanup_errors=True) as folder,
+        _noted_signals() as signals,
+    ):
+        replicas = _Replicas(run_dir / "logs")
         try:
-            launcher(*command)
-        except ChildFailedError as failed:
-            _tell_of_killed(failed.failures, run_dir=run_dir)
-            raise WorkerFailed(explain(failed.failures, run_dir=run_dir)) from None
-        except SignalException as stop:
-            raise Stopped(stop.sigval) from None
+            replicas.start(command, num_replicas=config.num_replicas, rendezvous=Path(folder) / "store")
+            failures = replicas.wait(signals)
+        finally:
+            replicas.stop(signals[0] if signals else signal.SIGTERM)
+    if signals:
+        raise Stopped(signals[0])
+    if failures:
+        failures |= replicas.later_failures(failures)
+        _tell_of_killed(failures, run_dir=run_dir)
+        raise WorkerFailed(explain(failures, run_dir=run_dir))
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     return summary
 
@@ -109,44 +129,92 @@ def _tell_of_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path) ->
             write_obituary(run_dir, rank=replica, at_s=time.monotonic(), error=f"ended by {name}")
 
 
-class _Logs(LogsSpecs):
-    """`logs/replica-N.out` and `logs/replica-N.err`, without the launcher's folders for attempts."""
+class _Replicas:
+    """The processes of all replicas, each with a session and log files (`replica-N.out`, `replica-N.err`) of its own.
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder), redirects=Std.ALL)
-        self._folder = folder
+    Args:
+        logs: Folder of the log files.
+    """
 
-    @property
-    def root_log_dir(self) -> str:
-        return str(self._folder)
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._killed: set[int] = set()
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for environment in envs.values():
-            environment["TORCHELASTIC_ERROR_FILE"] = ""  # replicas leave their last words in a file of ours
-        stem = {rank: self._folder / f"replica-{rank}" for rank in envs}
-        return LogsDest(
-            stdouts={rank: f"{path}.out" for rank, path in stem.items()},
-            stderrs={rank: f"{path}.err" for rank, path in stem.items()},
-            error_files=dict.fromkeys(envs, os.devnull),
-        )
+    def start(self, command: Sequence[str], *, num_replicas: int, rendezvous: Path) -> None:
+        """Start all replicas.
+
+        Args:
+            command: The same for each; ranks are in the environment, as torchrun would set them.
+            num_replicas: Number of processes.
+            rendezvous: File that they meet in.
+        """
+        self._logs.mkdir(parents=True, exist_ok=True)
+        size = str(num_replicas)
+        for replica in range(num_replicas):
+            ranks = {"RANK": str(replica), "LOCAL_RANK": str(replica), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            log = self._logs / f"replica-{replica}"
+            with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
+                self._processes[replica] = subprocess.Popen(
+                    command, env={**os.environ, **ranks, RENDEZVOUS_FILE: str(rendezvous)}, stdin=subprocess.DEVNULL,
+                    stdout=out, stderr=err, start_new_session=True,
+                )  # fmt: skip
+
+    def wait(self, signals: Sequence[int]) -> dict[int, ProcessFailure]:
+        """Wait until all have succeeded, any has failed, or a signal came; return the failures."""
+        while not signals:
+            codes = {replica: process.poll() for replica, process in self._processes.items()}
+            failures = {replica: ProcessFailure(exitcode=code) for replica, code in codes.items() if code}
+            if failures or all(code == 0 for code in codes.values()):
+                return failures
+            time.sleep(_POLL_S)
+        return {}
+
+    def stop(self, number: int) -> None:
+        """Send a signal to all that still run, and SIGKILL to those that do not end by it."""
+        self._send(number)
+        until_s = time.monotonic() + _STOP_S
+        self._wait_until(until_s)
+        self._killed = self._send(signal.SIGKILL)
+        # bounded: a process that waits for a device in the kernel does not end by SIGKILL either
+        self._wait_until(time.monotonic() + _STOP_S)
+
+    def later_failures(self, earlier: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+        """Return the failures seen after `earlier`, without those that `stop` caused."""
+        codes = {replica: process.poll() for replica, process in self._processes.items() if replica not in earlier}
+        return {
+            replica: ProcessFailure(exitcode=code)
+            for replica, code in codes.items()
+            if code and code != -signal.SIGTERM and replica not in self._killed
+        }
+
+    def _send(self, number: int) -> set[int]:
+        running = {replica for replica, process in self._processes.items() if process.poll() is None}
+        for replica in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._processes[replica].pid, number)
+        return running
+
+    def _wait_until(self, until_s: float) -> None:
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, until_s - time.monotonic()))
 
 
-def _launch_config(config: TrainConfig) -> LaunchConfig:
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=config.num_replicas,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # a free port
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        logs_specs=_Logs(config.run_dir / "logs"),
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP",
-        shutdown_timeout=_STOP_S,
-    )
+@contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Collect the signals that end a run in a list instead of acting on them."""
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave_last_words(run_dir: Path, replica: int, error: Exception) -> None:
@@ -177,25 +245,3 @@ def _last_words(run_dir: Path, replica: int) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return said
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the launcher's own log away: what matters of it is in our error."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -23,6 +23,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MAX_NOTE_BYTES = 4096
+# Environment variable: names the file in which ranks of one host meet, in place of MASTER_ADDR and MASTER_PORT.
+RENDEZVOUS_FILE = "THINWIRE_RENDEZVOUS_FILE"
 # RFC 5737: nobody's, so packets to it would leave by the default route
 ANYWHERE = "192.0.2.1"
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from thinwire.errors import ConnectError
 from thinwire.events import TransferLog
 from thinwire.transport.addresses import (
+    RENDEZVOUS_FILE,
     Address,
     Station,
     address_of,
@@ -33,7 +34,7 @@ from thinwire.transport.addresses import (
     own_address,
     resolve,
 )
-from thinwire.transport.meeting import Meeting, open_store, prefixed
+from thinwire.transport.meeting import Meeting, open_file_store, open_store, prefixed
 from thinwire.transport.own_sockets import OwnSockets
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
@@ -44,12 +45,13 @@ if TYPE_CHECKING:
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 REACH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlace:
-    """What torchrun's environment says about this process."""
+    """What torchrun's environment says about this process; `rendezvous_file` is set by thinwire's own launcher."""
 
     rank: int
     world_size: int
@@ -57,11 +59,12 @@ class JobPlace:
     master_port: int
     agent_serves_store: bool
     prefix: str
+    rendezvous_file: str = ""
 
     @property
     def name(self) -> str:
         """Where the ranks meet."""
-        return f"{self.master_address}:{self.master_port}"
+        return self.rendezvous_file or f"{self.master_address}:{self.master_port}"
 
 
 class _Stores:
@@ -72,17 +75,20 @@ class _Stores:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, int], Any] = {}
+        self._found: dict[str, Any] = {}
         self._meetings: Counter[str] = Counter()
 
     def open(self, place: JobPlace, *, serve: bool, deadline_s: float) -> tuple[Any, str]:
         """Return the store at a place and the prefix of its next meeting."""
-        key = (place.master_address, place.master_port)
-        if key not in self._found:
-            self._found[key] = open_store(*key, serve=serve, deadline_s=deadline_s)
+        if place.name not in self._found:
+            self._found[place.name] = (
+                open_file_store(place.rendezvous_file, world_size=place.world_size)
+                if place.rendezvous_file
+                else open_store(place.master_address, place.master_port, serve=serve, deadline_s=deadline_s)
+            )
         number = self._meetings[place.prefix]
         self._meetings[place.prefix] += 1
-        return self._found[key], f"{place.prefix}/{number}"
+        return self._found[place.name], f"{place.prefix}/{number}"
 
 
 stores = _Stores()
@@ -180,6 +186,10 @@ def job_place() -> JobPlace | None:
 
 
 def _read_environment(environment: Mapping[str, str]) -> JobPlace | None:
+    file = environment.get(RENDEZVOUS_FILE, "")
+    if file:
+        # MASTER_ADDR and MASTER_PORT of another job may stand in the shell that started the launcher
+        environment = {**environment, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     missing = [name for name in REQUIRED if not environment.get(name)]
     if len(missing) == len(REQUIRED):
         return None
@@ -195,10 +205,11 @@ def _read_environment(environment: Mapping[str, str]) -> JobPlace | None:
         master_address=environment["MASTER_ADDR"],
         master_port=_integer(environment, "MASTER_PORT", low=1),
         # torchrun's agent may hold the store itself; then no rank may open the port.
-        agent_serves_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_serves_store=not file and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         # A restarted job meets in the same store: notes of the attempt before must not count.
         prefix=f"thinwire/{environment.get('TORCHELASTIC_RUN_ID', '')}/"
         f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        rendezvous_file=file,
     )
     if place.rank >= place.world_size:
         raise ValueError(f"RANK must be below WORLD_SIZE {place.world_size}, got {place.rank}")
@@ -236,6 +247,8 @@ def address_at(place: JobPlace, *, interface: str | None, address: str | None) -
         ValueError: The interface or address named is not this host's.
         ConnectError: There is no route to MASTER_ADDR.
     """
+    if address is None and interface is None and place.rendezvous_file:
+        return "127.0.0.1"  # all ranks run on this host
     if address is None and interface is None and os.environ.get(GLOO_INTERFACE):
         # gloo takes a list of interfaces; the first is the one it starts with.
         interface = os.environ[GLOO_INTERFACE].split(",")[0]
@@ -244,6 +257,8 @@ def address_at(place: JobPlace, *, interface: str | None, address: str | None) -
 
 def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: float) -> ProcessGroupTransport:
     interface = interface_of(address)
+    if place.rendezvous_file:
+        keep_nccl_on_loopback()
     meeting, store, prefix = _meet(place, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
     try:
         # No accept is needed: the kernel completes connections up to the backlog.
@@ -385,6 +400,14 @@ def gloo_on(interface: str | None) -> Iterator[None]:
             os.environ.pop(GLOO_INTERFACE, None)
         else:
             os.environ[GLOO_INTERFACE] = before
+
+
+def keep_nccl_on_loopback() -> None:
+    """Let nccl listen on loopback alone, in a process whose groups all stay on this host.
+
+    nccl reads its variable when the first group is used, which may be much later. A user's own choice stays.
+    """
+    os.environ.setdefault(NCCL_INTERFACE, interface_of("127.0.0.1"))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from thinwire.transport.addresses import interface_of
-from thinwire.transport.connect import gloo_on
+from thinwire.transport.connect import gloo_on, keep_nccl_on_loopback
 
 # An order fits into this, or says how much more there is; the first eight bytes are its length.
 _ORDER_BYTES = 1024
@@ -49,6 +49,7 @@ class InnerGroup:
         self._gpu = gpu
         store = dist.FileStore(str(meeting), size)  # type: ignore[attr-defined]
         both = torch.cuda.is_available() and dist.is_nccl_available()
+        keep_nccl_on_loopback()
         with gloo_on(interface_of("127.0.0.1")):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if both else "gloo", store=store, rank=rank, world_size=size, timeout=_EVER

@@ -6,12 +6,17 @@ who is missing has a name, and one rank's failure is told to all, so that every 
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from thinwire.errors import ConnectError
 
@@ -23,6 +28,9 @@ FAREWELL_S = 2.0
 def open_store(host: str, port: int, *, serve: bool, deadline_s: float) -> TCPStore:
     """Serve or join the store of a run.
 
+    A store served here listens on `host` alone if that is an IPv4 address of this host (or `localhost`). torch's own
+    choice, every interface, remains for names and for addresses of a router in front of this host.
+
     Args:
         host: MASTER_ADDR.
         port: MASTER_PORT.
@@ -30,12 +38,19 @@ def open_store(host: str, port: int, *, serve: bool, deadline_s: float) -> TCPSt
         deadline_s: Seconds until a store that does not answer counts as missing.
 
     Raises:
-        ConnectError: The port is taken, or nobody serves it.
+        ConnectError: The port is taken, or no process serves it.
     """
     try:
-        return TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))
-    except (RuntimeError, ValueError) as error:
-        if serve and "EADDRINUSE" in str(error):
+        timeout = timedelta(seconds=deadline_s)
+        listener = _listener_on(host, port) if serve else None
+        if listener is None:
+            return TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timeout)
+        return TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        is_taken = "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE
+        if serve and is_taken:
             raise ConnectError(
                 f"port {port} is in use on this host, so rank 0 cannot meet the others there; "
                 f"end the program that holds it or choose another MASTER_PORT (torchrun --master-port)"
@@ -45,6 +60,41 @@ def open_store(host: str, port: int, *, serve: bool, deadline_s: float) -> TCPSt
             f"the meeting point {host}:{port} (MASTER_ADDR, MASTER_PORT) {what}; check that rank 0 runs there and that "
             f"a firewall lets the port pass"
         ) from error
+
+
+def _listener_on(host: str, port: int) -> socket.socket | None:
+    """Listen on one address of this host; None if `host` does not say which."""
+    address = "127.0.0.1" if host == "localhost" else host
+    try:
+        own = ipaddress.IPv4Address(address)
+    except ValueError:
+        # a name may stand for another address on the other hosts
+        return None
+    try:
+        return socket.create_server((str(own), port))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        return None  # NAT: the address is not on any interface here
+
+
+def open_file_store(path: str, *, world_size: int) -> FileStore:
+    """Open the store of a run whose ranks share a file system, where nothing listens.
+
+    Args:
+        path: File in a folder that only this user can enter; need not exist.
+        world_size: Number of ranks.
+
+    Raises:
+        ConnectError: Its folder is gone.
+    """
+    folder = Path(path).parent
+    if not os.access(folder, os.W_OK | os.X_OK):  # FileStore itself would try again for minutes
+        raise ConnectError(
+            f"the rendezvous file {path} cannot be opened: {folder} is no folder that this user can write to; start "
+            f"the run again"
+        )
+    return FileStore(path, world_size)
 
 
 class Meeting:
