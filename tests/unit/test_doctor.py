@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+from torch.distributed import TCPStore
 
 from thinwire.training.doctor import Patient, examine, is_well
 from thinwire.training.doctor_check import Check, Verdict, ok, skipped, warning, wrong
@@ -56,8 +57,21 @@ def test_nobody_is_asked_where_there_is_no_connection(port: int) -> None:
 
         found = by_name(Patient(target=f"127.0.0.1:{other.getsockname()[1]}"), ask=ask)
     assert found["TCP connection"].verdict is Verdict.WRONG
-    for name in ("packet size", "other version", "clock"):
+    for name in ("torch store", "packet size", "other version", "clock"):
         assert found[name].verdict is Verdict.SKIPPED and found[name].found == "there is no connection"
+
+
+def test_an_open_store_of_torch_is_told_with_how_to_fence_it(port: int) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    found = by_name(Patient(target=f"127.0.0.1:{store.port}"))["torch store"]
+    assert found.verdict is Verdict.WARNING and "authenticates nobody" in found.found
+    for word in ("firewall", "--master-addr", "thinwire train --elastic"):
+        assert word in found.remedy
+    assert store.get("key") == b"value" and store.num_keys() <= 2, "nothing is changed"
+    assert by_name(Patient(target=f"127.0.0.1:{port}", deadline_s=0.5))["torch store"].verdict is Verdict.OK
+    elastic = by_name(Patient(target=f"thinwire://127.0.0.1:{port}/secret"))["torch store"]
+    assert elastic.verdict is Verdict.SKIPPED
 
 
 def test_a_name_that_cannot_be_resolved_leaves_this_host_to_be_looked_at() -> None:

@@ -18,6 +18,7 @@ from thinwire.training.doctor_peer import Ask, Attempt
 from thinwire.transport.addresses import Address
 
 _WHEN_UNKNOWN_BYTES = 1500
+_STORE_ANSWER_S = 2.0  # other servers wait for more and answer nothing
 _MOST_PACKET_BYTES = 65_535  # of IPv4; the loopback interface says one more
 
 
@@ -128,9 +129,14 @@ def _way_to(target: Address, chosen: Chosen | Check, patient: Patient, *, ask: A
     connection = peer.check_connection(target, attempt=attempt)
     yield connection
     if connection.verdict is Verdict.WRONG:
-        for name in ("packet size", "other version", "clock"):
+        for name in ("torch store", "packet size", "other version", "clock"):
             yield skipped(name, "there is no connection")
         return
+    if "://" in (patient.target or ""):
+        yield skipped("torch store", "the address is that of an elastic run, which has none")
+    else:
+        is_store = peer.is_torch_store(target, deadline_s=min(patient.deadline_s, _STORE_ANSWER_S))
+        yield peer.check_store(target, is_store=is_store)
     status = psutil.net_if_stats().get(chosen.interface)
     mtu = _WHEN_UNKNOWN_BYTES if status is None else min(int(status.mtu), _MOST_PACKET_BYTES)
     yield peer.check_path(peer.measure_path(target.host, mtu=mtu), mtu=mtu, interface=chosen.interface)

@@ -11,6 +11,7 @@ import ipaddress
 import re
 import socket
 import statistics
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -30,6 +31,11 @@ MOST_SKEW_S = 1.0
 _SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://")
 _HEADERS_BYTES = 28  # IPv4 and UDP
 _SMALL_BYTES, _TRIES, _ECHO_S = 100, 3, 1.0
+# What a client of torch's TCPStore sends first: the query VALIDATE with its magic number, then PING with a nonce that
+# the server sends back (torch/csrc/distributed/c10d/TCPStoreBackend.hpp).
+_STORE_VALIDATE, _STORE_PING, _STORE_MAGIC, _STORE_NONCE = 0, 13, 0x3C85F7CE, 0x7E57_0001
+_STORE_QUERY = struct.Struct("<BI")
+_STORE_ANSWER = struct.Struct("<I")
 _UNUSED_PORT = 33_434  # as traceroute: hardly anybody listens there, so the host's kernel answers
 # Linux's numbers, which Python does not name
 _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14
@@ -192,6 +198,51 @@ def _remedy(attempt: Attempt, address: Address) -> str:
             "no host has this address, or no way leads there: check the address, the cable, Wi-Fi or VPN at both ends"
         )
     return "see the reason; try: ping, ip route get"
+
+
+def is_torch_store(address: Address, *, deadline_s: float) -> bool:
+    """Tell whether torch's TCPStore answers at an address; it is asked for an echo, and nothing is read or changed.
+
+    Args:
+        address: Where.
+        deadline_s: Seconds for the connection and for the answer, each at most.
+    """
+    hello = _STORE_QUERY.pack(_STORE_VALIDATE, _STORE_MAGIC) + _STORE_QUERY.pack(_STORE_PING, _STORE_NONCE)
+    answer = b""
+    try:
+        with socket.create_connection((address.host, address.port), timeout=deadline_s) as connection:
+            connection.sendall(hello)
+            end_s = time.monotonic() + deadline_s
+            while len(answer) < _STORE_ANSWER.size and (left_s := end_s - time.monotonic()) > 0:
+                connection.settimeout(left_s)
+                received = connection.recv(_STORE_ANSWER.size - len(answer))
+                if not received:
+                    break
+                answer += received
+    except OSError:
+        return False
+    return answer == _STORE_ANSWER.pack(_STORE_NONCE)
+
+
+def check_store(address: Address, *, is_store: bool) -> Check:
+    """Say what an open store of torch's exposes.
+
+    Args:
+        address: Where this host asked.
+        is_store: Whether torch's store answered there.
+    """
+    name, where = "torch store", f"{address.host}, port {address.port}"
+    if not is_store:
+        return ok(name, f"no store of torch answers at {where}")
+    return warning(
+        name,
+        f"a store of torch answers at {where} and authenticates nobody: whoever reaches it can read and overwrite it. "
+        f"A store that torch opens itself listens on every interface, and a launcher with --rdzv-backend=c10d or "
+        f"--standalone unpickles what lies there: a stranger runs code as its user",
+        remedy=f"let a firewall or VPN pass port {address.port} between the hosts of the run only, and start torchrun "
+        f"with --master-addr and --master-port (static rendezvous, which unpickles nothing); or use thinwire train "
+        f"--elastic and thinwire join, which need no store",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
