@@ -106,6 +106,29 @@ def test_of_hosts_that_share_a_folder_one_judges(tmp_path: Path, rank: int) -> N
     assert "finding: non-communication hang: rank 1" in said and "non-communication hang: rank 1; not over" in said
 
 
+def test_a_folder_that_the_ranks_make_later_is_no_fault_of_the_diagnosis(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    line = [sys.executable, "-m", "thinwire.cli.judge_beside", str(run), "1", str(os.getpid())]
+    until_s = time.monotonic() + DEADLINE_S
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not _is_judging(process.pid):
+            assert time.monotonic() < until_s and process.poll() is None
+            time.sleep(0.05)
+        time.sleep(4 * LOOK_S)  # it looks at a folder that is not there, as on every host but the first
+        run.mkdir()
+        _write_ranks(run)
+        (run / "records-rank-0.jsonl").unlink()
+        while not (run / "findings.jsonl").exists():
+            assert time.monotonic() < until_s and process.poll() is None
+            time.sleep(0.05)
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.close()
+        assert process.wait(DEADLINE_S) == 0
+        said = process.stderr.read()
+    assert "finding: non-communication hang: rank 1" in said
+    assert "warning" not in said
+
+
 @pytest.mark.parametrize(("local_rank", "on_finding"), [("1", "warn"), ("0", "off")])
 def test_other_ranks_of_a_host_and_runs_that_are_not_judged_start_nothing(
     monkeypatch: pytest.MonkeyPatch, local_rank: str, on_finding: str

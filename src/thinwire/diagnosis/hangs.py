@@ -258,13 +258,16 @@ def _survivors(job: Job) -> tuple[int, ...]:
 
 def _failed(job: Job, rank: int) -> Finding:
     at_s, error = job.goodbyes[rank]
+    is_written_for_it = error.startswith("was ")  # by the launcher; a rank's own error begins with its type
     place = Place(kind="rank", ranks=(rank,))
     return Finding(
         kind="non-communication hang", places=(place,), since_s=at_s,
         evidence={"error": error, "others_ended": sorted(set(job.goodbyes) - {rank})[:32]},
-        text=f"Rank {rank} has ended by an error of its own: {error}",
+        text=f"Rank {rank} {error}." if is_written_for_it else f"Rank {rank} has ended by an error of its own: {error}",
         confidence=0.95 * job.trust,
-        remedy="mend what the error says; the others end because they lost this rank",
+        remedy="read this rank's log and the system's (dmesg names processes that ran out of memory); the others end "
+        "because they lost this rank" if is_written_for_it
+        else "mend what the error says; the others end because they lost this rank",
     )  # fmt: skip
 
 

@@ -17,14 +17,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from thinwire.diagnosis.hangs import SILENCE_S
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.training.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
-from thinwire.training.record_file import write_obituary
+from thinwire.training.record_file import last_beat_s, write_obituary
 from thinwire.transport.addresses import RENDEZVOUS_FILE
 
 _POLL_S = 0.1
+# Seconds from SIGTERM to SIGKILL for replicas that the launcher stops.
 _STOP_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -35,9 +37,11 @@ class ProcessFailure:
 
     Attributes:
         exitcode: Not 0; negative for a signal.
+        was_stopped: Whether the launcher ended it, because another one had failed before.
     """
 
     exitcode: int
+    was_stopped: bool = False
 
 
 def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, Any]:
@@ -97,36 +101,72 @@ def step_to_resume(config: TrainConfig) -> tuple[int, list[str]]:
 
 
 def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> str:
-    """Say in one line which replica failed first and why; the others failed because of it.
+    """Describe in one line which replica failed first and why; the others failed because of it.
+
+    A replica that the launcher stopped is named only where it was silent before, as one that is paused is.
 
     Args:
-        failures: By rank, in the order in which they were seen.
-        run_dir: Holds the replicas' last words.
+        failures: By rank, in the order in which the launcher saw them.
+        run_dir: Holds the replicas' last words and records.
     """
     words = {replica: _last_words(run_dir, replica) for replica in failures}
     own = [replica for replica, said in words.items() if said and not said["is_consequence"]]
+    silent = _silent_before_stop(failures, run_dir=run_dir)
     killed = [
-        replica for replica, failure in failures.items() if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
+        replica
+        for replica, failure in failures.items()
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM and not failure.was_stopped
     ]
-    replica = next(iter([*own, *killed, *failures]))
+    others = [replica for replica, failure in failures.items() if not failure.was_stopped]
+    replica = next(iter([*own, *killed, *silent, *others, *failures]))
     failure, said = failures[replica], words[replica]
+    log_path = run_dir / "logs" / f"replica-{replica}.err"
     if said:
-        log = "" if said["is_expected"] else f"; see {run_dir / 'logs' / f'replica-{replica}.err'}"
+        log = "" if said["is_expected"] else f"; see {log_path}"
         return f"replica {replica}: {said['message']}{log}"
+    if replica in silent:
+        heard = next((f"; replica {other}: {said['message']}" for other in others if (said := words[other])), "")
+        return f"replica {replica} {_silent_words(silent[replica])}{heard}"
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = " (by hand, or because the system ran out of memory)" if name == "SIGKILL" else ""
         return f"replica {replica} was ended by {name}{hint}; the other replicas were stopped"
-    log_path = run_dir / "logs" / f"replica-{replica}.err"
     return f"replica {replica} ended with exit code {failure.exitcode}; see {log_path}"
 
 
+def _silent_before_stop(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> dict[int, float]:
+    """Return the replicas that the launcher had to kill and that were silent before, with the seconds of silence."""
+    found = {}
+    for rank, failure in failures.items():
+        if not failure.was_stopped or -failure.exitcode != signal.SIGKILL:
+            continue
+        last_s = last_beat_s(run_dir, rank=rank)
+        if last_s is not None and time.monotonic() - last_s > _STOP_S + SILENCE_S:
+            found[rank] = time.monotonic() - last_s
+    return dict(sorted(found.items(), key=lambda one: -one[1]))
+
+
+def _silent_words(silent_s: float) -> str:
+    return f"was silent for {silent_s:.0f} s; stopped by the launcher"
+
+
 def _tell_of_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> None:
-    """Let the records say of a replica that was killed what it could not: the others end because of it."""
+    """Add the last record of each replica that could not write it: killed, silent, or stopped by the launcher.
+
+    One that the launcher stopped, and that was not silent before, ends without a fault of its own.
+    """
+    silent = _silent_before_stop(failures, run_dir=run_dir)
     for replica, failure in failures.items():
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:
-            name = signal.Signals(-failure.exitcode).name
-            write_obituary(run_dir, rank=replica, at_s=time.monotonic(), error=f"ended by {name}")
+        is_killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
+        if replica in silent:
+            error = _silent_words(silent[replica])
+        elif failure.was_stopped:
+            error = ""
+        elif is_killed:
+            error = f"was ended by {signal.Signals(-failure.exitcode).name}"
+        else:
+            continue
+        write_obituary(run_dir, rank=replica, at_s=time.monotonic(), error=error)
 
 
 class _Replicas:
@@ -180,12 +220,12 @@ class _Replicas:
         self._wait_until(time.monotonic() + _STOP_S)
 
     def later_failures(self, earlier: Mapping[int, ProcessFailure]) -> dict[int, ProcessFailure]:
-        """Return the failures seen after `earlier`, without those that `stop` caused."""
+        """Return the failures seen after `earlier`, with those that `stop` caused marked so."""
         codes = {replica: process.poll() for replica, process in self._processes.items() if replica not in earlier}
         return {
-            replica: ProcessFailure(exitcode=code)
+            replica: ProcessFailure(exitcode=code, was_stopped=replica in self._killed or code == -signal.SIGTERM)
             for replica, code in codes.items()
-            if code and code != -signal.SIGTERM and replica not in self._killed
+            if code
         }
 
     def _send(self, number: int) -> set[int]:

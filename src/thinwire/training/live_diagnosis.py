@@ -173,7 +173,10 @@ class LiveDiagnosis:
         """Tell of a disk without room: whatever is judged then lacks what could not be written."""
         for file in self._files.values():
             file.flush()
-        free_bytes = shutil.disk_usage(self._run_dir).free
+        try:
+            free_bytes = shutil.disk_usage(self._run_dir).free
+        except FileNotFoundError:  # the ranks of this host make the folder once all hosts have joined
+            return
         bound = 2 * _LEAST_FREE_BYTES if self._is_full else _LEAST_FREE_BYTES
         if self._is_full != (free_bytes < bound):
             self._is_full = not self._is_full

@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
+from thinwire.diagnosis.reading import parse_line
 from thinwire.diagnosis.records import Beat, header_line, to_line
 from thinwire.files import append_whole, is_no_room
 from thinwire.training.line_file import MAX_KEPT_BYTES
 
 MOST_FILE_BYTES = 16 << 20
+# Where the latest sign of life is looked for; two a second are written, beside at most 64 lines of connections each.
+_TAIL_BYTES = 256 << 10
 
 
 def record_paths(run_dir: Path, *, rank: int) -> tuple[Path, Path]:
@@ -148,6 +151,25 @@ def _open(path: Path, *, more: int) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | more, 0o666)
 
 
+def last_beat_s(run_dir: Path, *, rank: int) -> float | None:
+    """Return when a rank last wrote that it lives, on its host's clock; None where it never did.
+
+    Args:
+        run_dir: The run's folder.
+        rank: Whose records are read, the newest part of them.
+    """
+    path, _ = record_paths(run_dir, rank=rank)
+    last_s = None
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+        for line in file.read(_TAIL_BYTES).splitlines():
+            with contextlib.suppress(ValueError):
+                record = parse_line(line)
+                if isinstance(record, Beat) and not record.is_last:
+                    last_s = max(record.at_s, last_s or record.at_s)
+    return last_s
+
+
 def write_obituary(run_dir: Path, *, rank: int, at_s: float, error: str) -> None:
     """Write that a rank has ended that could not say so itself; nothing where it recorded nothing.
 
@@ -155,7 +177,7 @@ def write_obituary(run_dir: Path, *, rank: int, at_s: float, error: str) -> None
         run_dir: The run's folder.
         rank: Who has ended.
         at_s: When, on the clock of its host.
-        error: How.
+        error: How; empty where it was stopped because another rank had failed.
     """
     path, _ = record_paths(run_dir, rank=rank)
     with contextlib.suppress(OSError):

@@ -1,0 +1,93 @@
+"""Reasons that a local run gives when replicas end: the root cause first, never a replica that the launcher stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from thinwire.diagnosis.diagnose import diagnose
+from thinwire.diagnosis.findings import Finding
+from thinwire.diagnosis.sources import read_files
+from thinwire.errors import WorkerFailed
+from thinwire.training.config import TrainConfig
+from thinwire.training.launch import launch
+
+pytestmark = pytest.mark.multiprocess
+
+# Rank 1 breaks in one of the ways below; rank 0 loses it, says so and ends, as a replica of a run does.
+REPLICA = """
+import os, pathlib, signal, sys, time
+import psutil
+from thinwire.errors import PeerLost
+from thinwire.training.launch import leave_last_words
+from thinwire.training.recorder import Recorder
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+recorder = Recorder(folder, rank=rank)
+time.sleep(1.2)
+mine = folder / f"pid-{rank}"
+mine.write_text(str(os.getpid()))
+while not (folder / "pid-1").exists():
+    time.sleep(0.05)
+if rank == 1:
+    BREAK
+if rank == 0:
+    WAIT
+    leave_last_words(folder, 0, PeerLost("replica 1 (rank 1) was lost"))
+    recorder.close()
+    sys.exit(1)
+while True:
+    time.sleep(1)
+"""
+STOPPED = "os.kill(os.getpid(), signal.SIGSTOP)"
+UNTIL_STOPPED = """\
+other = psutil.Process(int((folder / "pid-1").read_text() or 0))
+    while other.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.05)
+    time.sleep(5)"""
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); (folder / 'deaf').touch()"
+UNTIL_DEAF = "while not (folder / 'deaf').exists(): time.sleep(0.05)"
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+UNTIL_KILLED = "time.sleep(60)"
+
+
+def _end(folder: Path, monkeypatch: pytest.MonkeyPatch, *, broken: str, wait: str) -> tuple[str, list[Finding]]:
+    """Run three replicas until they have ended; return the launcher's reason, and what the records tell."""
+    (folder / "replica_that_breaks.py").write_text(REPLICA.replace("BREAK", broken).replace("WAIT", wait))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    config = dataclasses.replace(TrainConfig(), replicas=3, out=folder / "run")
+    (folder / "run").mkdir()
+    with pytest.raises(WorkerFailed) as failed:
+        launch(config, module="replica_that_breaks", is_resumed=False)
+    return str(failed.value), diagnose(read_files([folder / "run"]))
+
+
+def test_a_paused_replica_that_the_launcher_killed_is_named_as_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason, findings = _end(tmp_path, monkeypatch, broken=STOPPED, wait=UNTIL_STOPPED)
+    told = re.fullmatch(r"replica 1 was silent for (\d+) s; stopped by the launcher; replica 0: (.*)", reason)
+    assert told and int(told[1]) >= 14 and told[2] == "replica 1 (rank 1) was lost", reason
+    (finding,) = findings
+    assert finding.where == "rank 1"
+    assert re.fullmatch(r"Rank 1 was silent for \d+ s; stopped by the launcher\.", finding.text), finding.text
+
+
+def test_a_live_replica_that_the_launcher_had_to_kill_is_not_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason, findings = _end(tmp_path, monkeypatch, broken=DEAF, wait=UNTIL_DEAF)
+    assert reason == "replica 0: replica 1 (rank 1) was lost"
+    assert findings == []
+
+
+def test_a_replica_that_somebody_killed_is_named_with_the_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason, findings = _end(tmp_path, monkeypatch, broken=KILLED, wait=UNTIL_KILLED)
+    assert reason.startswith("replica 1 was ended by SIGKILL (by hand, or because the system ran out of memory)")
+    (finding,) = findings
+    assert finding.where == "rank 1" and finding.text == "Rank 1 was ended by SIGKILL."
