@@ -265,7 +265,8 @@ def test_the_hands_of_an_elastic_run_ask_the_coordinator_and_order_the_launcher(
     assert [hands.act(action(what)) for what in ("restart", "exclude")] == ["it was told"] * 2  # of another host
     assert said == [("restart", "1"), ("end", "1")] and hands.take_orders() == []
     write_pid(tmp_path, 1)
-    assert hands.members() == Members(present=frozenset({0, 1}), resting=frozenset({0}))
+    listed = Members(present=frozenset({0, 1}), resting=frozenset({0}), ended=frozenset({2}))
+    assert hands.members() == listed
     assert hands.act(action("exclude", is_hang=False)) == "it was told" and hands.take_orders() == []
     assert hands.act(action("exclude")) == "it was told"
     assert hands.take_orders() == [Order(what="end", pid=os.getpid(), why="It broke.")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _diagnose(arguments: Sequence[str]) -> int:
-    from thinwire.diagnosis.diagnose import findings_of
+    from thinwire.diagnosis.diagnose import findings_of_whole
     from thinwire.diagnosis.findings import report
     from thinwire.diagnosis.sources import read_files
     from thinwire.diagnosis.timeline import build
@@ -83,12 +84,16 @@ def _diagnose(arguments: Sequence[str]) -> int:
     except SystemExit:  # after --help
         return 0
     try:
-        records = read_files(options.files)
+        with warnings.catch_warnings(record=True) as said:
+            records = read_files(options.files)
+        for one in said:
+            print(f"thinwire diagnose: warning: {str(one.message).removeprefix('thinwire: ')}", file=sys.stderr)
     except DataError as error:
         print(f"thinwire diagnose: {error}", file=sys.stderr)
         return 1
     job = build(records)
-    findings = findings_of(job)
+    members = records.of_members()
+    findings = findings_of_whole(job if members is records else build(members))
     if not _write_files(options, records, job, findings):
         return 1
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
@@ -98,11 +103,18 @@ def _diagnose(arguments: Sequence[str]) -> int:
             "num_records": records.num_records,
             "num_refused": records.num_refused,
             "refused": refused,
+            "removed": sorted(records.removed),
         }
         print(json_format.dumps(told))
     else:
         print(_plain(report(findings)))
         print(f"{records.num_records} records, {records.num_refused} lines refused", file=sys.stderr)
+        if members is not records:
+            named = ", ".join(map(str, sorted(records.removed)[:32]))
+            print(
+                f"not judged, since the run removed them and went on: replicas {named}; why is in findings.jsonl",
+                file=sys.stderr,
+            )
         for line in refused:
             print(f"  refused: {_plain(line)}", file=sys.stderr)
     return FOUND if findings else 0

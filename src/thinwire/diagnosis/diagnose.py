@@ -15,6 +15,7 @@ from thinwire.diagnosis.history import History
 from thinwire.diagnosis.link_history import link_times
 from thinwire.diagnosis.nccl import find_in_nccl
 from thinwire.diagnosis.reading import Records
+from thinwire.diagnosis.silence import find_silent
 from thinwire.diagnosis.slow import find_slow_links
 from thinwire.diagnosis.slow_flows import find_slow_flows
 from thinwire.diagnosis.timeline import Job, build
@@ -22,12 +23,16 @@ from thinwire.diagnosis.work import find_slow_work, find_stalls
 from thinwire.diagnosis.work_history import work_times
 
 _SMALL_SHARE = 0.2
+# Replicas of a run that is stopped end one after the other, the last of them after so many seconds.
+_ENDS_WITHIN_S = 15.0
 # Work that is less than so many times as slow must have lasted for so long.
 _LITTLE, _LITTLE_S = 2.0, 5.0
 
 
 def diagnose(records: Records) -> list[Finding]:
     """Return what is wrong with a job, the worst first; nothing where nothing is.
+
+    Replicas that were removed from an elastic run are left out: the run went on without them.
 
     Args:
         records: Of all ranks that there are records of.
@@ -36,7 +41,19 @@ def diagnose(records: Records) -> list[Finding]:
         >>> diagnose(Records())
         []
     """
-    return findings_of(build(records))
+    return findings_of_whole(build(records.of_members()))
+
+
+def findings_of_whole(job: Job) -> list[Finding]:
+    """Return the findings of all records of a job: those of `findings_of`, and ranks that fell silent for good.
+
+    Args:
+        job: All records of the ranks that are to be judged.
+    """
+    found = findings_of(job)
+    named = set().union(*(_ranks_of(one, job) for one in found if one.until_s is None and "hang" in one.kind))
+    silent = [one for one in find_silent(job) if one.evidence.get("silent_s", 0.0) >= _ENDS_WITHIN_S]
+    return [*found, *(one for one in silent if not named & _ranks_of(one, job))]
 
 
 def findings_of(job: Job, history: History | None = None) -> list[Finding]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from thinwire.diagnosis.changes import median
@@ -18,6 +18,7 @@ from thinwire.diagnosis.collectives import may_be_placed_soon, placed_hang
 from thinwire.diagnosis.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.moving import LEAST_PATIENCE_S, UNSURE, is_dead, is_still, slow_ranks, slow_wires
+from thinwire.diagnosis.partition import cut_off, one_sided, partitioned
 from thinwire.diagnosis.records import Operation
 from thinwire.diagnosis.silence import unrecorded
 from thinwire.diagnosis.timeline import Job, Message
@@ -75,13 +76,98 @@ def find_hangs(job: Job) -> list[Finding]:
             if not are_silent or not _has_gone_on(job, communicator, left_behind | set(still.inside)):
                 break
             left_behind |= set(still.inside)
-    return _roots(found)
+    return _roots(found) or _given_up(job)
 
 
 def _has_gone_on(job: Job, communicator: str, without: Set[int]) -> bool:
     """Return whether an operation has ended to which none of some ranks has come: else the others wait for these."""
     operations = [ops for (name, _), ops in job.operations.items() if name == communicator]
     return any(not ops.keys() & without and any(op.done_s is not None for op in ops.values()) for ops in operations)
+
+
+def _given_up(job: Job) -> list[Finding]:
+    """Return what stood still when the first rank gave up: a rank that loses a peer ends without an own error.
+
+    What never came stays in the records as messages that failed. The others lose those who gave up, so that their
+    later errors say nothing of the cause.
+    """
+    found = []
+    for communicator in sorted({name for name, _ in job.operations}):
+        ranks = _ranks_that_gave_up(job, communicator)
+        if not ranks:
+            continue
+        first_s, first = min((job.goodbyes[rank][0], rank) for rank in ranks)
+        has_gone_on = any(
+            name == communicator and rank not in ranks and op.done_s is not None and op.done_s > first_s
+            for (name, _), ops in job.operations.items()
+            for rank, op in ops.items()
+        )
+        if not has_gone_on:  # an elastic run goes on without those who leave it
+            found.append(_judge_end(job, communicator, ranks, first=first, first_s=first_s))
+    return _roots(found)
+
+
+def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
+    """Return the ranks that ended inside of an operation one of whose messages had failed, without an own error."""
+    failed = {
+        (rank, m.operation)
+        for m in job.messages
+        if m.communicator == communicator and m.error and m.received_done_s is None
+        for rank in (m.source, m.destination)
+    }
+    return {
+        rank
+        for (name, number), ops in job.operations.items()
+        if name == communicator
+        for rank, op in ops.items()
+        if op.done_s is None and (rank, number) in failed and not job.goodbyes.get(rank, (0.0, "lives"))[1]
+    }
+
+
+def _judge_end(job: Job, communicator: str, ranks: Set[int], *, first: int, first_s: float) -> Finding:
+    """Return what the records tell of the moment when the first rank gave up.
+
+    Args:
+        job: All records.
+        communicator: In whose operations it did.
+        ranks: Who gave up.
+        first: Who was first.
+        first_s: When.
+    """
+    unfinished = {
+        number: ops
+        for (name, number), ops in sorted(job.operations.items())
+        if name == communicator and any(ops[rank].done_s is None for rank in ranks & ops.keys())
+    }
+    number, ops = next(iter(unfinished.items()))
+    inside = {rank: op for rank, op in ops.items() if op.done_s is None and rank in ranks}
+    # its last record is older than the first goodbye, and it never said one itself
+    killed = tuple(
+        rank
+        for rank, seen_s in sorted(job.last_seen_s.items())
+        if rank not in job.goodbyes and rank not in job.unsteady and seen_s < first_s
+    )
+    gone_s, limit_s = patience_s(op for own in unfinished.values() for op in own.values())
+    still = _Standstill(
+        communicator=communicator, sequence=number, inside=inside, missing=killed, gone_s=gone_s, patience_s=limit_s,
+        since_s=min(first_s, max(op.posted_s for op in inside.values())),
+    )  # fmt: skip
+    arrivals = {way: [one for one in seen if one[0] <= first_s] for way, seen in job.arrivals.items()}
+    view = replace(job, now_s=first_s, goodbyes={}, arrivals={way: seen for way, seen in arrivals.items() if seen})
+    messages = [m for m in job.messages if m.communicator == communicator and m.operation in unfinished]
+    if killed:
+        found = _outside(view, still, killed, killed, messages)
+    else:
+        stuck = [m for m in messages if m.is_stuck and m.begin_s is not None and m.begin_s < first_s]
+        own = [m for m in messages if m.error and m.received_done_s is None and first in (m.source, m.destination)]
+        came = [m for m in messages if m.received_done_s is not None and m.received_done_s <= first_s]
+        found = _inside(view, still, [*came, *(stuck or own)])
+    errors = sorted({m.error for m in messages if m.error and first in (m.source, m.destination)})
+    return replace(
+        found,
+        text=f"{found.text} Rank {first} was the first to give up, at {first_s:.3f} s.",
+        evidence={**found.evidence, "gave_up": sorted(ranks)[:32], "errors": errors[:4]},
+    )
 
 
 def _roots(found: list[Finding]) -> list[Finding]:
@@ -223,7 +309,9 @@ def _judge(job: Job, still: _Standstill) -> list[Finding]:
     # where all who stand here are silent, the others have gone on: whoever else is silent stands elsewhere
     culprits = still.missing or (inside if set(inside) <= set(silent) else silent)
     if culprits:
-        return [_outside(job, still, culprits, silent, messages)]
+        # whoever hears from no other host waits for these, and not for its own ranks that wait too
+        alone = None if set(culprits) & set(silent) else cut_off(job, [*still.inside, *culprits], since_s=still.since_s)
+        return [_outside(job, still, culprits, silent, messages) if alone is None else alone]
     # before all have shown that they still live, one of them may just have been paused or killed
     known_s = still.since_s + LEAST_PATIENCE_S
     if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
@@ -286,7 +374,7 @@ def _outside(
     is_unsure = not gone and not set(still.inside) <= job.left and job.now_s - still.since_s < _sure_s(still)
     if is_unsure and (slow := slow_ranks(job, culprits, place, waited_since_s=still.since_s)) is not None:
         return slow
-    return Finding(
+    found = Finding(
         kind="non-communication hang",
         places=(place,),
         since_s=min(last_s, still.since_s) if gone else still.since_s,
@@ -303,6 +391,7 @@ def _outside(
         remedy="restart it or go on without it; its own log ends where it hangs" if gone
         else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",
     )  # fmt: skip
+    return partitioned(job, found)
 
 
 def _sure_s(still: _Standstill) -> float:
@@ -314,6 +403,12 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     if (slow := slow_wires(job, messages)) is not None:
         return slow
     stuck = [m for m in messages if m.is_stuck or (m.error and m.received_done_s is None)]
+    if (partial := one_sided(job, still.inside, since_s=still.since_s)) is not None:
+        evidence = {
+            "communicator": still.communicator, "operation": still.sequence, **partial.evidence,
+            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
+        }  # fmt: skip
+        return replace(partial, since_round=still.round, seen_round=still.round, evidence=evidence)
     cells: dict[Cell, float] = {
         (m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None and m.sent_posted_s
     }

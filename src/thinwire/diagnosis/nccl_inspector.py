@@ -21,6 +21,7 @@ from typing import Any
 from thinwire.diagnosis.nccl_values import Timing
 from thinwire.diagnosis.reading import MOST_RANKS, Records, numbered_lines, parse_object, short, text, whole
 from thinwire.errors import DataError
+from thinwire.untested import warn_untested
 
 _MARK = b'"inspector_output_format_version"'
 _VERSION = re.compile(r"v4(\.\d{1,6})?")
@@ -45,6 +46,7 @@ def read_inspector(records: Records, path: Path) -> None:
     Raises:
         DataError: The file cannot be read, or all of it is of another version than v4.
     """
+    warn_untested("nccl inspector")
     version, num_taken = "", 0
     for number, line in numbered_lines(path):
         records.num_lines += 1

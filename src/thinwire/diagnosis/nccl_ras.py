@@ -19,6 +19,7 @@ from thinwire.diagnosis.nccl_ras_text import HEADER, StatusText
 from thinwire.diagnosis.nccl_values import CommunicatorState, Member, Snapshot
 from thinwire.diagnosis.reading import MOST_LINE_BYTES, MOST_RANKS, Records, numbered_lines, short, text, whole
 from thinwire.errors import DataError
+from thinwire.untested import warn_untested
 
 MOST_BYTES = 64 * 1024 * 1024
 _JSON = re.compile(rb'"nccl_version"\s*:')
@@ -53,6 +54,7 @@ def read_ras(records: Records, path: Path) -> None:
     Raises:
         DataError: The file cannot be read, or is too long.
     """
+    warn_untested("nccl ras")
     try:
         # its text has no time of its own
         written_s = path.stat().st_mtime

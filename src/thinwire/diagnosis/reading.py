@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ _MOST_WHOLE = 1 << 53
 _MOST_SECONDS = 1e12
 _MOST_TEXT = 500
 _MOST_NAMED = 20
+# So many later operations of a rank must be done before one that is not counts as given up.
+_LATER_DONE = 3
+_LEAST_MEMBERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,7 @@ class Records:
         num_refused: Lines not taken.
         refusals: The first of them.
         reasons: How often each reason was given.
+        removed: Replicas that were removed from the run while it went on: they are judged no more.
     """
 
     communicators: dict[str, Communicator] = field(default_factory=dict)
@@ -83,6 +87,7 @@ class Records:
     num_refused: int = 0
     refusals: list[Refusal] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
+    removed: frozenset[int] = frozenset()
 
     def add(self, record: Record) -> None:
         """Take one record in.
@@ -123,6 +128,26 @@ class Records:
         """The part of the lines that was refused, in [0, 1]."""
         return self.num_refused / self.num_lines if self.num_lines else 0.0
 
+    def of_members(self) -> Records:
+        """Return the records without those of removed replicas, and without what others wrote of them.
+
+        Where only one rank is left, all are judged: that the run lost every other one is the fault then.
+        """
+        if not self.removed or len({beat.rank for beat in self.beats} - self.removed) < _LEAST_MEMBERS:
+            return self
+        found = replace(self, communicators={}, removed=frozenset())
+        for name, one in self.communicators.items():
+            if (left := members_of(one, without=self.removed)) is not None:
+                found.communicators[name] = left
+        found.operations = without_given_up([op for op in self.operations if op.rank not in self.removed])
+        found.spans = [span for span in self.spans if span.rank not in self.removed]
+        found.beats = [beat for beat in self.beats if beat.rank not in self.removed]
+        found.transfers = [one for one in self.transfers if self.removed.isdisjoint((one.rank, one.peer))]
+        found.arrivals = [one for one in self.arrivals if self.removed.isdisjoint((one.rank, one.peer))]
+        found.flows = [one for one in self.flows if self.removed.isdisjoint((one.rank, one.peer))]
+        found.probes = [one for one in self.probes if self.removed.isdisjoint((one.rank, one.peer))]
+        return found
+
     def refuse(self, source: str, line: int, reason: str) -> None:
         """Count a line that is not taken, and name it where it is among the first."""
         self.num_refused += 1
@@ -130,6 +155,29 @@ class Records:
         self.reasons[reason.partition(":")[0]] += 1
         if len(self.refusals) < _MOST_NAMED:
             self.refusals.append(Refusal(source=source, line=line, reason=reason))
+
+
+def members_of(one: Communicator, *, without: Collection[int]) -> Communicator | None:
+    """Return a communicator without some ranks; None where no other rank is left."""
+    kept = [index for index, rank in enumerate(one.ranks) if rank not in without]
+    if len(kept) == len(one.ranks):
+        return one
+    ranks, hosts, clocks = (
+        tuple(values[index] for index in kept) if values else () for values in (one.ranks, one.hosts, one.clocks)
+    )
+    return replace(one, ranks=ranks, hosts=hosts, clocks=clocks) if kept else None  # type: ignore[arg-type]
+
+
+def without_given_up(operations: Sequence[Operation]) -> list[Operation]:
+    """Leave out operations that will never end: their rank has done several later ones since."""
+    done: dict[tuple[str, int], list[int]] = {}
+    for op in operations:
+        if op.done_s is not None:
+            done.setdefault((op.communicator, op.rank), []).append(op.sequence)
+    limits = {key: sorted(numbers)[-_LATER_DONE] for key, numbers in done.items() if len(numbers) >= _LATER_DONE}
+    return [
+        op for op in operations if op.done_s is not None or op.sequence > limits.get((op.communicator, op.rank), -1)
+    ]
 
 
 def _united(known: Communicator, told: Communicator) -> Communicator:

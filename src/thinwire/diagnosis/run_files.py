@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.diagnosis.reading import Records, numbered_lines, parse_line, parse_object
+from thinwire.diagnosis.reading import MOST_RANKS, Records, numbered_lines, parse_line, parse_object
 from thinwire.diagnosis.records import Communicator, Operation, Span, TransferEnd, to_line
+from thinwire.errors import DataError
 
 _TRANSFERS = re.compile(r"transfers-replica-(\d{1,6})\.jsonl")
 _METRICS = re.compile(r"metrics-replica-(\d{1,6})\.jsonl")
 ROUNDS = "rounds"
+MEMBERS_FILE, JOURNAL_FILE = "members.jsonl", "coordinator.jsonl"
 # Messages of one round: fragments and phases are told apart, so that both ends find each other.
 _MOST_PARTS = 1 << 20
+_MOST_REMOVED = 4096
 
 
 def replica_of(path: Path) -> int | None:
@@ -27,6 +30,40 @@ def replica_of(path: Path) -> int | None:
     """
     match = _TRANSFERS.fullmatch(path.name) or _METRICS.fullmatch(path.name)
     return int(match.group(1)) if match else None
+
+
+def removed_replicas(folder: Path) -> frozenset[int]:
+    """Return the replicas that an elastic run removed while it went on, by its `members.jsonl` and its journal.
+
+    The numbers of replicas are never given again. Of lines that hold something else nothing is taken.
+
+    Args:
+        folder: The run's folder on one host.
+    """
+    removed: set[int] = set()
+    for name in (MEMBERS_FILE, JOURNAL_FILE):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            for _, line in numbered_lines(path):
+                removed |= _removed_by(line)
+        except DataError:  # it went away, or may not be read: what is known stays
+            continue
+    return frozenset(removed)
+
+
+def _removed_by(line: bytes | None) -> set[int]:
+    if line is None or (b'"removed"' not in line and b'"gone"' not in line):
+        return set()
+    try:
+        told = parse_object(line)
+    except ValueError:
+        return set()
+    found = [told.get("replica")] if told.get("what") == "gone" else told.get("removed")
+    if not isinstance(found, list):
+        return set()
+    return {one for one in found[:_MOST_REMOVED] if type(one) is int and 0 <= one < MOST_RANKS}
 
 
 def read_run_files(records: Records, paths: list[Path]) -> None:

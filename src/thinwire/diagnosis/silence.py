@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from thinwire.diagnosis.findings import Finding, Place
+from thinwire.diagnosis.partition import partitioned
 from thinwire.diagnosis.timeline import Job
 
 _FLOWS_S = 1.75
@@ -27,7 +28,7 @@ def find_silent(job: Job) -> list[Finding]:
         if _works_on(job, rank):
             found.append(_no_records(job, rank, last_s, job.heard_s[rank]))
             continue
-        found.append(Finding(
+        found.append(partitioned(job, Finding(
             kind="non-communication hang", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
             evidence={
                 "last_sign_s": round(last_s, 3), "silent_s": round(silent_s, 3), "longer_than_s": round(limit_s, 3),
@@ -37,7 +38,7 @@ def find_silent(job: Job) -> list[Finding]:
             + _other(job, rank),
             confidence=0.9 * job.trust,
             remedy="restart it or go on without it; its own log ends where it stopped",
-        ))  # fmt: skip
+        )))  # fmt: skip
     return found
 
 

@@ -17,7 +17,8 @@ def read_files(paths: Iterable[Path]) -> Records:
     """Read all files of one job, whatever they are.
 
     A folder that holds records of ranks is read for these alone; several such folders may be of one job, one a host.
-    Files of NCCL's tools are known by what they hold, whatever their names.
+    Files of NCCL's tools are known by what they hold, whatever their names. A folder also tells which replicas of an
+    elastic run were removed.
 
     Raises:
         DataError: A file cannot be read, or is none of those that can be diagnosed.
@@ -27,6 +28,7 @@ def read_files(paths: Iterable[Path]) -> Records:
     dumps: list[Path] = []
     for path in paths:
         if path.is_dir():
+            records.removed |= run_files.removed_replicas(path)
             if not _read_folder(records, path):
                 runs[path] = _files_of_run(path)
         elif run_files.replica_of(path) is not None:

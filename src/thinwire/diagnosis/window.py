@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable
-from dataclasses import replace
 from typing import Generic, TypeVar
 
-from thinwire.diagnosis.reading import Records
+from thinwire.diagnosis.reading import Records, members_of, without_given_up
 from thinwire.diagnosis.records import Arrival, Beat, Communicator, Flow, Operation, Probe, Record, Span, TransferEnd
 
 _MOST_COMMUNICATORS = 256
@@ -17,8 +16,6 @@ _MOST_RANKS, _MOST_BEATS, _MOST_ARRIVALS = 1 << 16, 16, 8
 # So many records are kept of each rank or each way between two, as long as these are no more in all; of more, fewer.
 _MANY, _MOST_MANY, _FEW = 16, 12_000, 2
 _MOST_KEPT = 1 << 18
-# So many later operations of a rank must be done before one that is not counts as given up.
-_LATER_DONE = 3
 
 _Kept = TypeVar("_Kept")
 _Key = TypeVar("_Key")
@@ -138,12 +135,12 @@ class Window:
         """
         gone, found = frozenset(without), Records()
         for one in self._communicators:
-            members = [index for index, rank in enumerate(one.ranks) if rank not in gone]
-            if members:
+            left = members_of(one, without=gone)
+            if left is not None:
                 with contextlib.suppress(ValueError):  # it contradicts what was said before
-                    found.add(_with_members(one, members))
+                    found.add(left)
         kept = [op for op in self._operations.values() if op.rank not in gone]
-        found.operations = _without_given_up(kept)
+        found.operations = without_given_up(kept)
         found.transfers = [end for end in self._transfers.values() if end.rank not in gone and end.peer not in gone]
         found.spans = [span for span in self._spans.values() if span.rank not in gone]
         found.beats = [beat for rank, beats in self._beats.items() if rank not in gone for beat in beats]
@@ -163,24 +160,3 @@ def _put_latest(kept: dict[_Key, deque[_Kept]], key: _Key, record: _Kept, *, mos
 def _most_of(count: int) -> int:
     """Return how many records are kept of so many ranks or ways."""
     return min(_MOST_KEPT, max(min(_MANY * count, _MOST_MANY), _FEW * count))
-
-
-def _with_members(one: Communicator, members: list[int]) -> Communicator:
-    if len(members) == len(one.ranks):
-        return one
-    ranks, hosts, clocks = (
-        tuple(values[index] for index in members) if values else () for values in (one.ranks, one.hosts, one.clocks)
-    )
-    return replace(one, ranks=ranks, hosts=hosts, clocks=clocks)  # type: ignore[arg-type]
-
-
-def _without_given_up(operations: list[Operation]) -> list[Operation]:
-    """Leave out operations that will never end: their rank has done several later ones since."""
-    done: dict[tuple[str, int], list[int]] = {}
-    for op in operations:
-        if op.done_s is not None:
-            done.setdefault((op.communicator, op.rank), []).append(op.sequence)
-    limits = {key: sorted(numbers)[-_LATER_DONE] for key, numbers in done.items() if len(numbers) >= _LATER_DONE}
-    return [
-        op for op in operations if op.done_s is not None or op.sequence > limits.get((op.communicator, op.rank), -1)
-    ]

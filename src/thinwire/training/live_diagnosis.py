@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.live import LiveJudge, News
+from thinwire.diagnosis.run_files import MEMBERS_FILE
 from thinwire.diagnosis.steering import Action, Steering
 from thinwire.diagnosis.tail import RecordTail
 from thinwire.training.line_file import LineFile
@@ -48,12 +49,14 @@ class Members:
         present: Ranks (an elastic run's replicas) that take part.
         resting: Of these, those that were told to pause.
         gone: Of these, those whose process has ended, as far as is known.
+        ended: Others that the run still lists: they came to its end, or have not begun.
         num_spares: Hosts that wait to take a place.
     """
 
     present: frozenset[int] = frozenset()
     resting: frozenset[int] = frozenset()
     gone: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
     num_spares: int = 0
 
 
@@ -105,6 +108,8 @@ class LiveDiagnosis:
         self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
         self._stop = threading.Event()
         self._told_problem = ""
+        self._ever: frozenset[int] = frozenset()
+        self._noted: tuple[frozenset[int], frozenset[int]] | None = None
         self._is_full = False
         self._files: dict[str, LineFile] = {}
         self.news: list[tuple[float, News]] = []
@@ -137,9 +142,10 @@ class LiveDiagnosis:
         began_s = time.thread_time()
         self._see_room()
         self._read()
+        members = self._hands.members() if self._tails else None
+        self._note_members(members)
         if self._tails and self._is_mine():
             self.num_looks += 1
-            members = self._hands.members()
             for news in self._judge.look(without=self._without(members)):
                 self._tell(news)
                 self._steer(news, members)
@@ -168,6 +174,17 @@ class LiveDiagnosis:
                 continue
             tail = self._tails.setdefault(path, RecordTail(path))
             self._judge.take(tail.new_records())
+
+    def _note_members(self, members: Members | None) -> None:
+        """Write down who takes part, and who was removed, whenever that changes; `thinwire diagnose` reads it."""
+        if members is None:
+            return
+        self._ever |= members.present
+        removed = self._ever - members.present - members.ended
+        if (members.present, removed) != self._noted:
+            self._noted = members.present, removed
+            told = {"at": round(time.time(), 3), "present": sorted(members.present), "removed": sorted(removed)}
+            self._append(MEMBERS_FILE, told)
 
     def _see_room(self) -> None:
         """Tell of a disk without room: whatever is judged then lacks what could not be written."""

@@ -25,6 +25,7 @@ from thinwire.training.watched_wires import RankPlace, WatchedWires, own_place
 from thinwire.transport.host_probes import open_door
 from thinwire.transport.watched_group import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
 from thinwire.transport.watched_job import own_rank, store_port, words_of_all
+from thinwire.untested import warn_untested
 
 WRITE_S = 0.25
 BEAT_S = 0.5
@@ -252,7 +253,7 @@ def watch(
 
     Call it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
     numbered from it on. Groups over gloo are recorded; calls on a GPU pass by and are counted, or with `gpu_calls` are
-    recorded too. That has never run on a GPU: only the asking was tried, over gloo.
+    recorded too. That has never run on a GPU, only over gloo: its first use gives an `UntestedWarning`.
 
     Args:
         folder: Where this rank's `records-rank-N.jsonl` goes, on a disk of this host that answers quickly: each call is
@@ -276,6 +277,8 @@ def watch(
     Reference: the operation layer of C4's recording (arXiv 2406.04594), outside of the communication library.
     """
     rank = own_rank(gpu_calls=gpu_calls)
+    if gpu_calls:
+        warn_untested("gpu calls")
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)

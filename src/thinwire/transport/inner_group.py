@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from thinwire.transport.addresses import interface_of
 from thinwire.transport.connect import gloo_on, keep_nccl_on_loopback
+from thinwire.untested import warn_untested
 
 # An order fits into this, or says how much more there is; the first eight bytes are its length.
 _ORDER_BYTES = 1024
@@ -72,6 +73,8 @@ class InnerGroup:
                     f"rank {self.rank} of this replica takes GPU {self._gpu} of this host, and torch sees {seen}; give "
                     f"fewer replicas, or fewer ranks a replica"
                 )
+            if self.size > 1:
+                warn_untested("gpu ranks")
             self.device = torch.device("cuda", self._gpu)
             torch.cuda.set_device(self.device)
             torch.cuda.synchronize()  # the mesh looks for a context, and else chooses a GPU by itself

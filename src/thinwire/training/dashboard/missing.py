@@ -29,6 +29,7 @@ _NOBODY = (
     "what is there."
 )
 _PAGE = "Judged from the latest records by who shows them; the run itself wrote no findings.jsonl."
+_RECORDS = "Judged from all records, as `thinwire diagnose` does; what is over is from findings.jsonl."
 _NO_ACTIONS = "No actions.jsonl: nothing acts on findings in this run, or nothing was done yet."
 _NO_DOWNTIME = "No downtime.json: lost time is not accounted in this run, or not yet."
 
@@ -46,7 +47,7 @@ def what_is_missing(sources: Sources, told: Mapping[str, Any]) -> dict[str, str]
         "matrix": _first(told["matrix"] is None, no_matrix),
         "heat": _first(not told["heat"], _NO_WORK),
         "timeline": _first(not has_lanes, _NO_ROUNDS, not is_recorded, _FROM_METRICS),
-        "findings": {"nobody": _NOBODY, "page": _PAGE}.get(told["findings"]["told_by"], ""),
+        "findings": {"nobody": _NOBODY, "page": _PAGE, "records": _RECORDS}.get(told["findings"]["told_by"], ""),
         "actions": _first(not told["actions"]["is_there"], _NO_ACTIONS),
         "downtime": _first(told["downtime"] is None, _NO_DOWNTIME),
     }

@@ -39,12 +39,15 @@ class RunFollower:
 
     Args:
         folder: The run's folder.
+        judges_all: Judge all records at each look, as `thinwire diagnose` does, and not the latest ones; what the run
+            itself found is told where it is over.
 
     Raises:
         DataError: There is no such folder.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, judges_all: bool = False) -> None:
+        self._judges_all = judges_all
         if not folder.is_dir():
             raise DataError(f"there is no folder {folder}; give the folder that `thinwire train --out` writes")
         self._folder = folder
@@ -125,9 +128,14 @@ class RunFollower:
     def _findings(self, *, is_over: bool) -> tuple[list[dict[str, Any]], str]:
         """Return the findings, and who judged: the run itself, this page from the records, or nobody."""
         sources = self._sources
+        is_recorded = any(window.is_recorded for window in sources.windows.values())
+        if self._judges_all and (is_recorded or sources.has("transfers")):
+            found = self._diagnosed()
+            if found is not None:
+                told = sources.findings.to_json() if sources.has("findings") else []
+                return [*found, *(one for one in told if one["is_over"])], "records"
         if sources.has("findings"):
             return sources.findings.to_json(), "run"
-        is_recorded = any(window.is_recorded for window in sources.windows.values())
         if is_over and (is_recorded or sources.has("transfers")):
             if self._of_the_end is None:
                 self._of_the_end = self._diagnosed()
@@ -176,17 +184,18 @@ class RunFollower:
         return {"said": sources.journal.said(), "rounds": [latest[number] for number in sorted(latest)[:-13:-1]]}
 
 
-def snapshot(folder: Path, *, now: float | None = None) -> dict[str, Any]:
+def snapshot(folder: Path, *, now: float | None = None, judges_all: bool = False) -> dict[str, Any]:
     """Return all that a run's folder tells, as what JSON can hold.
 
     Args:
         folder: The run's folder, of a run that trains or is over.
         now: Seconds since 1970; the clock's by default.
+        judges_all: See `RunFollower`.
 
     Raises:
         DataError: There is no such folder.
     """
-    follower = RunFollower(folder)
+    follower = RunFollower(folder, judges_all=judges_all)
     while follower.look():
         pass
     return {"version": VERSION, **follower.sections(now=now)}

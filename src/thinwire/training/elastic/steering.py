@@ -71,6 +71,7 @@ class ElasticHands:
             present=present,
             gone=frozenset(n for n, one in active.items() if (_has_ended(pids[n]) if n in pids else one.get("lost"))),
             resting=frozenset(n for n, one in active.items() if one["paused"] or self._is_late(n, one)),
+            ended=frozenset(int(one["replica"]) for one in status["members"] if one["standing"] != "active"),
             num_spares=len(status.get("spares", ())),
         )  # fmt: skip
 
