@@ -67,7 +67,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _diagnose(arguments: Sequence[str]) -> int:
     from thinwire.diagnosis.diagnose import findings_of_whole
-    from thinwire.diagnosis.findings import report
     from thinwire.diagnosis.sources import read_files
     from thinwire.diagnosis.timeline import build
     from thinwire.errors import DataError
@@ -96,6 +95,13 @@ def _diagnose(arguments: Sequence[str]) -> int:
     findings = findings_of_whole(job if members is records else build(members))
     if not _write_files(options, records, job, findings):
         return 1
+    _print(options, records, findings, has_removed=members is not records)
+    return FOUND if findings else 0
+
+
+def _print(options: DiagnoseOptions, records: Records, findings: Sequence[Finding], *, has_removed: bool) -> None:
+    from thinwire.diagnosis.findings import report
+
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
         told = {
@@ -109,7 +115,7 @@ def _diagnose(arguments: Sequence[str]) -> int:
     else:
         print(_plain(report(findings)))
         print(f"{records.num_records} records, {records.num_refused} lines refused", file=sys.stderr)
-        if members is not records:
+        if has_removed:
             named = ", ".join(map(str, sorted(records.removed)[:32]))
             print(
                 f"not judged, since the run removed them and went on: replicas {named}; why is in findings.jsonl",
@@ -117,7 +123,6 @@ def _diagnose(arguments: Sequence[str]) -> int:
             )
         for line in refused:
             print(f"  refused: {_plain(line)}", file=sys.stderr)
-    return FOUND if findings else 0
 
 
 def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings: Sequence[Finding]) -> bool:
