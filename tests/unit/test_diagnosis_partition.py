@@ -166,6 +166,12 @@ def test_a_replica_that_was_removed_is_not_blamed(
     assert json.loads(capsys.readouterr().out)["findings"]["findings"] == []
 
 
+def test_a_run_that_lost_all_but_one_is_judged_with_those_that_it_lost(tmp_path: Path) -> None:
+    _elastic(tmp_path / "run")
+    (tmp_path / "run" / MEMBERS_FILE).write_text('{"at":2.0,"present":[0],"removed":[1]}\n')
+    assert [one.where for one in diagnose(read_files([tmp_path / "run"]))] == ["rank 1"]
+
+
 @pytest.mark.parametrize("line", ['{"removed":[1]}', '{"removed":[1,-1,"2",true,1e9]}', '{"what":"gone","replica":1}'])
 @pytest.mark.parametrize("other", ["", "[", '{"removed":7}', '{"what":"gone","replica":[]}', '{"removed":{"1":2}}'])
 def test_lines_about_members_are_read_as_a_stranger_s(tmp_path: Path, line: str, other: str) -> None:

@@ -35,7 +35,6 @@ _MOST_TEXT = 500
 _MOST_NAMED = 20
 # So many later operations of a rank must be done before one that is not counts as given up.
 _LATER_DONE = 3
-_LEAST_MEMBERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +128,8 @@ class Records:
         return self.num_refused / self.num_lines if self.num_lines else 0.0
 
     def of_members(self) -> Records:
-        """Return the records without those of removed replicas, and without what others wrote of them.
-
-        Where only one rank is left, all are judged: that the run lost every other one is the fault then.
-        """
-        if not self.removed or len({beat.rank for beat in self.beats} - self.removed) < _LEAST_MEMBERS:
+        """Return the records without those of removed replicas, and without what others wrote of them."""
+        if not self.removed:
             return self
         found = replace(self, communicators={}, removed=frozenset())
         for name, one in self.communicators.items():

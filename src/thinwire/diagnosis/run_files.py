@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ MEMBERS_FILE, JOURNAL_FILE = "members.jsonl", "coordinator.jsonl"
 # Messages of one round: fragments and phases are told apart, so that both ends find each other.
 _MOST_PARTS = 1 << 20
 _MOST_REMOVED = 4096
+_LEAST_PRESENT = 2
 
 
 def replica_of(path: Path) -> int | None:
@@ -33,37 +35,36 @@ def replica_of(path: Path) -> int | None:
 
 
 def removed_replicas(folder: Path) -> frozenset[int]:
-    """Return the replicas that an elastic run removed while it went on, by its `members.jsonl` and its journal.
+    """Return the replicas that an elastic run removed while others went on, by its `members.jsonl` and its journal.
 
-    The numbers of replicas are never given again. Of lines that hold something else nothing is taken.
+    None where the run was left with less than two members: then the loss of the others is the fault. The numbers of
+    replicas are never given again. Of lines that hold something else nothing is taken.
 
     Args:
         folder: The run's folder on one host.
     """
     removed: set[int] = set()
+    present = _LEAST_PRESENT
     for name in (MEMBERS_FILE, JOURNAL_FILE):
         path = folder / name
         if not path.is_file():
             continue
         try:
             for _, line in numbered_lines(path):
-                removed |= _removed_by(line)
+                if line is None or (b'"removed"' not in line and b'"gone"' not in line):
+                    continue
+                with contextlib.suppress(ValueError):
+                    told = parse_object(line)
+                    removed |= _ranks([told.get("replica")] if told.get("what") == "gone" else told.get("removed"))
+                    present = len(_ranks(told["present"])) if "present" in told else present
         except DataError:  # it went away, or may not be read: what is known stays
             continue
-    return frozenset(removed)
+    return frozenset(removed) if present >= _LEAST_PRESENT else frozenset()
 
 
-def _removed_by(line: bytes | None) -> set[int]:
-    if line is None or (b'"removed"' not in line and b'"gone"' not in line):
-        return set()
-    try:
-        told = parse_object(line)
-    except ValueError:
-        return set()
-    found = [told.get("replica")] if told.get("what") == "gone" else told.get("removed")
-    if not isinstance(found, list):
-        return set()
-    return {one for one in found[:_MOST_REMOVED] if type(one) is int and 0 <= one < MOST_RANKS}
+def _ranks(told: object) -> set[int]:
+    found = told[:_MOST_REMOVED] if isinstance(told, list) else []
+    return {one for one in found if type(one) is int and 0 <= one < MOST_RANKS}
 
 
 def read_run_files(records: Records, paths: list[Path]) -> None:

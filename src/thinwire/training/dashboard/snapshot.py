@@ -129,7 +129,7 @@ class RunFollower:
         """Return the findings, and who judged: the run itself, this page from the records, or nobody."""
         sources = self._sources
         is_recorded = any(window.is_recorded for window in sources.windows.values())
-        if self._judges_all and (is_recorded or sources.has("transfers")):
+        if self._judges_all and is_recorded:
             found = self._diagnosed()
             if found is not None:
                 told = sources.findings.to_json() if sources.has("findings") else []
