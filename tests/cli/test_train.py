@@ -17,6 +17,7 @@ import pytest
 from thinwire.cli.main import main
 from thinwire.training.checkpoint import Checkpoints, Identity
 from thinwire.training.config import TrainConfig, config_text, resolve
+from thinwire.training.run_identity import new_identity, write_identity
 from thinwire.version import __version__
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
@@ -142,8 +143,10 @@ def stopped_run(tmp_path: Path) -> Path:
     config = resolve(given, world_size=None, cores=2, home=tmp_path)
     run.mkdir()
     (run / "config.json").write_text(config_text(config))
+    identity_of_run = new_identity(config_digest=config.digest())
+    write_identity(run, identity_of_run)
     for replica in (0, 1):
-        identity = Identity(replica=replica, num_replicas=2, config_digest=config.digest())
+        identity = Identity(run=identity_of_run.run, replica=replica, num_replicas=2, config_digest=config.digest())
         for step in (10, 20):
             Checkpoints(run, identity=identity).save({}, step=step, drift_steps=60)
     return run

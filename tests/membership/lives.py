@@ -97,7 +97,7 @@ class Life:
         for message in self.early:
             council.hear(message)
         step, era, _ = self.person.held or (0, 0, ())
-        council.insist("here", address="127.0.0.1", port=1, corpus="c", windows=9, held=step, era=era)
+        council.insist("here", address="127.0.0.1", port=1, corpus="c", windows=9, held=step, era=era, disk=0)
 
     def end(self, why: str) -> None:
         """End for good, and be told why."""

@@ -122,7 +122,7 @@ class World:
         council.transfers = Patience(least_s=LIMIT_S, most_s=LIMIT_S)
         council._next_beat_s = float("inf")
         self.replicas[number] = Replica(number=number, council=council)
-        say("here", address="127.0.0.1", port=1, corpus="c", windows=1, held=0, era=0)
+        say("here", address="127.0.0.1", port=1, corpus="c", windows=1, held=0, era=0, disk=0)
 
     def _settle_in(self) -> None:
         for number in self.replicas:

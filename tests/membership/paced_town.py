@@ -141,7 +141,7 @@ class Runner:
         self.thread = threading.Thread(target=self._live, daemon=True)
 
     def begin(self) -> None:
-        self._say("here", address="127.0.0.1", port=1 + self.replica, corpus="c", windows=1, held=0, era=0)
+        self._say("here", address="127.0.0.1", port=1 + self.replica, corpus="c", windows=1, held=0, era=0, disk=0)
         self._say("active", step=0)
         self.thread.start()
         self.town.clock.at(self.town.clock.now_s + 1.0, self.resume)

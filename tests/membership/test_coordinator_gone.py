@@ -72,7 +72,9 @@ def test_a_silent_coordinator_is_told_of_and_given_up_in_the_end() -> None:
     council.turn()
     assert len(warned) == 4, "and from the beginning once it has been heard of"
     clock.now_s += GONE_S
-    with pytest.raises(ConnectError, match=r"nothing was heard of the coordinator for 1831 s.*thinwire train --resume"):
+    with pytest.raises(
+        ConnectError, match=r"nothing was heard of the coordinator for 1831 s.*thinwire train --elastic --resume"
+    ):
         council.check()
     with pytest.raises(ConnectError):
         council.wait_for(lambda view: None, deadline_s=None, why="")

@@ -38,7 +38,7 @@ class Desk:
 
     def come(self, token: bytes, *, corpus: str = "c") -> None:
         self.hear(token, "join", version=VERSION, thinwire=__version__, host=token.decode())
-        self.hear(token, "here", address="127.0.0.1", port=1, corpus=corpus, windows=100, held=0, era=0)
+        self.hear(token, "here", address="127.0.0.1", port=1, corpus=corpus, windows=100, held=0, era=0, disk=0)
 
     def begun(self) -> "Desk":
         for token in (b"a", b"b"):
@@ -73,14 +73,14 @@ def test_a_lost_state_is_offered_again_to_who_says_again_where_it_is() -> None:
     desk = Desk(planned=1)
     desk.come(b"a")
     assert [one["root"] for one in desk.words(b"a", "state")] == ["seed"]
-    desk.hear(b"a", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0)
+    desk.hear(b"a", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0, disk=0)
     assert [one["root"] for one in desk.words(b"a", "state")] == ["seed"]
     desk.hear(b"a", "active", step=0)
     desk.come(b"b")
     step = desk.words(b"a", "capture")[0]["step"]
     desk.hear(b"a", "captured", step=step, root="ab" * 32, bytes=5)
     assert [one["step"] for one in desk.words(b"b", "state")] == [step]
-    desk.hear(b"b", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0)
+    desk.hear(b"b", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0, disk=0)
     assert [one["step"] for one in desk.words(b"b", "state")] == [step]
 
 

@@ -53,7 +53,7 @@ class Port:
         self.line = Line(self.invitation, secret=SECRET, hear=self._hear)
         self.line.say("join", version=VERSION, thinwire=__version__, host="honest")
         self.wait("welcome")
-        self.line.say("here", address=HOST, port=1, corpus="c", windows=1, held=0, era=0)
+        self.line.say("here", address=HOST, port=1, corpus="c", windows=1, held=0, era=0, disk=0)
         self.line.say("active", step=0)
         self._leases = 0
 
@@ -193,7 +193,7 @@ def test_garbage_of_one_that_has_the_secret_is_refused_and_told_of_a_few_times(p
         enemy.say("beat", step=1, step_s=1e-320, roster=0)
         enemy.say("join", version=VERSION, thinwire=__version__, host="enemy")
         assert enemy.answer()["kind"] == "welcome"
-        enemy.say("here", address="a b", port=1 << 40, corpus="c", windows=1, held=0, era=0)
+        enemy.say("here", address="a b", port=1 << 40, corpus="c", windows=1, held=0, era=0, disk=0)
         enemy.say("vote", round=0, step=0, has=list(range(5000)), hash=0)
         enemy.say("lease", number=3)
         assert enemy.answer()["kind"] == "leased"

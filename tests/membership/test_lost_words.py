@@ -57,7 +57,7 @@ class Desk:
 
     def arrive(self, token: bytes) -> None:
         self.say(token, "join", version=VERSION, thinwire=__version__, host=token.decode())
-        self.say(token, "here", address="10.0.0.1", port=7, corpus="c", windows=9, held=0, era=0)
+        self.say(token, "here", address="10.0.0.1", port=7, corpus="c", windows=9, held=0, era=0, disk=0)
 
     def begin(self, *tokens: bytes) -> None:
         for token in tokens:
@@ -174,7 +174,7 @@ def test_where_a_replica_is_is_said_until_the_roster_names_it() -> None:
     said: list[str] = []
     seconds = [0.0]
     council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: said.append(kind), now=lambda: seconds[0])
-    council.insist("here", address="10.0.0.1", port=7, corpus="c", windows=9, held=0, era=0)
+    council.insist("here", address="10.0.0.1", port=7, corpus="c", windows=9, held=0, era=0, disk=0)
     seconds[0] = 5.0
     council.turn()
     assert said.count("here") == 2

@@ -19,7 +19,7 @@ __all__ = ["street"]
 def comes_back(desk: Desk, *, held: int, era: int = 0) -> list[tuple[str, int]]:
     """Return what a third replica that says what it holds is offered."""
     desk.hear(b"c", "join", version=VERSION, thinwire=__version__, host="c")
-    desk.hear(b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=held, era=era)
+    desk.hear(b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=held, era=era, disk=0)
     return [(state["root"], state["step"]) for state in desk.words(b"c", "state")]
 
 
@@ -38,10 +38,12 @@ def test_a_state_of_its_own_is_gone_on_from_and_rounds_after_it_are_kept() -> No
     assert desk.words(b"a", "progress")[-1]["floor"] == 21
     beats(desk, step=900)
     assert desk.words(b"a", "progress")[-1]["kept"] <= 22, "it needs them as long as it is on its way"
-    desk.hear(b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=22, era=0)  # the word was lost
+    desk.hear(
+        b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=22, era=0, disk=0
+    )  # the word was lost
     assert [state["step"] for state in desk.words(b"c", "state")] == [22]
     again = desk.again()  # another process of the coordinator
-    again.hear(b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=22, era=0)
+    again.hear(b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=22, era=0, disk=0)
     assert [(state["root"], state["step"]) for state in again.words(b"c", "state")] == [("own", 22)]
     desk.hear(b"c", "active", step=22)
     assert not desk.words(b"a", "capture") and not desk.coordinator.cuts.waiting
@@ -70,10 +72,10 @@ def test_rounds_that_only_the_dead_held_are_not_to_be_had() -> None:
     again = desk.again()
     again.hear(b"b", "beat", step=60, step_s=0.1, roster=0)
     again.hear(b"d", "join", version=VERSION, thinwire=__version__, host="d")
-    again.hear(b"d", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=38, era=0)
+    again.hear(b"d", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=38, era=0, disk=0)
     assert not again.words(b"d", "state"), "the journal holds when each began"
     desk.hear(b"e", "join", version=VERSION, thinwire=__version__, host="e")
-    desk.hear(b"e", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=55, era=0)
+    desk.hear(b"e", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=55, era=0, disk=0)
     assert [state["root"] for state in desk.words(b"e", "state")] == ["own"], "nothing was decided since"
 
 
@@ -99,10 +101,10 @@ def test_after_a_run_went_on_from_a_disk_states_from_before_are_of_another_past(
     assert comes_back(desk, held=22) == [("disk", 0)]
     desk.hear(b"c", "active", step=20)
     desk.hear(b"d", "join", version=VERSION, thinwire=__version__, host="d")
-    desk.hear(b"d", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=20, era=0)
+    desk.hear(b"d", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=20, era=0, disk=0)
     assert desk.words(b"d", "state") == [] and desk.coordinator.cuts.of(3) is not None
     desk.hear(b"e", "join", version=VERSION, thinwire=__version__, host="e")
-    desk.hear(b"e", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=20, era=1)
+    desk.hear(b"e", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=20, era=1, disk=0)
     assert [state["era"] for state in desk.words(b"e", "state")] == [1]
     again = desk.again()
     assert again.coordinator._era == 1

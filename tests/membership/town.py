@@ -134,7 +134,9 @@ class Resident:
         self.shelf = TownShelf(town, self.replica)
         self.seat = ElasticSeat(self.council, self.shelf)
         self.shelf.is_past = self.seat.is_past
-        self._say("here", address="127.0.0.1", port=1000 + self.replica, corpus="c", windows=1000, held=held, era=0)
+        self._say(
+            "here", address="127.0.0.1", port=1000 + self.replica, corpus="c", windows=1000, held=held, era=0, disk=0
+        )
         self._is_over = threading.Event()
         self._beats = threading.Thread(target=self._turn, daemon=True)
         self._beats.start()

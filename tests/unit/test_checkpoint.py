@@ -29,8 +29,10 @@ STATES = st.recursive(
 )
 
 
-def checkpoints(run_dir: Path, *, replica: int = 0, num_replicas: int = 1, digest: str = "abc") -> Checkpoints:
-    identity = Identity(replica=replica, num_replicas=num_replicas, config_digest=digest)
+def checkpoints(
+    run_dir: Path, *, replica: int = 0, num_replicas: int = 1, digest: str = "abc", run: str = "r"
+) -> Checkpoints:
+    identity = Identity(run=run, replica=replica, num_replicas=num_replicas, config_digest=digest)
     return Checkpoints(run_dir, identity=identity)
 
 
@@ -105,7 +107,7 @@ def test_any_damage_is_found_and_names_the_file(tmp_path: Path, suffix: str, dam
 
 @pytest.mark.parametrize(
     ("identity", "field"),
-    [({"digest": "other"}, "config_digest"), ({"num_replicas": 2}, "num_replicas")],
+    [({"digest": "other"}, "config_digest"), ({"num_replicas": 2}, "num_replicas"), ({"run": "s"}, "run")],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, identity: dict[str, Any], field: str) -> None:
     saved(tmp_path, 5)

@@ -63,7 +63,9 @@ def training_of(
     meter.train_step = lambda loss, tokens: seen(loss, tokens)  # type: ignore[method-assign]
     return Training(
         config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"), recorder=recorder,
-        checkpoints=Checkpoints(run_dir, identity=Identity(replica=0, num_replicas=1, config_digest=config.digest())),
+        checkpoints=Checkpoints(
+            run_dir, identity=Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
+        ),
         batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=SEQ_LEN, seed=0),
         held_out=lambda count: [],
     )  # fmt: skip

@@ -24,6 +24,7 @@ from thinwire.training.corpora.sampler import Sampler
 from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
+from thinwire.training.run_identity import new_identity
 from thinwire.transport.loopback import single
 
 
@@ -32,8 +33,12 @@ def config_of(tmp_path: Path, **more: object) -> TrainConfig:
     return resolve(given, world_size=None, cores=2, home=tmp_path)
 
 
+def job_of(config: TrainConfig) -> Job:
+    return Job.of(config, identity=new_identity(config_digest=config.digest()))
+
+
 def test_a_job_goes_over_the_wire_without_what_is_one_hosts_own(tmp_path: Path) -> None:
-    job = Job.of(config_of(tmp_path, overlap_steps="2"))
+    job = job_of(config_of(tmp_path, overlap_steps="2"))
     told = job.to_json()
     assert (job.sync_interval, job.overlap_steps, job.shard_windows) == (30, 2, 16 * 8)
     assert not {"out", "secret", "cache_dir", "address"} & set(told["config"]), "a joiner has its own"
@@ -41,16 +46,16 @@ def test_a_job_goes_over_the_wire_without_what_is_one_hosts_own(tmp_path: Path) 
     assert again.config.steps == 60 and again.config.secret is None and again.to_json() == told
 
 
-@pytest.mark.parametrize("name", ["sync_interval", "config"])
+@pytest.mark.parametrize("name", ["sync_interval", "config", "identity"])
 def test_a_job_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
-    told = Job.of(config_of(tmp_path)).to_json()
+    told = job_of(config_of(tmp_path)).to_json()
     for wrong in ({**told, name: -1}, {key: value for key, value in told.items() if key != name}):
         with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
             Job.from_json(wrong)
 
 
 def test_a_job_with_options_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    told = Job.of(config_of(tmp_path)).to_json()
+    told = job_of(config_of(tmp_path)).to_json()
     for name, value in (("steps", 0), ("replicas", None), ("lr", -1.0), ("batch_size", None)):
         with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
             Job.from_json({**told, "config": {**told["config"], name: value}})
@@ -61,7 +66,7 @@ def test_a_host_keeps_its_own_settings(tmp_path: Path) -> None:
         invitation="thinwire://h:1", secret="s", out=str(tmp_path), cache_dir="c", threads=3, batch_size=2, data="here"
     )
     settings.save()
-    applied = LocalSettings.load(tmp_path).apply(Job.of(config_of(tmp_path / "first")).config)
+    applied = LocalSettings.load(tmp_path).apply(job_of(config_of(tmp_path / "first")).config)
     assert (applied.batch_size, applied.data, applied.threads, applied.run_dir) == (2, "here", 3, tmp_path)
     assert applied.steps == 60 and applied.device == "cpu"
 

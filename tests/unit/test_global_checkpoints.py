@@ -116,7 +116,7 @@ def test_where_nothing_verifies_the_run_does_not_begin_anew_in_silence(url: str)
     ("field", "value", "named"),
     [
         ("step", 4, "its step is 4, not 3"),
-        ("version", 2, "its version is 2, not 1"),
+        ("version", 1, "is of format version 1, and this thinwire reads 2"),
         ("format", "thinwire-checkpoint", "its format is"),
         ("files", {}, "lacks a field"),
         ("note", None, "lacks a field"),

@@ -70,7 +70,7 @@ def test_only_a_process_of_this_host_that_is_still_that_replica_is_meant(tmp_pat
 def test_who_died_on_another_host_is_known_by_its_connections(tmp_path: Path) -> None:
     town = Town()
     for token in (b"a", b"b", b"c"):
-        town.hear(token, "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0)
+        town.hear(token, "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0, disk=0)
         town.hear(token, "active", step=0)
         town.hear(token, "beat", step=0, step_s=0.1, roster=0)
     town.hear(b"a", "lost", replica=2, now_s=0.5)

@@ -12,8 +12,10 @@ from thinwire.sync.elastic import global_tensors
 from thinwire.sync.inner_memory import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.elastic.kept_state import KeptState
+from thinwire.training.run_identity import new_identity
 from thinwire.transport.loopback import single
 
+RUN = new_identity(config_digest=32 * "0")
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
@@ -54,7 +56,7 @@ class Clock:
 
 
 def keep(path: Path, replica: Replica, *, step: int = 20, warnings: list[str] | None = None) -> KeptState:
-    kept = KeptState(path, run="r", warn=[].append if warnings is None else warnings.append, now=Clock())
+    kept = KeptState(path, run=RUN, warn=[].append if warnings is None else warnings.append, now=Clock())
     assert kept.offer(step, era=3, every=4, model=replica.model, optimizer=replica.optimizer)
     kept.close()
     return kept
@@ -104,18 +106,18 @@ def test_what_is_damaged_or_of_another_job_is_not_read(tmp_path: Path) -> None:
     path, replica = tmp_path / "a.state", Replica()
     replica.train(2)
     keep(path, replica)
-    assert KeptState(path, run="another", warn=print).read() is None
+    assert KeptState(path, run=new_identity(config_digest=RUN.config_digest), warn=print).read() is None
     whole = path.read_bytes()
     for damaged in (b"", whole[:-1], whole[:40], whole[:-9] + b"\x01" + whole[-8:], b"x" * 99):
         path.write_bytes(damaged)
-        assert KeptState(path, run="r", warn=print).read() is None
+        assert KeptState(path, run=RUN, warn=print).read() is None
     path.write_bytes(whole)
-    assert KeptState(path, run="r", warn=print).read() is not None
+    assert KeptState(path, run=RUN, warn=print).read() is not None
 
 
 def test_copies_and_writes_take_their_share_of_the_time_and_no_more(tmp_path: Path) -> None:
     clock, replica = Clock(), Replica()
-    kept = KeptState(tmp_path / "a.state", run="r", warn=print, now=clock)
+    kept = KeptState(tmp_path / "a.state", run=RUN, warn=print, now=clock)
 
     def offer(step: int) -> bool:
         found = kept.offer(step, era=0, every=4, model=replica.model, optimizer=replica.optimizer)

@@ -78,7 +78,7 @@ def run(config: TrainConfig, *, start: int = 0, stop: int | None = None) -> list
         method = SHORT.get(config.method, lambda: make_method(config))()
         optimizer = DistributedOptimizer(model, make_inner_optimizer(config, model), method=method, transport=transport)
         meter = Meter(config.run_dir, replica=transport.replica, log=transport.log)
-        identity = Identity(replica=transport.replica, num_replicas=2, config_digest=config.digest())
+        identity = Identity(run="r", replica=transport.replica, num_replicas=2, config_digest=config.digest())
         checkpoints = Checkpoints(config.run_dir, identity=identity)
         training = Training(
             config, model=model, optimizer=optimizer, meter=meter, checkpoints=checkpoints, device=torch.device("cpu"),

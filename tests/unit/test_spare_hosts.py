@@ -39,7 +39,7 @@ class Town:
 
     def join(self, token: bytes, host: str = "") -> None:
         self.hear(token, "join", version=VERSION, thinwire=__version__, host=host or token.decode())
-        self.hear(token, "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0)
+        self.hear(token, "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=0, era=0, disk=0)
         self.hear(token, "active", step=0)
 
     def hear(self, token: bytes, kind: str, **fields: Any) -> None:
@@ -95,11 +95,11 @@ def test_a_spare_that_reads_another_corpus_leaves_the_place_to_the_next_one() ->
     town = Town()
     assert town.go_on(42.0, alive=b"ab", spares=("s", "t")) == ["come", ""]
     town.hear(b"s", "join", version=VERSION, thinwire=__version__, host="s")
-    town.hear(b"s", "here", address="127.0.0.1", port=1, corpus="another", windows=100, held=0, era=0)
+    town.hear(b"s", "here", address="127.0.0.1", port=1, corpus="another", windows=100, held=0, era=0, disk=0)
     assert town.go_on(85.0, alive=b"ab", spares=("t",)) == ["come"]
     # one that joins by itself and cannot take part was never part of the run
     town.hear(b"x", "join", version=VERSION, thinwire=__version__, host="x")
-    town.hear(b"x", "here", address="127.0.0.1", port=1, corpus="another", windows=100, held=0, era=0)
+    town.hear(b"x", "here", address="127.0.0.1", port=1, corpus="another", windows=100, held=0, era=0, disk=0)
     assert "x" not in {gap.host for gap in town.coordinator.spares.gaps}
 
 

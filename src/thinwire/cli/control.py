@@ -21,8 +21,9 @@ _DEADLINE_S = 10.0
 class StatusOptions:
     """Ask the coordinator of a running job of `thinwire train --elastic` how it goes."""
 
-    address: Annotated[str, tyro.conf.Positional]
-    """The words that the first host printed, its HOST:PORT together with --secret, or the run's folder."""
+    address: Annotated[str, tyro.conf.Positional] = ""
+    """The address that the first host printed, - to read it from stdin, HOST:PORT together with --secret, or the run's
+    folder. Default: the environment's THINWIRE_JOIN."""
     secret: Path | None = None
     """File of the job's secret, where the address does not hold it."""
     json: bool = False
@@ -71,21 +72,22 @@ def _target(verb: str, options: ControlOptions) -> str:
 
 
 def _say(verb: str, options: StatusOptions, *, target: str) -> int:
+    from thinwire.cli.address import read_address
     from thinwire.cli.elastic_run import show_status, tell
     from thinwire.membership.invitation import read_invitation
     from thinwire.membership.line import ask_once
     from thinwire.transport.secret import need_pyzmq, read_secret
 
     need_pyzmq()
-    words, path = options.address, options.secret
+    words, path = read_address(options.address, command=f"thinwire {verb}"), options.secret
     if Path(words).is_dir():
         words, path = _of_folder(Path(words), path)
     invitation = read_invitation(words)
     secret = invitation.secret or (read_secret(path) if path is not None else None)
     if secret is None:
         raise ValueError(
-            "the address holds no secret; give the whole words that the first host printed (thinwire://HOST:PORT/...), "
-            "or the secret's file by --secret"
+            "the address holds no secret; give the whole address that the first host printed "
+            "(thinwire://HOST:PORT/SECRET), or the secret's file by --secret"
         )
     answer = ask_once(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
     if verb == "status" or options.json:

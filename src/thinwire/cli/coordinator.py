@@ -17,14 +17,13 @@ def main(arguments: Sequence[str]) -> int:
     """Be the coordinator.
 
     Args:
-        arguments: The run's folder, the launcher's process id, the secret's file, the address, the port, and `resume`
-            or `start`.
+        arguments: The run's folder, the launcher's process id, the secret's file, the address and the port.
 
     Returns:
         The exit code.
     """
     run_dir, launcher, secret_path = Path(arguments[0]), int(arguments[1]), Path(arguments[2])
-    address, port, mode = arguments[3], int(arguments[4]), arguments[5]
+    address, port = arguments[3], int(arguments[4])
     until = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: until.set())
@@ -34,10 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.training.elastic.launch import REFUSED
 
     try:
-        coordinate(
-            run_dir, secret_path=secret_path, address=address, port=port, is_resumed=mode == "resume", say=_say,
-            until=until,
-        )  # fmt: skip
+        coordinate(run_dir, secret_path=secret_path, address=address, port=port, say=_say, until=until)
     except (ThinwireError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         return REFUSED

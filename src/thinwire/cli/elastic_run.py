@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from thinwire.cli.steered import diagnosis_of, tell_end
-from thinwire.errors import RunOver, Stopped, WorkerFailed
+from thinwire.errors import RunOver, Stopped, ThinwireError, WorkerFailed
 from thinwire.membership.invitation import Invitation
 from thinwire.membership.line import Line, ask_once
 from thinwire.membership.people import COME
@@ -21,6 +23,8 @@ from thinwire.training.elastic.steering import ElasticHands, LostTime, Order, or
 from thinwire.transport.secret import Secret
 
 CUT_OFF_S = 10.0
+# After so long without an answer a host that joined says how to go on without the first host.
+_LOST_S = 60.0
 _ASK_S, _TELL_S, _COMMAND_S = 1.0, 15.0, 5.0
 # So long a spare waits for a coordinator that has answered it before, which may come back.
 _ALONE_S = 600.0
@@ -35,6 +39,7 @@ class Watch:
         say: Told what people should know.
         run_dir: The run's folder on this host.
         spare: What this host calls itself where it waits as a spare, else empty.
+        is_joined: Whether the coordinator is on another host.
 
     Attributes:
         status: What the coordinator said last.
@@ -42,7 +47,8 @@ class Watch:
     """
 
     def __init__(
-        self, invitation: Invitation, *, secret: Secret, say: Callable[[str], None], run_dir: Path, spare: str = ""
+        self, invitation: Invitation, *, secret: Secret, say: Callable[[str], None], run_dir: Path, spare: str = "",
+        is_joined: bool = False,
     ) -> None:  # fmt: skip
         self._say = say
         self._spare = spare
@@ -56,10 +62,17 @@ class Watch:
         self._told: list[str] = []
         self._ask_s = self._tell_s = 0.0
         self._heard_s = time.monotonic()
+        self._is_told_lost = not is_joined
 
     def look(self) -> None:
         """Ask again when it is time, and tell what has come."""
         now_s = time.monotonic()
+        if not self._is_told_lost and self.status is not None and now_s - self._heard_s > _LOST_S:
+            self._is_told_lost = True
+            self._say(
+                f"the coordinator has not answered for {now_s - self._heard_s:.0f} s. If its host is lost: press "
+                f"Ctrl-C here, then go on from one host with: thinwire train --elastic --resume {self._run_dir}"
+            )
         if now_s >= self._ask_s:
             self._ask_s = now_s + _ASK_S
             verb = "status" if self._is_called else "spare"
@@ -142,7 +155,7 @@ def run_here(
     spare, which has a name, starts them once it is called.
     """
     say = _say_nothing if is_quiet else tell
-    watch = Watch(invitation, secret=secret, say=say, run_dir=run_dir, spare=spare)
+    watch = Watch(invitation, secret=secret, say=say, run_dir=run_dir, spare=spare, is_joined=is_joined)
 
     def command(verb: str, target: str) -> str:
         answer = ask_once(invitation, secret=secret, deadline_s=_COMMAND_S, verb=verb, target=target)
@@ -179,6 +192,39 @@ def run_here(
             )
             tell_end(run_dir, diagnosis, downtime, say=say)
     return 0
+
+
+@contextlib.contextmanager
+def alone_in(run_dir: Path) -> Iterator[None]:
+    """Keep a second command out of a run's folder on this host.
+
+    Raises:
+        ThinwireError: Another one works in it.
+    """
+    path = run_dir / f".launcher-{os.uname().nodename}.lock"
+    is_new = not run_dir.exists()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ThinwireError(
+                f"{run_dir} is in use by another thinwire command, process {file.read(20).strip() or 'unknown'}; end "
+                f"that one first (Ctrl-C there), or choose another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if is_new:
+                with contextlib.suppress(OSError):  # nothing was written into it
+                    run_dir.rmdir()
 
 
 def replica_roles(count: int, *, first: int = 0) -> list[Role]:

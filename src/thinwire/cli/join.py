@@ -1,4 +1,4 @@
-"""`thinwire join ADDRESS`: adds this host's replicas to a running job, which tells all that they must know."""
+"""`thinwire join ADDRESS`: adds this host's replicas to a running job, which sends all settings."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _ANSWER_S = 60.0
 class JoinOptions:
     """Add this host to a running job of `thinwire train --elastic`.
 
-    The job tells model, data, method and settings. Ctrl-C leaves it again; the others go on.
+    The job sends model, data, method and settings. Ctrl-C leaves it again; the others go on.
     """
 
-    address: Annotated[str, tyro.conf.Positional]
-    """The words that the host printed which began the job, or its HOST:PORT together with --secret."""
+    address: Annotated[str, tyro.conf.Positional] = ""
+    """The address that the job's first host printed, - to read it from stdin, or HOST:PORT together with --secret.
+    Default: the environment's THINWIRE_JOIN."""
     secret: Path | None = None
     """File of the job's secret, where the address does not hold it."""
     replicas: int = 1
@@ -42,7 +43,8 @@ class JoinOptions:
     ranks_per_replica: int = 1
     """Processes of this host that hold each of them together, a shard of the model each (FSDP2)."""
     out: Path | None = None
-    """Folder for logs, metrics and checkpoints on this host. Default: runs/joined-HOST-PORT."""
+    """Folder for logs, metrics and checkpoints on this host; that of an earlier part in the same run may be given.
+    Default: runs/joined-HOST-PORT."""
     data: str | None = None
     """Folder or name of the same data on this host. Default: the job's."""
     batch_size: int | None = None
@@ -79,11 +81,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _join(options: JoinOptions) -> int:
-    from thinwire.cli.elastic_run import replica_roles, run_here, tell
+    from thinwire.cli.address import read_address
+    from thinwire.cli.elastic_run import alone_in
     from thinwire.membership.invitation import read_invitation
-    from thinwire.training.elastic.job import LocalSettings
-    from thinwire.transport.addresses import own_address
-    from thinwire.transport.secret import need_pyzmq
+    from thinwire.transport.secret import need_pyzmq, read_secret
 
     if options.replicas < 1:
         raise ValueError(f"--replicas must be at least 1, got {options.replicas}")
@@ -98,17 +99,30 @@ def _join(options: JoinOptions) -> int:
 
         check_device(options.device)
     need_pyzmq()
-    invitation = read_invitation(options.address)
-    run_dir = options.out or Path("runs") / f"joined-{invitation.host}-{invitation.port}"
-    run_dir.mkdir(parents=True, exist_ok=True)
+    invitation = read_invitation(read_address(options.address, command="thinwire join"))
+    check_secret(invitation.secret, options.secret)
+    secret = invitation.secret or read_secret(options.secret or Path())
+    run_dir = _folder(options.out, invitation, secret=secret)
+    with alone_in(run_dir):
+        return _join_from(run_dir, invitation, options)
+
+
+def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> int:
+    from thinwire.cli.elastic_run import replica_roles, run_here, tell
+    from thinwire.training.elastic.coordination import ALONE_FILE, JOURNAL_FILE, PORT_FILE
+    from thinwire.training.elastic.job import LocalSettings
+    from thinwire.transport.addresses import own_address
+
     secret, secret_path = job_secret(invitation.secret, options.secret, run_dir=run_dir)
+    for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE):  # from a time as the run's first host
+        (run_dir / name).unlink(missing_ok=True)
     own = own_address(address=options.own_address, interface=options.interface, towards=invitation.host)
     threads = options.threads or max(1, (os.cpu_count() or 1) // (options.replicas * options.ranks_per_replica))
     LocalSettings(
         invitation=dataclasses.replace(invitation, secret=None).text(), secret=str(secret_path),
         out=str(run_dir.resolve()), cache_dir=str(options.cache_dir or Path.home() / ".cache" / "thinwire"),
         threads=threads, device=options.device, batch_size=options.batch_size, data=options.data, address=own,
-        ranks_per_replica=options.ranks_per_replica,
+        ranks_per_replica=options.ranks_per_replica, replicas=options.replicas, is_joined=True,
     ).save()  # fmt: skip
     if options.spare:
         check_spare(invitation, secret=secret)
@@ -130,32 +144,65 @@ def check_spare(invitation: Invitation, *, secret: Secret) -> None:
         ThinwireError: The job runs another version.
     """
     from thinwire.membership.line import ask_once
+    from thinwire.membership.protocol import VERSION
     from thinwire.version import __version__
 
     status = ask_once(invitation, secret=secret, deadline_s=_ANSWER_S, verb="status", target="")["status"]
-    if status.get("thinwire") != __version__:
+    if (status.get("thinwire"), status.get("protocol")) != (__version__, VERSION):
         raise ThinwireError(
-            f"the job runs thinwire {status.get('thinwire')} and this host {__version__}; install the same version"
+            f"the job runs thinwire {status.get('thinwire')} with protocol version {status.get('protocol')}, and this "
+            f"host thinwire {__version__} with protocol version {VERSION}; install the same thinwire on all hosts"
+        )
+
+
+def _folder(out: Path | None, invitation: Invitation, *, secret: Secret) -> Path:
+    """Return this host's folder for a job; one that holds a run is compared with the job before it is changed.
+
+    Raises:
+        ConnectError: The folder holds a run, and no coordinator answers.
+        Refused: The folder that was named is of another run or incarnation; names both.
+    """
+    from thinwire.membership.line import ask_once
+    from thinwire.training.run_identity import RUN_FILE, check_folder, identity_from_json, read_identity
+
+    folder = out or Path("runs") / f"joined-{invitation.host}-{invitation.port}"
+    if not (folder / RUN_FILE).exists():
+        return folder
+    status = ask_once(invitation, secret=secret, deadline_s=_ANSWER_S, verb="status", target="")["status"]
+    try:
+        job = identity_from_json(status.get("identity"))
+    except ValueError as error:
+        raise ThinwireError(
+            f"the coordinator states no run ({error}); install the same thinwire on all hosts"
+        ) from None
+    if out is None and not job.descends_from(read_identity(folder)):
+        folder = folder.with_name(f"{folder.name}-{job.run}")  # the usual one is of an earlier run
+    check_folder(folder, job)
+    return folder
+
+
+def check_secret(told: Secret | None, path: Path | None) -> None:
+    """Refuse a secret that was given twice, or not at all.
+
+    Raises:
+        ValueError: It was.
+    """
+    if path is not None and told is not None:
+        raise ValueError("the address holds the job's secret already; leave --secret out")
+    if path is None and told is None:
+        raise ValueError(
+            "the address holds no secret; give the whole address that the first host printed "
+            "(thinwire://HOST:PORT/SECRET), or the secret's file by --secret"
         )
 
 
 def job_secret(told: Secret | None, path: Path | None, *, run_dir: Path) -> tuple[Secret, Path]:
-    """Return a job's secret, and a file of this host's own that holds it.
-
-    Raises:
-        ValueError: It was given twice, or not at all.
-    """
+    """Return a job's secret, and a file of this host's own that holds it."""
     from thinwire.transport.secret import read_secret, write_secret
 
     if path is not None:
-        if told is not None:
-            raise ValueError("the address holds the job's secret already; leave --secret out")
         return read_secret(path), path.resolve()
-    if told is None:
-        raise ValueError(
-            "the address holds no secret; give the whole words that the first host printed (thinwire://HOST:PORT/...), "
-            "or the secret's file by --secret"
-        )
+    assert told is not None, "check_secret() first"
     own = run_dir / "secret"
     own.unlink(missing_ok=True)
     write_secret(own, told)

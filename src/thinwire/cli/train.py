@@ -131,11 +131,11 @@ def _train_here(config: TrainConfig) -> int:
     config = _with_interval(config)
     with _ended_by_sigterm():
         try:
+            if config.elastic:
+                return _train_elastic(config)
             code, step = _prepare(config)
             if code:
                 return code
-            if config.elastic:
-                return _train_elastic(config, is_resumed=is_resumed)
             with (
                 _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None),
                 judged(config, step=step, say=_say) as judgement,
@@ -154,10 +154,23 @@ def _train_here(config: TrainConfig) -> int:
     return _show(config, _report(config, summary))
 
 
-def _train_elastic(config: TrainConfig, *, is_resumed: bool) -> int:
-    from thinwire.cli.elastic_train import run
+def _train_elastic(config: TrainConfig) -> int:
+    from thinwire.cli.elastic_run import alone_in
+    from thinwire.cli.elastic_train import prepare, run
+    from thinwire.training.worker import check_data, has_run, occupied, open_data
 
-    code, summary = run(config, is_resumed=is_resumed)
+    if config.resume is None and not config.overwrite and has_run(config.run_dir):
+        return _fail(USAGE, occupied(config.run_dir))
+    with alone_in(config.run_dir):
+        begun = prepare(config)
+        if not config.quiet:
+            _say(f"reading {begun.local.data or config.data}")
+        here = begun.local.apply(config)
+        try:
+            check_data(here, open_data(here))
+        except DataError as error:
+            return _fail(USAGE, error)
+        code, summary = run(begun)
     if code and code != FAILED:
         _say(f"go on with: thinwire train --resume {config.run_dir}")
     return code if summary is None else _show(config, _report(config, summary))
@@ -166,10 +179,11 @@ def _train_elastic(config: TrainConfig, *, is_resumed: bool) -> int:
 def _prepare(config: TrainConfig) -> tuple[int, int]:
     """Read the data and make the run's folder; return an exit code, 0 to go on, and the step to go on from."""
     from thinwire.training.launch import step_to_resume
-    from thinwire.training.worker import check_data, make_run_folder, occupied, open_data
+    from thinwire.training.run_identity import new_identity, read_identity
+    from thinwire.training.worker import check_data, has_run, make_run_folder, occupied, open_data
 
     is_resumed = config.resume is not None
-    if not is_resumed and not config.overwrite and (config.run_dir / "config.json").exists():
+    if not is_resumed and not config.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir)), 0
     if not config.quiet:
         _say(f"reading {config.data}")
@@ -177,12 +191,13 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
         check_data(config, open_data(config))
     except DataError as error:
         return _fail(USAGE, error), 0
-    step, warnings = step_to_resume(config) if is_resumed and not config.elastic else (0, [])
+    step, warnings = step_to_resume(config) if is_resumed else (0, [])
     for warning in warnings:
         _say(f"warning: {warning}")
-    if is_resumed and not config.quiet and not config.elastic:
+    if is_resumed and not config.quiet:
         _say(f"going on from step {step}")
-    make_run_folder(dataclasses.replace(config, resume=None, overwrite=False), is_resumed=is_resumed)
+    run = read_identity(config.run_dir) if is_resumed else new_identity(config_digest=config.digest())
+    make_run_folder(dataclasses.replace(config, resume=None, overwrite=False), run=run, is_resumed=is_resumed)
     return 0, step
 
 

@@ -50,7 +50,15 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
     if ranks not in (None, saved.replicas):
         raise ValueError(f"{given.resume} has {saved.replicas} replicas, but torchrun starts {ranks} ranks")
     own = {name: getattr(given, name) for name in named & set(FREE)}
-    fresh = {"quiet": given.quiet, "json": given.json, "overwrite": False, "out": given.resume, "resume": given.resume}
+    fresh: dict[str, Any] = {
+        "quiet": given.quiet,
+        "json": given.json,
+        "overwrite": False,
+        "out": given.resume,
+        "resume": given.resume,
+    }
+    if saved.elastic:  # whoever goes on with it waits for its own replicas, unless told to wait for more
+        fresh["begin_with"] = given.begin_with
     return dataclasses.replace(saved, **{**own, **fresh})
 
 

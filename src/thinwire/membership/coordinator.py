@@ -65,8 +65,9 @@ class Coordinator(Counter):
     def _join(self, token: bytes, member: Member | None, message: Message, *, now_s: float) -> None:
         if message["version"] != VERSION or message["thinwire"] != self._job.get("thinwire"):
             why = (
-                f"the job runs thinwire {self._job.get('thinwire')} and this host {message['thinwire'][:40]}; "
-                f"install the same version"
+                f"the job runs thinwire {self._job.get('thinwire')} with protocol version {VERSION}, and this host "
+                f"thinwire {printable(message['thinwire'], most=40)} with protocol version {message['version']}; "
+                f"install the same thinwire on all hosts"
             )
             self._send(token, "refused", {"why": why})
             return
@@ -101,6 +102,7 @@ class Coordinator(Counter):
             self._remove(member, why="reads another corpus", is_told=False, is_lost=self._was_called(member))
             return
         member.address, member.port = message["address"], message["port"]
+        member.disk_step = message["disk"]
         member.standing = Standing.LOADING
         if self._may_go_on(message["held"], era=message["era"]):
             member.step = member.held_step = message["held"]  # from there on rounds are kept for it
@@ -124,7 +126,7 @@ class Coordinator(Counter):
         if cut is not None:
             self._show(cut, to=(member.replica,))
         elif self._reviver == member.replica:
-            self._offer_from_nobody(member.replica, "disk")
+            self._offer_from_nobody(member.replica, "disk", step=self._resumed_step)
         elif member.held_step:
             self._offer_from_nobody(member.replica, "own", step=member.held_step)
         else:
@@ -135,7 +137,12 @@ class Coordinator(Counter):
         self.cuts.loaded(member.replica)
         if self._reviver == member.replica:
             self._reviver = None
-            self._from_disk = False
+            if not self._resumed_step:  # whose account was read with the checkpoint
+                self.ledger.go_back_to(self._run_note(member.step)["data"] if member.step else None)
+                self._lent.clear()
+                self._record("ledger", self.ledger.state_dict())
+            self._from_disk, self._resumed_step = False, 0
+            self._forget_accounts()
             self.book.begin_anew(member.step)
             self._record("revived", {"step": member.step, "is_begun": True})
         if member.standing is Standing.ACTIVE:
@@ -212,6 +219,9 @@ class Coordinator(Counter):
             for replica in cut.odd():
                 self._expel(replica, why=f"holds other global parameters than the others at step {cut.step}")
         self._show(cut, to=(member.replica, *cut.joiners))
+
+    def _on_account(self, member: Member, message: Message, now_s: float) -> None:
+        self._send(member.token, "account", {"step": message["step"], "note": self._run_note(message["step"])})
 
     def _on_missed(self, member: Member, message: Message, now_s: float) -> None:
         self.cuts.miss(message["step"], member.replica)
@@ -299,7 +309,14 @@ class Coordinator(Counter):
         is_waited_for = self._reviver is not None and self.roster.get(self._reviver) is not None
         if is_waited_for or self.roster.with_standing(Standing.DONE):
             return
-        self._reviver = min(self.cuts.waiting)
+        disk_steps = {
+            one: member.disk_step for one in self.cuts.waiting if (member := self.roster.get(one)) is not None
+        }
+        if self._resumed_step:  # the account of the data is that of this step: no other state goes with it
+            disk_steps = {one: step for one, step in disk_steps.items() if step == self._resumed_step}
+        if not disk_steps:
+            return
+        self._reviver = min(disk_steps, key=lambda one: (-disk_steps[one], one))
         self._find(f"no replica holds the state any more; replica {self._reviver} goes on from its last checkpoint")
         # what was decided after its checkpoint is not the past any more, for those that wait either
         self._from_disk = True
@@ -308,12 +325,13 @@ class Coordinator(Counter):
         self.book.begin_anew(0)
         self._record("revived", {"step": 0, "is_begun": False})
         self._tell_all("anew", {})
-        self._offer_from_nobody(self._reviver, "disk")
+        self._offer_from_nobody(self._reviver, "disk", step=self._resumed_step)
 
     def _announce(self, decision: Decision) -> None:
         found = self._used.pop(decision.round_id, {})
         used = {str(replica): found[replica] for replica in decision.members if replica in found}
         self._record("decision", {**asdict(decision), "used": used})
+        self._remember(decision)
         self._count(used)
         for gone in [one for one in decision.members if one not in found and self.roster.get(one) is None]:
             # its word was lost with an earlier process of the coordinator

@@ -114,7 +114,7 @@ class Council:
         if silence_s > GONE_S:
             raise ConnectError(
                 f"nothing was heard of the coordinator for {silence_s:.0f} s, and at most {GONE_S:g} s are waited; go "
-                f"on from the last checkpoint, on the host that holds it: thinwire train --resume"
+                f"on from one host's newest state: thinwire train --elastic --resume FOLDER"
             )
         if self.view.expelled_why == RUN_OVER:
             raise RunOver(RUN_OVER)
@@ -156,6 +156,21 @@ class Council:
             if number in self.view.leases or ("lease", number) in self._unanswered:
                 return
         self._insist("lease", number, number=number)
+
+    def account(self, step: int, *, deadline_s: float) -> Mapping[str, Any] | None:
+        """Return the account of the data at a step; None where the coordinator does not answer in time."""
+        self._insist("account", step, step=step)
+        try:
+            found: Mapping[str, Any] = self.wait_for(
+                lambda view: view.accounts.get(step), deadline_s=deadline_s, why="the state is kept without it"
+            )
+        except (ConnectError, Expelled, RunOver):
+            return None
+        finally:
+            with self.changed:
+                self._unanswered.pop(("account", step), None)
+                self.view.accounts.clear()
+        return found
 
     def tell(self, kind: str, **fields: Any) -> None:
         """Say something that needs no answer."""
@@ -320,6 +335,9 @@ class Council:
         # one that is being fetched is not left for a newer one: it would never come to an end
         if self.view.offer is None or self.view.offer.step == offer.step:
             self.view.offer = offer
+
+    def _on_account(self, message: Message) -> None:
+        self.view.accounts[message["step"]] = message["note"]
 
     def _on_anew(self, message: Message) -> None:
         """Forget what was decided: nobody holds that state any more, and the run goes on from an earlier one."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from thinwire.events import FIRST_LAST_ROUND
 from thinwire.membership.cuts import Cut, Cuts
 from thinwire.membership.detours import DetourBook
 from thinwire.membership.roster import Member, Roster, Standing
@@ -38,7 +40,7 @@ class Desk:
         record: Writes what must survive to the journal, before anything is sent.
         generation: Names this process of the coordinator.
         founding_s: For how long those that are late are waited for at the beginning.
-        from_disk: Whether the run goes on from a checkpoint.
+        resumed_step: Step of the checkpoint that the run goes on from, 0 where it begins from the seed.
         bears: Whether training goes on where a round's result is overdue.
         clock: Gives the time of day, for those that compare theirs with it.
 
@@ -68,7 +70,7 @@ class Desk:
 
     def __init__(
         self, *, job: Mapping[str, Any], planned: int, sync_interval: int, overlap_steps: int, shard_windows: int,
-        send: Send, record: Record, generation: str, founding_s: float = 60.0, from_disk: bool = False,
+        send: Send, record: Record, generation: str, founding_s: float = 60.0, resumed_step: int = 0,
         part_share: float = 0.0, bears: bool = False, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.roster = Roster()
@@ -91,7 +93,11 @@ class Desk:
         self._generation = generation
         self._founding_s = founding_s
         self._first_s: float | None = None
-        self._from_disk = from_disk
+        self._overlap_steps = overlap_steps
+        self._from_disk = resumed_step > 0
+        self._resumed_step = resumed_step
+        # by decision: the first step whose state holds it, and the account of the data before it was counted
+        self._accounts: deque[tuple[int, dict[str, Any]]] = deque()
         self._part_share = part_share
         self._era = 0
         self._kept_step = 0
@@ -176,6 +182,7 @@ class Desk:
 
     def _write_member(self, member: Member) -> None:
         own = {"token": member.token.hex(), "held_step": member.held_step, "begin_step": member.begin_step}
+        own["disk_step"] = member.disk_step
         self._record("member", {**member.describe(), **own})
 
     def _find(self, text: str) -> None:
@@ -187,12 +194,26 @@ class Desk:
         """Add a finding that does not come from a message, as about the host's disk."""
         self._find(text)
 
-    def _run_note(self) -> dict[str, Any]:
+    def _run_note(self, step: int | None = None) -> dict[str, Any]:
+        """Return what is noted with a state: the account of the data as of its step; None for all that was decided."""
         seq_len = self._job.get("config", {}).get("seq_len") or 0
-        return {
-            "tokens": self.ledger.counted * seq_len, "data": self.ledger.state_dict(),
-            "next_replica": self.roster.next_replica,
-        }  # fmt: skip
+        data = self.ledger.state_dict()
+        if step is not None:
+            # rounds are decided before they are applied: a state of this step does not hold the later ones
+            data = next((before for applied, before in self._accounts if applied > step), data)
+        return {"tokens": data["counted"] * seq_len, "data": data, "next_replica": self.roster.next_replica}
+
+    def _remember(self, decision: Decision) -> None:
+        """Keep the account of the data before a decision is counted, for states that do not hold it."""
+        is_last = decision.round_id >= FIRST_LAST_ROUND
+        applied = decision.launch_step + (0 if is_last else self._overlap_steps)
+        self._accounts.append((applied, self.ledger.state_dict()))
+        oldest = decision.launch_step - (_MOST_BEHIND + 1) * self._sync_interval
+        while self._accounts[0][0] < oldest:
+            self._accounts.popleft()
+
+    def _forget_accounts(self) -> None:
+        self._accounts.clear()
 
     def _furthest_step(self) -> int:
         return max([self.book.step, *(member.step for member in self.roster)])
@@ -215,7 +236,7 @@ class Desk:
             return
         state = {
             "step": cut.step, "root": agreed[0], "bytes": agreed[1], "holders": list(cut.agreeing()),
-            "note": self._run_note(), "era": self._era,
+            "note": self._run_note(cut.step), "era": self._era,
         }  # fmt: skip
         for replica in to:
             self._tell(replica, "state", state)

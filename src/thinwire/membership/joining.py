@@ -54,15 +54,24 @@ class Seated:
         return self.council.replica
 
     def arrive(
-        self, *, corpus: str, num_windows: int, address: str, port: int, held_step: int = 0, era: int = 0
-    ) -> None:
-        """Tell the others where this replica is, what it reads, and of which step and era it holds a state of its own.
+        self, *, corpus: str, num_windows: int, address: str, port: int, held_step: int = 0, era: int = 0,
+        disk_step: int = 0,
+    ) -> None:  # fmt: skip
+        """Report where this replica is, what it reads, and which states it has.
 
-        A step of 0 is none.
+        Args:
+            corpus: SHA-256 of the corpus.
+            num_windows: Windows of the corpus.
+            address: Address that the others reach.
+            port: Its port.
+            held_step: Step of a state of its own, 0 for none.
+            era: Era of that state.
+            disk_step: Step of the checkpoint that it can read, 0 for none.
         """
         self.council.insist(
-            "here", address=address, port=port, corpus=corpus, windows=num_windows, held=held_step, era=era
-        )
+            "here", address=address, port=port, corpus=corpus, windows=num_windows, held=held_step, era=era,
+            disk=disk_step,
+        )  # fmt: skip
 
     def close(self, *, why: str = "") -> None:
         """Leave, and give sockets and threads back."""

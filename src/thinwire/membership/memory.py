@@ -31,7 +31,9 @@ class Memory(Desk):
             case "decision":
                 members, holders = tuple(line.pop("members")), tuple(line.pop("holders"))
                 used = line.pop("used", {})
-                self.book.adopt(Decision(members=members, holders=holders, **line))
+                decision = Decision(members=members, holders=holders, **line)
+                self._remember(decision)
+                self.book.adopt(decision)
                 self._count(used)
             case "member":
                 self._replay_member(line, now_s=now_s)
@@ -49,7 +51,7 @@ class Memory(Desk):
             replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
             address=line["address"], port=line["port"], standing=Standing(line["standing"]), step=line["step"],
             is_awaited=True, held_step=line.get("held_step", 0),
-            begin_step=line.get("begin_step", 0),
+            begin_step=line.get("begin_step", 0), disk_step=line.get("disk_step", 0),
         ))  # fmt: skip
 
     def _replay_word(self, what: str, line: Mapping[str, Any]) -> None:
@@ -62,7 +64,9 @@ class Memory(Desk):
                 self.has_finished = True
             case "revived":
                 self.book.begin_anew(line["step"])
+                self._forget_accounts()
                 self._from_disk = not line["is_begun"]
+                self._resumed_step = 0 if line["is_begun"] else self._resumed_step
                 self._era += not line["is_begun"]
             case "corpus":
                 self._corpus = line["corpus"], line["windows"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.errors import PayloadError
 from thinwire.membership.memory import Memory
-from thinwire.membership.protocol import printable
+from thinwire.membership.protocol import VERSION, printable
 from thinwire.membership.roster import Member
 
 # Launchers ask once a second.
@@ -28,7 +28,8 @@ class Counter(Memory):
             if now_s is not None:
                 one["silent_s"] = round(max(0.0, now_s - member.heard_s), 3)
         return {
-            "thinwire": self._job.get("thinwire"), "unix_s": self._clock(),
+            "thinwire": self._job.get("thinwire"), "protocol": VERSION, "identity": self._job.get("identity"),
+            "unix_s": self._clock(),
             "loss": round(self.roster.loss(), 4),
             "step": self.book.step, "started": self.has_started, "finished": self.has_finished,
             "paused": self.is_paused,

@@ -13,7 +13,7 @@ from typing import Any
 
 from thinwire.errors import PayloadError
 
-VERSION = 3
+VERSION = 4
 # To a replica, and to the coordinator, which has less to hear.
 MOST_BYTES, MOST_BYTES_HERE = 1 << 20, 1 << 16
 _MOST_TEXT = 1 << 16
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 _NUMBERS = (int, float)
 _TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
     "join": {"version": int, "thinwire": str, "host": str},
-    "here": {"address": str, "port": int, "corpus": str, "windows": int, "held": int, "era": int},
+    "here": {"address": str, "port": int, "corpus": str, "windows": int, "held": int, "era": int, "disk": int},
     "active": {"step": int},
     "beat": {"step": int, "step_s": _NUMBERS, "roster": int},
     "work": {"steps_per_interval": _NUMBERS, "tokens_s": _NUMBERS, "loss": _NUMBERS},
@@ -42,6 +42,7 @@ _TO_COORDINATOR: dict[str, dict[str, type | tuple[type, ...]]] = {
     "vote": {"round": int, "step": int, "has": list, "hash": int},
     "lease": {"number": int},
     "captured": {"step": int, "root": str, "bytes": int},
+    "account": {"step": int},
     "missed": {"step": int},
     "lost": {"replica": int},
     "stuck": {"round": int, "why": str},
@@ -61,6 +62,7 @@ _TO_MEMBER: dict[str, dict[str, type | tuple[type, ...]]] = {
     "pace": {"step_s": _NUMBERS, "sites": list, "detours": list},
     "capture": {"step": int},
     "state": {"step": int, "root": str, "bytes": int, "holders": list, "note": dict, "era": int},
+    "account": {"step": int, "note": dict},
     "anew": {},
     "recorded": {"number": int},
     "leased": {"number": int, "shard": int, "start": int},

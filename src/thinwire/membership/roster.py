@@ -52,6 +52,7 @@ class Member:
         is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
         held_step: The step of the state of its own that it goes on from, 0 where it begins from another one.
         begin_step: The step that it takes part from: it holds the parts of rounds since, and may hold none before.
+        disk_step: Step of the checkpoint that it can read, 0 for none.
     """
 
     replica: int
@@ -71,6 +72,7 @@ class Member:
     is_awaited: bool = False
     held_step: int = 0
     begin_step: int = 0
+    disk_step: int = 0
 
     def describe(self) -> dict[str, object]:
         """Return what other replicas and people are told of it."""

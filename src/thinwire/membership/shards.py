@@ -134,6 +134,19 @@ class Ledger:
         for replica in list(self._leases):
             self.release(replica)
 
+    def go_back_to(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from an earlier account: all that was lent since is lent again, and what was counted is repeated.
+
+        Args:
+            state: What `state_dict` returned then; None for the beginning of the run.
+        """
+        self.release_all()
+        repeated, counted = self.repeated, self.counted
+        begin = Ledger(shard_windows=self.shard_windows).state_dict()
+        self.load_state_dict(begin if state is None else state)
+        self.release_all()
+        self.repeated = repeated + counted - self.counted
+
     def _held(self, replica: int, used: Mapping[int, int]) -> list[tuple[int, Lease]]:
         held = self._leases.get(replica, {})
         return [(shard, held[shard]) for shard in used if shard in held]

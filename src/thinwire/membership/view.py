@@ -78,6 +78,7 @@ class View:
     captures: set[int] = field(default_factory=set)
     offers: dict[int, Offer] = field(default_factory=dict)
     offer: Offer | None = None
+    accounts: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
     is_paused: bool = False
     leave_why: str = ""

@@ -23,7 +23,7 @@ from thinwire.errors import CheckpointError
 from thinwire.files import replace_whole, write_whole
 
 _FORMAT = "thinwire-checkpoint"
-_VERSION = 1
+_VERSION = 2
 _KEPT = 2
 _ANEW = "train anew with --overwrite"
 
@@ -33,11 +33,13 @@ class Identity:
     """What a checkpoint must agree with to be of this run.
 
     Attributes:
+        run: The run's id.
         replica: The replica whose state it is.
         num_replicas: How many there are.
         config_digest: Hash of the options that change what is computed.
     """
 
+    run: str
     replica: int
     num_replicas: int
     config_digest: str
@@ -154,6 +156,11 @@ class Checkpoints:
             raise CheckpointError(f"{path} is corrupt (no checkpoint's JSON); {self._remedy(step)}") from error
         if not is_intact:
             raise CheckpointError(f"{path} or {tensor_path.name} beside it is corrupt; {self._remedy(step)}")
+        if body.get("version") != _VERSION:
+            raise CheckpointError(
+                f"{path} is of format version {body.get('version')!r}, and this thinwire reads {_VERSION}, which names "
+                f"the run; go on with the thinwire that wrote it"
+            )
         for field, value in self._header(step).items():
             if body.get(field) != value:
                 raise CheckpointError(

@@ -15,7 +15,8 @@ from thinwire.training.background_saves import BackgroundSaves
 from thinwire.training.checkpoint import reason_of
 from thinwire.training.checkpoint_places import open_place
 from thinwire.training.global_state import GlobalState
-from thinwire.training.state_files import Description, StateFiles
+from thinwire.training.run_identity import RunIdentity
+from thinwire.training.state_files import Description, ForeignCheckpoint, StateFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,10 +26,12 @@ class Latest:
     Attributes:
         state: The state; None where there is no checkpoint at all.
         warnings: What is wrong with newer ones, a line each.
+        age: Place of the incarnation that wrote it in the run's list; 0 without a run.
     """
 
     state: GlobalState | None
     warnings: tuple[str, ...] = ()
+    age: int = 0
 
 
 class GlobalCheckpoints:
@@ -38,6 +41,8 @@ class GlobalCheckpoints:
         folder_or_url: Where they are kept: a folder, or a URL that fsspec knows, such as `s3://bucket/run`.
         keep_last: How many of the newest stay, of those that verify; at least 1.
         keep_every: Those whose step is a multiple of it stay too; None keeps no more.
+        run: The run that writes and reads here: states of another run are refused. None, for a loop of your own, reads
+            every run's.
         on_warning: Is told in a line what went wrong with a save and what was left out, also by the thread that
             writes. Without it, the next `save` or `wait` raises what went wrong.
 
@@ -61,7 +66,7 @@ class GlobalCheckpoints:
 
     def __init__(
         self, folder_or_url: str | Path, *, keep_last: int = 2, keep_every: int | None = None,
-        on_warning: Callable[[str], None] | None = None,
+        run: RunIdentity | None = None, on_warning: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         if keep_last < 1:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}; a run goes on from what is kept")
@@ -69,7 +74,8 @@ class GlobalCheckpoints:
             raise ValueError(f"keep_every must be at least 1 step, got {keep_every}; None keeps the last only")
         place = open_place(folder_or_url)
         self.place = place.name
-        self._files = StateFiles(place)
+        self._run = run
+        self._files = StateFiles(place, run=run)
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._saves = BackgroundSaves(self.write, on_warning=on_warning)
@@ -164,19 +170,58 @@ class GlobalCheckpoints:
         """Load the newest state that verifies.
 
         Raises:
+            ForeignCheckpoint: One is of another run; names both.
             CheckpointError: There are checkpoints and none verifies, or the place cannot be listed.
         """
         problems: list[str] = []
-        for step in reversed(self.steps()):
+        for step in self._files.newest_first():
             try:
                 state = self.load(step)
+            except ForeignCheckpoint:
+                raise
             except CheckpointError as error:
                 problems.append(str(error).partition(";")[0])
             else:
-                return Latest(state=state, warnings=tuple(f"{told}; going on from step {step}" for told in problems))
+                warnings = tuple(f"{told}; going on from step {step}" for told in problems)
+                age = 0 if self._run is None else self._run.age(self.describe(step).run)
+                return Latest(state=state, warnings=warnings, age=age)
         if problems:
             raise CheckpointError(f"{problems[0]}, and no earlier one is whole; mend it, or begin in another place")
         return Latest(state=None)
+
+    def readable_step(self, wanted: int = 0) -> int:
+        """Return a step whose checkpoint can be read as its JSON states: the wanted one if it can, else the newest.
+
+        Returns:
+            The step; 0 where there is none.
+
+        Raises:
+            ForeignCheckpoint: One is of another run; names both.
+            CheckpointError: The place cannot be listed.
+        """
+        steps = self._files.newest_first()
+        for step in sorted(steps, key=lambda step: step != wanted):
+            try:
+                self.describe(step)
+            except CheckpointError:
+                continue
+            return step
+        return 0
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint, whichever run's it is.
+
+        Raises:
+            CheckpointError: It cannot be removed.
+        """
+        self._verified.discard(step)
+        try:
+            self._files.remove(step)
+        except Exception as error:
+            raise CheckpointError(
+                f"cannot remove the checkpoint of step {step} from {self.place}: {reason_of(error)}; remove it by "
+                f"hand, or a later start goes on from it"
+            ) from error
 
     def forget_after(self, step: int) -> None:
         """Remove later checkpoints: for a run that goes on from an earlier one, and would find them newer than its own.
@@ -189,14 +234,7 @@ class GlobalCheckpoints:
         self.wait()
         for later in self.steps():
             if later > step:
-                self._verified.discard(later)
-                try:
-                    self._files.remove(later)
-                except Exception as error:
-                    raise CheckpointError(
-                        f"cannot remove the checkpoint of step {later} from {self.place}: {reason_of(error)}; remove "
-                        f"it by hand, or a later start goes on from it"
-                    ) from error
+                self.remove(later)
 
     def _prune(self, just_written: int) -> None:
         folders = self._files.folders()

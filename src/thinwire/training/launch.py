@@ -23,6 +23,7 @@ from thinwire.files import write_whole
 from thinwire.training.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
 from thinwire.training.record_file import last_beat_s, write_obituary
+from thinwire.training.run_identity import read_identity
 from thinwire.transport.addresses import RENDEZVOUS_FILE
 
 _POLL_S = 0.1
@@ -94,8 +95,11 @@ def step_to_resume(config: TrainConfig) -> tuple[int, list[str]]:
         CheckpointError: There are checkpoints, but none is whole for all replicas.
     """
     found = []
+    run = read_identity(config.run_dir).run
     for replica in range(config.num_replicas):
-        identity = Identity(replica=replica, num_replicas=config.num_replicas, config_digest=config.digest())
+        identity = Identity(
+            run=run, replica=replica, num_replicas=config.num_replicas, config_digest=config.digest()
+        )  # fmt: skip
         found.append(look(Checkpoints(config.run_dir, identity=identity)))
     return choose_step(found)
 

@@ -1,8 +1,8 @@
 """Global states as files of a place: written so that each verifies or does not count, and read with suspicion.
 
 The state of a step is `step-00000150/` with `model.safetensors` (the global parameters by the model's names),
-`outer.safetensors` (what the outer optimizer remembers) and `checkpoint.json` (step, note, bytes and SHA-256 of both
-files and of itself). The JSON file goes first and comes last, also where the place knows no renaming.
+`outer.safetensors` (what the outer optimizer remembers) and `checkpoint.json` (run, step, note, bytes and SHA-256 of
+both files and of itself). The JSON file goes first and comes last, also where the place knows no renaming.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from thinwire.errors import CheckpointError
 from thinwire.training.checkpoint import body_sha256, reason_of
 from thinwire.training.checkpoint_places import Place
 from thinwire.training.global_state import GlobalState
+from thinwire.training.run_identity import RunIdentity
 from thinwire.training.tensor_file import tensor_file
 
 MODEL_FILE = "model.safetensors"
@@ -31,21 +32,27 @@ JSON_FILE = "checkpoint.json"
 _TENSOR_FILES = (MODEL_FILE, OUTER_FILE)
 _ALL_FILES = (JSON_FILE, *_TENSOR_FILES)
 _FORMAT = "thinwire-global-checkpoint"
-_VERSION = 1
+_VERSION = 2
 _FOLDER = re.compile(r"step-(\d{8,18})", re.ASCII)
 _Read = TypeVar("_Read")
 
 
+class ForeignCheckpoint(CheckpointError):
+    """A checkpoint is of another run, or of an incarnation that is no past of the present one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a checkpoint says of itself.
+    """Description of a checkpoint by its JSON file.
 
     Attributes:
+        run: Id, option hash and incarnation of the run that wrote it; None where it was written outside a run.
         step: The step after which the state was taken.
         num_bytes: Bytes of its tensors' files.
         note: The state's note.
     """
 
+    run: Mapping[str, str] | None
     step: int
     num_bytes: int
     note: Mapping[str, Any]
@@ -56,24 +63,28 @@ class StateFiles:
 
     Args:
         place: The place.
+        run: The run that reads and writes them: states of another one are refused. None reads every run's.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, *, run: RunIdentity | None = None) -> None:
         self._place = place
+        self._run = run
 
     def write(self, state: GlobalState) -> None:
         """Write a state; what else is of its step stops counting first.
 
         Raises:
+            ForeignCheckpoint: Another run's state is in the place; nothing is written or removed.
             CheckpointError: It could not be written; names the remedy. Other steps are untouched.
         """
+        self._check_place()
         folder = _folder(state.step)
         try:
             files = self._same_files(state)
             if files is None:
                 self.remove(state.step)
                 files = {file: self._write_tensors(folder, file, tensors) for file, tensors in _contents(state)}
-            self._place.write(folder, JSON_FILE, [memoryview(_describe(state, files))])
+            self._place.write(folder, JSON_FILE, [memoryview(_describe(state, files, run=self._run))])
         except Exception as error:  # stores raise errors of their own kinds
             raise self._cannot_write(state.step, error) from error
 
@@ -109,7 +120,32 @@ class StateFiles:
         """
         body = self._body(step)
         num_bytes = sum(body["files"][file]["bytes"] for file in _TENSOR_FILES)
-        return Description(step=step, num_bytes=num_bytes, note=body["note"])
+        return Description(run=body["run"], step=step, num_bytes=num_bytes, note=body["note"])
+
+    def newest_first(self) -> list[int]:
+        """Return the steps, the newest state first: by incarnation, then era, then step.
+
+        A run that goes back to an earlier checkpoint begins a new era; states of later steps may be of an older one.
+        A state whose JSON is damaged comes before the others, so that it is reported.
+
+        Raises:
+            ForeignCheckpoint: One is of another run.
+            CheckpointError: The place cannot be listed.
+        """
+        steps = self.steps()
+        steps.reverse()  # so that of several foreign ones the newest is named
+        return sorted(steps, key=self._order, reverse=True)
+
+    def _order(self, step: int) -> tuple[int, int, int]:
+        try:
+            body = self._body(step)
+        except ForeignCheckpoint:
+            raise
+        except CheckpointError:
+            return 1 << 62, 0, step
+        era = body["note"].get("era")
+        age = 0 if self._run is None else self._run.age(body["run"])
+        return age, era if type(era) is int else 0, step
 
     def verify(self, step: int) -> None:
         """Read all of a state's files and check their hashes.
@@ -148,11 +184,23 @@ class StateFiles:
         """
         self._place.remove(_folder(step), _ALL_FILES)
 
+    def _check_place(self) -> None:
+        """Refuse a place in which another run keeps states: a later start could go on from the wrong one."""
+        for step in self.steps() if self._run is not None else ():
+            try:
+                self._body(step)
+            except ForeignCheckpoint:
+                raise
+            except CheckpointError:
+                continue  # a damaged one, which does not count and is told where it is read
+
     def _same_files(self, state: GlobalState) -> dict[str, Any] | None:
         """Return what is known of the tensors' files if they are there: those of a good state are not put at risk."""
         try:
             self.verify(state.step)
             there = self._body(state.step)["files"]
+        except ForeignCheckpoint:
+            raise
         except CheckpointError:
             return None
         wanted = {}
@@ -193,14 +241,24 @@ class StateFiles:
             raise CheckpointError(f"{path} is damaged (no checkpoint's JSON); {self._remedy(step)}") from error
         if not is_intact:
             raise CheckpointError(f"{path} is damaged (its SHA-256 is wrong); {self._remedy(step)}")
+        if found["format"] == _FORMAT and found["version"] != _VERSION:
+            raise ForeignCheckpoint(
+                f"{path} is of format version {found['version']!r}, and this thinwire reads {_VERSION}, which names "
+                f"the run; go on with the thinwire that wrote it, or load its weights into a new run"
+            )
         for field, value in {"format": _FORMAT, "version": _VERSION, "step": step}.items():
             if found[field] != value:
                 raise CheckpointError(f"{path}: its {field} is {found[field]!r}, not {value!r}; {self._remedy(step)}")
         try:
             expected = {file: int(body["files"][file]["bytes"]) for file in _TENSOR_FILES}
-            {body["files"][file]["sha256"] for file in _TENSOR_FILES}, dict(body["note"])
+            {body["files"][file]["sha256"] for file in _TENSOR_FILES}, dict(body["note"]), body["run"]
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} lacks a field ({error!r}); {self._remedy(step)}") from error
+        if self._run is not None and (why := self._run.foreign(body["run"])):
+            raise ForeignCheckpoint(
+                f"{self._path(step)} is not of this run: {why}; go on with the other run in its own folder, name "
+                f"another place, or remove {self._path(step)}"
+            )
         for file, num_bytes in expected.items():
             if sizes.get(file) != num_bytes:
                 size = f"{sizes[file]} bytes" if file in sizes else "missing"
@@ -260,8 +318,11 @@ def _contents(state: GlobalState) -> list[tuple[str, Mapping[str, Tensor]]]:
     return [(MODEL_FILE, state.parameters), (OUTER_FILE, state.outer)]
 
 
-def _describe(state: GlobalState, files: Mapping[str, Any]) -> bytes:
-    body = {"format": _FORMAT, "version": _VERSION, "step": state.step, "files": files, "note": state.note}
+def _describe(state: GlobalState, files: Mapping[str, Any], *, run: RunIdentity | None) -> bytes:
+    stamp = None if run is None else run.stamp()
+    body = {
+        "format": _FORMAT, "version": _VERSION, "run": stamp, "step": state.step, "files": files, "note": state.note
+    }  # fmt: skip
     # as it will be read, so that its hash is that of what is read
     body = json.loads(json.dumps(body, default=dict))
     return json.dumps({**body, "sha256": body_sha256(body)}, indent=1).encode() + b"\n"

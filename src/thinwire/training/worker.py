@@ -22,6 +22,14 @@ from thinwire.training.drift import watch_for
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
 from thinwire.training.recorder import Recorder, own_fault
+from thinwire.training.run_identity import (
+    RUN_FILE,
+    RunIdentity,
+    identity_from_json,
+    new_identity,
+    read_identity,
+    write_identity,
+)
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.transport.connect import connect
 from thinwire.transport.notes import tell_all
@@ -32,6 +40,7 @@ _OPENING, _READY, _CLOSING, _PROBING = range(4)
 _LOCAL_NAMES = ("data", "model")
 _OUTPUTS = (
     "config.json",
+    RUN_FILE,
     "summary.json",
     "report.html",
     "metrics-replica-*",
@@ -147,10 +156,10 @@ class _Replica:
         self._place = place
         self._corpus = corpus
         self._transport = transport
-        identity = Identity(
-            replica=transport.replica, num_replicas=transport.num_replicas, config_digest=config.digest()
-        )
-        self._checkpoints = Checkpoints(config.run_dir, identity=identity)
+        is_begun = place.is_prepared or place.is_resumed
+        # where hosts begin a run under torchrun, that of replica 0 is the run's
+        self._run = read_identity(config.run_dir) if is_begun else new_identity(config_digest=config.digest())
+        self._checkpoints = self._checkpoints_of(self._run)
 
     def run(
         self, loggers: Sequence[Logger], warn: Callable[[str], None], on_start: Callable[[int], None]
@@ -189,13 +198,21 @@ class _Replica:
             recorder.close(error=why)
             meter.close()
 
+    def _checkpoints_of(self, run: RunIdentity) -> Checkpoints:
+        identity = Identity(
+            run=run.run, replica=self._transport.replica, num_replicas=self._transport.num_replicas,
+            config_digest=self._config.digest(),
+        )  # fmt: skip
+        return Checkpoints(self._config.run_dir, identity=identity)
+
     def _open(self, warn: Callable[[str], None]) -> int:
         """Compare options and data, choose where to begin, and make the run's folder."""
         found = look(self._checkpoints) if self._place.is_resumed else Found(good=(), bad={})
         note = {
             "options": _comparable(self._config),
             "corpus": self._corpus.sha256,
-            "has_run": (self._config.run_dir / "config.json").exists(),
+            "run": self._run.to_json(),
+            "has_run": has_run(self._config.run_dir),
             "is_resumed": self._place.is_resumed,
             "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
@@ -203,13 +220,14 @@ class _Replica:
         notes = self._tell(note, number=_OPENING, deadline_s=self._config.join_deadline_s)
         _check_same(notes)
         self._check_folder(notes)
+        self._agree_on_run(notes)
         reports = [Found(good=tuple(n["good"]), bad={int(s): str(p) for s, p in n["bad"]}) for n in notes]
         step, warnings = choose_step(reports)
         if self._transport.replica == 0:
             for warning in warnings:
                 warn(warning)
         if not self._place.is_prepared and self._place.local_rank == 0:
-            make_run_folder(self._config, is_resumed=self._place.is_resumed)
+            make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
         self._tell({}, number=_READY, deadline_s=self._config.join_deadline_s)
         return step
 
@@ -219,6 +237,20 @@ class _Replica:
         holders = [replica for replica, note in enumerate(notes) if note["has_run"]]
         if holders:
             raise ValueError(f"{occupied(self._config.run_dir)} (seen by replica {holders[0]})")
+
+    def _agree_on_run(self, notes: list[dict[str, Any]]) -> None:
+        """Take replica 0's run id where the run begins here; else all hosts must hold the same one."""
+        first = identity_from_json(notes[0]["run"])
+        if not self._place.is_prepared and not self._place.is_resumed:
+            self._run = first
+            self._checkpoints = self._checkpoints_of(first)
+            return
+        for replica, note in enumerate(notes):
+            if note["run"]["run"] != first.run:
+                raise DesyncError(
+                    f"replica {replica} holds run {note['run']['run']}, replica 0 run {first.run}; give all hosts the "
+                    f"folder of the same run"
+                )
 
     def _assemble(self, meter: Meter, recorder: Recorder) -> Training:
         config, corpus, transport = self._config, self._corpus, self._transport
@@ -290,6 +322,11 @@ class _Replica:
         return tell_all(note, transport=self._transport, number=number, deadline_s=deadline_s)
 
 
+def has_run(run_dir: Path) -> bool:
+    """Return whether a folder holds a run, or checkpoints of one that is told to keep them there."""
+    return (run_dir / "config.json").exists() or any((run_dir / "checkpoints").glob("step-*/*.json"))
+
+
 def occupied(run_dir: Path) -> str:
     """Return the refusal to write into a folder that holds a run."""
     return (
@@ -298,8 +335,8 @@ def occupied(run_dir: Path) -> str:
     )
 
 
-def make_run_folder(config: TrainConfig, *, is_resumed: bool) -> None:
-    """Make the run's folder with its `config.json`; remove what an earlier run left where it is to be replaced.
+def make_run_folder(config: TrainConfig, *, run: RunIdentity, is_resumed: bool) -> None:
+    """Make the run's folder with its `config.json` and `run.json`; remove an earlier run that is to be replaced.
 
     Raises:
         ThinwireError: It cannot be written.
@@ -313,6 +350,7 @@ def make_run_folder(config: TrainConfig, *, is_resumed: bool) -> None:
                     path.unlink(missing_ok=True)
             for name in _OUTPUT_FOLDERS:
                 shutil.rmtree(run_dir / name, ignore_errors=True)
+        write_identity(run_dir, run)
         write_whole(run_dir / "config.json", config_text(config))
     except OSError as error:
         raise ThinwireError(f"cannot write to {run_dir}: {error.strerror or error}; choose another --out") from error

@@ -10,9 +10,11 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from thinwire.errors import ThinwireError
 from thinwire.files import write_whole
 from thinwire.membership.coordinator import Coordinator
 from thinwire.membership.hub import Hub
@@ -37,7 +39,7 @@ _MAX_DISK_REPORTS = 100
 
 
 def coordinate(
-    run_dir: Path, *, secret_path: Path, address: str, port: int, is_resumed: bool, say: Callable[[str], None],
+    run_dir: Path, *, secret_path: Path, address: str, port: int, say: Callable[[str], None],
     until: threading.Event,
 ) -> None:  # fmt: skip
     """Be a run's coordinator until the run has ended and its replicas have left.
@@ -47,7 +49,6 @@ def coordinate(
         secret_path: File of the job's secret.
         address: The IPv4 address to listen on.
         port: The port, 0 for a free one.
-        is_resumed: Whether the run goes on from a checkpoint.
         say: Told what people should know.
         until: Ends it earlier.
 
@@ -56,6 +57,7 @@ def coordinate(
     """
     job = json.loads((run_dir / JOB_FILE).read_text())
     journal = Journal(run_dir / JOURNAL_FILE, say=say, until=until)
+    _check_journal(journal, job["identity"], path=run_dir / JOURNAL_FILE)
     known = read_port(run_dir)
     # one that takes the place of another that died must be where that was
     wanted = known[1] if port == 0 and known is not None else port
@@ -67,7 +69,7 @@ def coordinate(
         job=job, planned=job["config"]["begin_with"] or job["config"]["replicas"], sync_interval=job["sync_interval"],
         overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=held.send, record=journal.write,
         part_share=job.get("part_share", 0.0), bears=job.get("bears", False),
-        generation=hub.generation, founding_s=job["config"]["join_deadline_s"], from_disk=is_resumed,
+        generation=hub.generation, founding_s=job["config"]["join_deadline_s"], resumed_step=job["resumed_step"],
     )  # fmt: skip
     records = TakenRecords(run_dir, say=say)
     coordinator.keep_records = records.take
@@ -125,6 +127,24 @@ class _DiskCheck:
     def _say(self, text: str) -> None:
         self._num_left -= 1
         self._report(text)
+
+
+def _check_journal(journal: Journal, identity: Mapping[str, Any], *, path: Path) -> None:
+    """Refuse a journal of another run or incarnation; begin an empty one with this run's identity.
+
+    Raises:
+        ThinwireError: It is another one's; names both.
+    """
+    stated = next((line for line in journal.lines() if line["what"] == "run"), None)
+    if not journal.lines():
+        journal.write("run", dict(identity))
+        return
+    found = [] if stated is None else [stated.get("run"), *list(stated.get("incarnations") or ())[-1:]]
+    wanted = [identity["run"], identity["incarnations"][-1]]
+    if found != wanted:
+        raise ThinwireError(
+            f"{path} is the journal of run and incarnation {found}, and this coordinator is of {wanted}; move it away"
+        )
 
 
 class _End:

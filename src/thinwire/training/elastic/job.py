@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import ConnectError
+from thinwire.errors import CheckpointError, ConnectError
 from thinwire.files import write_whole
 from thinwire.training.config import TrainConfig, check_values, from_json, to_json
+from thinwire.training.run_identity import RunIdentity, identity_from_json
 from thinwire.version import __version__
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ class Job:
         part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
         bears: Whether training goes on where a round's result is overdue: where it would be given up for the result (at
             blend 0), it does not.
-        run: Names the job: no other has this name.
+        identity: The run's id, and the incarnations of its coordinator.
+        resumed_step: Step of the state that this incarnation goes on from; 0 where it begins from the seed.
     """
 
     config: TrainConfig
@@ -53,10 +54,11 @@ class Job:
     shard_windows: int
     part_share: float
     bears: bool
-    run: str
+    identity: RunIdentity
+    resumed_step: int = 0
 
     @classmethod
-    def of(cls, config: TrainConfig) -> Job:
+    def of(cls, config: TrainConfig, *, identity: RunIdentity, resumed_step: int = 0) -> Job:
         """Return the job that resolved options describe."""
         assert config.batch_size is not None
         from thinwire.training.assembly import make_method  # torch, which who only reads a job's words does without
@@ -67,7 +69,8 @@ class Job:
             config=config, sync_interval=method.schedule.sync_interval,
             overlap_steps=max(overlap) if isinstance(overlap, tuple) else overlap,
             shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) * config.batch_size,
-            part_share=_part_share(method), bears=getattr(method.update(2), "blend", 0.0) > 0, run=secrets.token_hex(8),
+            part_share=_part_share(method), bears=getattr(method.update(2), "blend", 0.0) > 0,
+            identity=identity, resumed_step=resumed_step,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +79,7 @@ class Job:
         return {
             "thinwire": __version__, "config": config, "sync_interval": self.sync_interval,
             "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows, "part_share": self.part_share,
-            "bears": self.bears, "run": self.run,
+            "bears": self.bears, "identity": self.identity.to_json(), "resumed_step": self.resumed_step,
         }  # fmt: skip
 
     @classmethod
@@ -87,19 +90,21 @@ class Job:
             ConnectError: It is no job of this thinwire.
         """
         try:
-            numbers = {name: values[name] for name in ("sync_interval", "overlap_steps", "shard_windows")}
+            names = ("sync_interval", "overlap_steps", "shard_windows", "resumed_step")
+            numbers = {name: values[name] for name in names}
             if not all(type(value) is int and 0 <= value < 1 << 32 for value in numbers.values()):
                 raise ValueError(f"got {numbers}")
-            share, bears, run = (values[name] for name in ("part_share", "bears", "run"))
-            if not isinstance(share, float) or not 0 <= share <= _MOST_SHARE or not isinstance(run, str) or not run:
-                raise ValueError(f"got part_share {share!r} and run {run!r}")
+            share, bears = values["part_share"], values["bears"]
+            if not isinstance(share, float) or not 0 <= share <= _MOST_SHARE:
+                raise ValueError(f"got part_share {share!r}")
             if not isinstance(bears, bool):
                 raise ValueError(f"got bears {bears!r}")
             config = from_json(values["config"])
             check_values(config)
             if config.replicas is None or config.batch_size is None or config.seq_len is None:
                 raise ValueError("replicas, batch_size and seq_len must be given")
-            return cls(config=config, part_share=share, bears=bears, run=run, **numbers)
+            identity = identity_from_json(values["identity"])
+            return cls(config=config, part_share=share, bears=bears, identity=identity, **numbers)
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectError(
                 f"the coordinator tells of no job of this thinwire ({error}); install the same version on all hosts"
@@ -127,6 +132,8 @@ class LocalSettings:
         data: Name or folder of the data on this host; None as the job says.
         address: This host's address that the others reach; None to find it.
         ranks_per_replica: Ranks that hold each of this host's replicas together.
+        replicas: Replicas of this host.
+        is_joined: Whether this host joined a coordinator of another one.
     """
 
     invitation: str
@@ -139,6 +146,8 @@ class LocalSettings:
     data: str | None = None
     address: str | None = None
     ranks_per_replica: int = 1
+    replicas: int = 1
+    is_joined: bool = False
 
     def save(self) -> None:
         """Write them into the run's folder."""
@@ -148,6 +157,23 @@ class LocalSettings:
     def load(cls, run_dir: Path) -> LocalSettings:
         """Read them from the run's folder."""
         return cls(**json.loads((run_dir / LOCAL_FILE).read_text()))
+
+    @classmethod
+    def of_resumed(cls, config: TrainConfig) -> LocalSettings | None:
+        """Return what this host's earlier part in an elastic run was told; None where the run begins here.
+
+        Raises:
+            CheckpointError: They are damaged.
+        """
+        if not config.elastic or config.resume is None:
+            return None
+        path = config.resume / LOCAL_FILE
+        try:
+            return cls.load(config.resume)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); restore it, or go on from another host") from error
 
     def apply(self, config: TrainConfig) -> TrainConfig:
         """Return the job's options with this host's own."""

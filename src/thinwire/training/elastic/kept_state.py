@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +25,12 @@ from thinwire.sync.elastic import global_tensors, load_global_tensors
 from thinwire.sync.inner_memory import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.global_state import GlobalState, spans, unpack
+from thinwire.training.run_identity import RunIdentity
 
 # Copying may take such a share of the training's time, and writing such a share of the disk's and of a core's.
 _COPY_SHARE, _WRITE_SHARE = 0.005, 0.05
 _INNER = "inner."
+_FOLDER = "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +64,20 @@ class KeptState:
 
     Args:
         path: The file.
-        run: Names the job: a state of another one is not read.
+        run: The run: a state of another one, or of another incarnation, is not read.
+        account: Returns the coordinator's account of the data at a step, for a host that goes on with the run alone;
+            None where it does not come: then the state before, which has one, is not replaced. Called by the thread.
         warn: Told once where it cannot be written.
         now: Gives seconds that only grow.
     """
 
     def __init__(
-        self, path: Path, *, run: str, warn: Callable[[str], None], now: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, path: Path, *, run: RunIdentity, warn: Callable[[str], None],
+        account: Callable[[int], Mapping[str, Any] | None] = lambda step: {}, now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self._path = path
         self._run = run
+        self._account = account
         self._warn = warn
         self._now = now
         self._next_s = 0.0
@@ -80,15 +87,10 @@ class KeptState:
 
     def read(self) -> Held | None:
         """Return the state, None where there is none of this run that is whole."""
-        try:
-            vector = torch.from_numpy(np.fromfile(self._path, dtype=np.uint8))
-            state = unpack(vector, source=str(self._path))
-        except (OSError, ThinwireError, ValueError):
+        state = _read(self._path)
+        if state is None or state.note["run"] != self._run.stamp():
             return None
-        era = state.note.get("era")
-        if state.note.get("run") != self._run or not isinstance(era, int) or state.step < 1:
-            return None
-        return Held(step=state.step, era=era, state=state)
+        return Held(step=state.step, era=state.note["era"], state=state)
 
     def discard(self) -> None:
         """Read it no more."""
@@ -114,7 +116,8 @@ class KeptState:
         began_s = self._now()
         parameters, outer = global_tensors(optimizer.engine, model)
         outer |= {_INNER + name: tensor for name, tensor in inner_tensors(optimizer.inner, model).items()}
-        state = GlobalState(step=step, parameters=parameters, outer=outer, note={"run": self._run, "era": era})
+        note = {"run": self._run.stamp(), "era": era}
+        state = GlobalState(step=step, parameters=parameters, outer=outer, note=note)
         self._next_step = step + every
         self._next_s = self._now() + (self._now() - began_s) / _COPY_SHARE
         self._writer = threading.Thread(target=self._write, args=(state,), name="thinwire-kept", daemon=True)
@@ -129,6 +132,10 @@ class KeptState:
     def _write(self, state: GlobalState) -> None:
         began_s = self._now()
         try:
+            if (account := self._account(state.step)) is None:
+                return
+            note = {**state.note, "account": dict(account)}
+            state = GlobalState(step=state.step, parameters=state.parameters, outer=state.outer, note=note)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_whole(self._path, partial(_write_spans, state))
         except (OSError, ValueError, MemoryError) as error:
@@ -136,6 +143,56 @@ class KeptState:
             self._warn(f"this replica's own state cannot be kept at {self._path}: {error}; it would fetch it again")
             return
         self._next_s = max(self._next_s, self._now() + (self._now() - began_s) / _WRITE_SHARE)
+
+
+def kept_path(run_dir: Path, index: int) -> Path:
+    """Return the file of a host's replica process."""
+    return run_dir / _FOLDER / f"replica-process-{index}.state"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A kept state as a checkpoint.
+
+    Attributes:
+        state: Global parameters, momenta, and the account of the data at its step.
+        age: Place of its incarnation in the run's list.
+    """
+
+    state: GlobalState
+    age: int
+
+
+def newest_kept(run_dir: Path, *, run: RunIdentity) -> Kept | None:
+    """Return the newest state that the replicas of a host keep of a run, with what the data needs to go on from it.
+
+    Args:
+        run_dir: The run's folder on the host.
+        run: The run; states of its earlier incarnations count.
+
+    Returns:
+        The state; None where there is none.
+    """
+    states = [state for path in sorted((run_dir / _FOLDER).glob("*.state")) if (state := _read(path)) is not None]
+    own = [state for state in states if not run.foreign(state.note["run"]) and state.note.get("account")]
+    newest = max(own, key=lambda state: (run.age(state.note["run"]), state.note["era"], state.step), default=None)
+    if newest is None:
+        return None
+    outer = {name: tensor for name, tensor in newest.outer.items() if not name.startswith(_INNER)}
+    note = {**newest.note["account"], "era": newest.note["era"]}
+    state = GlobalState(step=newest.step, parameters=newest.parameters, outer=outer, note=note)
+    return Kept(state=state, age=run.age(newest.note["run"]))
+
+
+def _read(path: Path) -> GlobalState | None:
+    """Read a kept state, None where it is missing, damaged or of another format."""
+    try:
+        vector = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+        state = unpack(vector, source=str(path))
+    except (OSError, ThinwireError, ValueError):
+        return None
+    is_whole = isinstance(state.note.get("run"), Mapping) and type(state.note.get("era")) is int and state.step > 0
+    return state if is_whole and isinstance(state.note.get("account", {}), Mapping) else None
 
 
 def _write_spans(state: GlobalState, path: Path) -> None:

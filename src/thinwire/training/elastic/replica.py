@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import Expelled, Refused, RunOver
+from thinwire.errors import CheckpointError, Expelled, Refused, RunOver
+from thinwire.files import write_whole
 from thinwire.membership.invitation import read_invitation
 from thinwire.membership.joining import Seated, join
 from thinwire.membership.own_pace import OwnPace
@@ -20,14 +22,14 @@ from thinwire.membership.view import View
 from thinwire.sync.elastic import elastic, global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.assembly import make_inner_optimizer, make_method, make_model
-from thinwire.training.config import TrainConfig
+from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.coordination import read_port
 from thinwire.training.elastic.fetching import ComingState
 from thinwire.training.elastic.forwarding import RecordForward
 from thinwire.training.elastic.job import Job, LocalSettings
-from thinwire.training.elastic.kept_state import Held, KeptState
+from thinwire.training.elastic.kept_state import Held, KeptState, kept_path
 from thinwire.training.elastic.leader import Crew, check_ranks, whole_model
 from thinwire.training.elastic.loop import ElasticTraining, Left
 from thinwire.training.elastic.own_work import OwnWork
@@ -36,6 +38,8 @@ from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_i
 from thinwire.training.elastic.steering import write_pid
 from thinwire.training.metrics import Meter, open_loggers
 from thinwire.training.recorder import Recorder, own_fault
+from thinwire.training.run_identity import check_folder, write_identity
+from thinwire.training.state_files import ForeignCheckpoint
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.training.worker import held_out_batches, open_data
 from thinwire.transport.addresses import Address
@@ -45,6 +49,8 @@ from thinwire.transport.secret import Secret, read_secret
 _AGAIN_S, _LONGEST_AGAIN_S = 0.5, 10.0
 _SHORT_LIFE_S = 30.0
 _JOIN_S = 60.0
+# So long a state that is kept waits for the coordinator's account of the data; less than a launcher waits for the end.
+_ACCOUNT_S = 10.0
 
 
 def run_replica(
@@ -181,6 +187,7 @@ class _Life:
         job = Job.from_json(seated.job)
         config = self._settings.apply(job.config)
         config.run_dir.mkdir(parents=True, exist_ok=True)
+        self._keep_job(job, config)
         corpus = open_data(config)
         model, inner, device = self._model(config, corpus)
         method = elastic(
@@ -213,6 +220,24 @@ class _Life:
             own_work=own_work,
         )  # fmt: skip
 
+    def _keep_job(self, job: Job, config: TrainConfig) -> None:
+        """Check that the folder is of this run, and keep what this host needs to go on with the run alone.
+
+        Raises:
+            Refused: The folder is of another run or incarnation.
+        """
+        is_news = check_folder(config.run_dir, job.identity)
+        if not self._settings.is_joined or self._device_index:
+            return
+        if is_news:
+            write_identity(config.run_dir, job.identity)
+        # the job's own options: what this host does otherwise stands in its settings
+        plain = dataclasses.replace(config, data=job.config.data, batch_size=job.config.batch_size, address=None)
+        text = config_text(plain)
+        path = config.run_dir / "config.json"
+        if is_news or not path.exists() or path.read_text() != text:
+            write_whole(path, text)
+
     def _model(
         self, config: TrainConfig, corpus: Corpus
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.device]:
@@ -227,13 +252,17 @@ class _Life:
         return model, make_inner_optimizer(config, model), device
 
     def _arrive(self, seated: Seated, parts: _Parts, address: Address) -> None:
-        path = parts.config.run_dir / "kept" / f"replica-process-{self._device_index}.state"
+        path = kept_path(parts.config.run_dir, self._device_index)
         if self._crew is None:  # what an inner optimizer remembers lies in shards where there are several ranks
-            self._kept = KeptState(path, run=parts.job.run, warn=self._tell)
+            self._kept = KeptState(
+                path, run=parts.job.identity, warn=self._tell,
+                account=lambda step: seated.council.account(step, deadline_s=_ACCOUNT_S),
+            )  # fmt: skip
             self._held = self._kept.read()
         seated.arrive(
             corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port,
             held_step=0 if self._held is None else self._held.step, era=0 if self._held is None else self._held.era,
+            disk_step=self._disk_step(parts),
         )  # fmt: skip
 
         def has_news(view: View) -> object:
@@ -243,10 +272,24 @@ class _Life:
 
         seated.council.wait_for(has_news, deadline_s=None, why="")
 
+    def _disk_step(self, parts: _Parts) -> int:
+        """Return the step of a checkpoint that this host can read, 0 for none.
+
+        Raises:
+            ForeignCheckpoint: Checkpoints of another run lie there.
+        """
+        try:
+            return checkpoints_of(parts.config, run=parts.job.identity).readable_step(parts.job.resumed_step)
+        except ForeignCheckpoint:
+            raise
+        except CheckpointError as error:
+            self._tell(f"{error}; this replica begins from the others' state")
+            return 0
+
     def _begin(self, seated: Seated, parts: _Parts) -> int:
         """Take a state in and become active; return the step to go on from."""
         council, config = seated.council, parts.config
-        checkpoints = checkpoints_of(config, warn=self._tell)
+        checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._tell)
         self._keeper = StateKeeper(
             seated, model=parts.model, optimizer=parts.optimizer,
             checkpoints=checkpoints if self._device_index == 0 else None, every=config.checkpoint_every,

@@ -17,9 +17,10 @@ from thinwire.sync.elastic import global_tensors, load_global_parameters, load_g
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.fetching import ComingState, fetch, state_name
-from thinwire.training.elastic.kept_state import Held, KeptState
+from thinwire.training.elastic.kept_state import Held, KeptState, newest_kept
 from thinwire.training.global_checkpoints import GlobalCheckpoints
 from thinwire.training.global_state import GlobalState, pack
+from thinwire.training.run_identity import RunIdentity
 
 _NOTE_S = 20.0
 _KEPT = 2
@@ -160,17 +161,50 @@ class StateKeeper:
 
         try:
             offer = self._seated.council.wait_for(note_of, deadline_s=_NOTE_S, why="the checkpoint tells no data")
-            note = dict(offer.note)
+            note = {**offer.note, "era": offer.era}
         except (ConnectError, Expelled):
             note = {}
         full = GlobalState(step=state.step, parameters=state.parameters, outer=state.outer, note=note)
         self._checkpoints.save(full, copy=False)
 
 
-def checkpoints_of(config: TrainConfig, *, warn: Callable[[str], None] | None = None) -> GlobalCheckpoints:
+def checkpoints_of(
+    config: TrainConfig, *, run: RunIdentity | None, warn: Callable[[str], None] | None = None
+) -> GlobalCheckpoints:
     """Return a run's checkpoints on this host, or under its URL."""
     place = config.checkpoint_to or config.run_dir / "checkpoints"
-    return GlobalCheckpoints(place, keep_last=config.keep_checkpoints, on_warning=warn)
+    return GlobalCheckpoints(place, keep_last=config.keep_checkpoints, run=run, on_warning=warn)
+
+
+def newest_state(
+    config: TrainConfig, *, run: RunIdentity, tell: Callable[[str], None]
+) -> tuple[GlobalState | None, bool]:
+    """Return the newest global state of a run that this host can read: a checkpoint, or what a replica kept.
+
+    Args:
+        config: The run's options on this host.
+        run: The run, as the incarnation that goes on with it.
+        tell: Told what cannot be used.
+
+    Returns:
+        The state, None where there is none, and whether it is no checkpoint yet.
+
+    Raises:
+        ForeignCheckpoint: Checkpoints of another run lie there; names both.
+        CheckpointError: There are checkpoints and none verifies.
+    """
+    latest = checkpoints_of(config, run=run).latest()
+    for warning in latest.warnings:
+        tell(warning)
+    kept = newest_kept(config.run_dir, run=run)
+    if kept is None or (latest.state is not None and _order(latest.state, latest.age) >= _order(kept.state, kept.age)):
+        return latest.state, False
+    return kept.state, True
+
+
+def _order(state: GlobalState, age: int) -> tuple[int, int, int]:
+    era = state.note.get("era")
+    return age, era if type(era) is int else 0, state.step
 
 
 def take_in(
@@ -206,13 +240,10 @@ def take_in(
         tell(f"going on from its own state of step {held.step}")
         return held.step, None
     if offer.root == "disk":
-        latest = None if checkpoints is None else checkpoints.latest()
-        if latest is None or latest.state is None:
+        state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, tell=tell)
+        if state is None:
             tell("there is no checkpoint on this host; beginning anew")
             return 0, None
-        for warning in latest.warnings:
-            tell(warning)
-        state = latest.state
         tell(f"going on from the checkpoint of step {state.step}")
         if state.step:
             load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
@@ -222,3 +253,13 @@ def take_in(
     coming.hand_to(optimizer.engine)
     seated.council.step = coming.step
     return coming.step, coming
+
+
+def _checkpoint(checkpoints: GlobalCheckpoints, *, step: int, tell: Callable[[str], None]) -> GlobalState | None:
+    """Return the state of a step, or the newest one where the step is 0."""
+    if step:
+        return checkpoints.load(step)
+    latest = checkpoints.latest()
+    for warning in latest.warnings:
+        tell(warning)
+    return latest.state
