@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -97,6 +98,30 @@ def test_a_coordinator_that_is_not_there_is_said(
     monkeypatch.setattr("thinwire.cli.control._DEADLINE_S", 0.3)
     assert main(["status", WORDS]) == 1
     assert "no coordinator answered at 127.0.0.1, port 1, within 0.3 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["stdin", "environment"])
+def test_the_address_may_come_by_stdin_or_the_environment(how: str) -> None:
+    place = "thinwire://127.0.0.1:0/" + 52 * "a"
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire.cli.main", "join", *(["-"] if how == "stdin" else [])],
+        input=f"{place}\n" if how == "stdin" else "", capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, **({"THINWIRE_JOIN": place} if how == "environment" else {})},
+    )  # fmt: skip
+    assert done.returncode == 2 and "the port must be from 1 to 65535, got 0" in done.stderr, done.stderr
+
+
+def test_without_an_address_a_command_says_where_it_may_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("THINWIRE_JOIN", raising=False)
+    assert main(["join"]) == 2
+    assert "needs the address that the first host printed: as its argument, - to read it from stdin, or in " in (
+        capsys.readouterr().err
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert main(["status", "-"]) == 2
+    assert "stdin holds no address" in capsys.readouterr().err
 
 
 WITHOUT_TORCH = """

@@ -13,13 +13,16 @@ from thinwire.version import __version__
 class Desk:
     """A coordinator without wires."""
 
-    def __init__(self, journal: list[dict[str, Any]] | None = None, *, planned: int = 2) -> None:
+    def __init__(
+        self, journal: list[dict[str, Any]] | None = None, *, planned: int = 2, resumed_step: int = 0
+    ) -> None:  # fmt: skip
         self.journal: list[dict[str, Any]] = [] if journal is None else journal
         self.said: list[tuple[bytes, Message]] = []
         self.now_s = 0.0
         self.coordinator = Coordinator(
             job={"thinwire": __version__}, planned=planned, sync_interval=10, overlap_steps=1, shard_windows=8,
             send=self._send, record=lambda what, fields: self.journal.append({"what": what, **fields}), generation="g",
+            resumed_step=resumed_step,
         )  # fmt: skip
         self.coordinator.resume_from([dict(line) for line in self.journal], now_s=0.0)
 
@@ -36,9 +39,9 @@ class Desk:
         self.said = [one for one in self.said if one[1] not in found or one[0] != token]
         return found
 
-    def come(self, token: bytes, *, corpus: str = "c") -> None:
+    def come(self, token: bytes, *, corpus: str = "c", disk: int = 0) -> None:
         self.hear(token, "join", version=VERSION, thinwire=__version__, host=token.decode())
-        self.hear(token, "here", address="127.0.0.1", port=1, corpus=corpus, windows=100, held=0, era=0, disk=0)
+        self.hear(token, "here", address="127.0.0.1", port=1, corpus=corpus, windows=100, held=0, era=0, disk=disk)
 
     def begun(self) -> "Desk":
         for token in (b"a", b"b"):
@@ -114,6 +117,74 @@ def test_what_a_round_counted_is_counted_also_after_a_crash() -> None:
     assert (after.coordinator.ledger.counted, after.coordinator.ledger.repeated) == (5, 0)
     after.hear(b"b", "lease", number=0)
     assert after.words(b"b", "leased")[0]["start"] == 5
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_a_state_is_noted_with_the_account_of_its_own_step(is_again: bool) -> None:
+    desk = Desk().begun()
+    desk.hear(b"a", "lease", number=0)
+    desk.decide(used={"0": 5})  # launched at step 10, and applied at 11
+    for token, used in ((b"a", {"0": 7}), (b"b", {})):
+        desk.hear(token, "launch", round=1, step=20, used=used)
+    for token in (b"a", b"b"):
+        desk.hear(token, "vote", round=1, step=20, has=[0, 1], hash=0)
+    if is_again:
+        desk = desk.again()
+    counted = {}
+    for step in (10, 11, 20, 21):
+        desk.hear(b"b", "account", step=step)
+        desk.hear(b"a", "captured", step=step, root="ab" * 32, bytes=5)
+        noted = desk.words(b"b", "account")[0]["note"]["data"]
+        assert desk.words(b"a", "state")[0]["note"]["data"] == noted, "a checkpoint's is the same"
+        counted[step] = noted["counted"]
+    assert counted == {10: 0, 11: 5, 20: 5, 21: 7}
+
+
+def test_a_run_that_goes_back_lends_again_what_its_state_does_not_hold() -> None:
+    desk = Desk().begun()
+    desk.hear(b"a", "lease", number=0)
+    desk.decide(used={"0": 5})
+    for token in (b"a", b"b"):
+        desk.hear(token, "leave", why="all are lost")
+    assert desk.coordinator.ledger.counted == 5
+    desk.come(b"c", disk=8)
+    assert [(one["root"], one["step"]) for one in desk.words(b"c", "state")] == [("disk", 0)]
+    desk.hear(b"c", "active", step=8)
+    assert (desk.coordinator.ledger.counted, desk.coordinator.ledger.repeated) == (0, 5)
+    desk.hear(b"c", "lease", number=0)
+    assert [(one["shard"], one["start"]) for one in desk.words(b"c", "leased")] == [(0, 0)]
+    assert desk.again().coordinator.ledger.state_dict() == desk.coordinator.ledger.state_dict()
+
+
+def test_a_resumed_run_goes_on_only_from_the_state_that_its_account_belongs_to() -> None:
+    desk = Desk(planned=1, resumed_step=40)
+    for token, disk in ((b"a", 0), (b"b", 60)):
+        desk.come(token, disk=disk)
+        assert not desk.words(token, "state"), "with a lower number, and without that state"
+    desk.come(b"c", disk=40)
+    assert [(one["root"], one["step"]) for one in desk.words(b"c", "state")] == [("disk", 40)]
+    desk.hear(b"c", "active", step=40)
+    assert desk.coordinator.book.step == 40
+
+
+def test_of_those_that_come_back_after_all_were_lost_the_one_with_the_newest_state_is_first() -> None:
+    desk = Desk().begun()
+    desk.decide(used={})
+    desk.hear(b"a", "leave", why="")
+    desk.come(b"c")
+    desk.come(b"d", disk=20)
+    desk.hear(b"b", "leave", why="")
+    assert not desk.words(b"c", "state")
+    assert [one["root"] for one in desk.words(b"d", "state")] == ["disk"]
+
+
+def test_a_host_of_another_version_is_told_both_protocol_versions() -> None:
+    desk = Desk()
+    desk.hear(b"x", "join", version=VERSION - 1, thinwire=__version__, host="x")
+    assert desk.words(b"x", "refused")[0]["why"] == (
+        f"the job runs thinwire {__version__} with protocol version {VERSION}, and this host thinwire {__version__} "
+        f"with protocol version {VERSION - 1}; install the same thinwire on all hosts"
+    )
 
 
 def test_another_corpus_is_refused_also_after_a_crash() -> None:

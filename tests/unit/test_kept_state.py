@@ -11,7 +11,7 @@ from thinwire.errors import CheckpointError
 from thinwire.sync.elastic import global_tensors
 from thinwire.sync.inner_memory import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.elastic.kept_state import KeptState
+from thinwire.training.elastic.kept_state import KeptState, kept_path, newest_kept
 from thinwire.training.run_identity import new_identity
 from thinwire.transport.loopback import single
 
@@ -113,6 +113,29 @@ def test_what_is_damaged_or_of_another_job_is_not_read(tmp_path: Path) -> None:
         assert KeptState(path, run=RUN, warn=print).read() is None
     path.write_bytes(whole)
     assert KeptState(path, run=RUN, warn=print).read() is not None
+
+
+def test_a_host_goes_on_from_the_newest_state_that_its_replicas_keep(tmp_path: Path) -> None:
+    replica = Replica()
+    replica.train(9)
+    accounts = {16: {"data": {"counted": 30}, "tokens": 64}, 20: {}, 24: None, 12: {"data": {"counted": 99}}}
+    for index, (step, account) in enumerate(accounts.items()):
+        run = new_identity(config_digest=RUN.config_digest) if step == 12 else RUN
+        kept = KeptState(
+            kept_path(tmp_path, index), run=run, warn=print, now=Clock(), account=lambda step, account=account: account
+        )
+        assert kept.offer(step, era=1, every=4, model=replica.model, optimizer=replica.optimizer)
+        kept.close()
+    assert not kept_path(tmp_path, 2).exists(), "without the account of the data the state before stays"
+    found = newest_kept(tmp_path, run=RUN.next_incarnation())
+    assert found is not None and (found.state.step, found.age) == (16, 0), (
+        "another run's, or one without account, is none"
+    )
+    assert found.state.note == {"data": {"counted": 30}, "tokens": 64, "era": 1}
+    parameters, outer = global_tensors(replica.optimizer.engine, replica.model)
+    assert found.state.outer.keys() == outer.keys(), "the inner optimizer's moments are the replica's own"
+    assert all(found.state.parameters[name].equal(parameters[name]) for name in parameters)
+    assert newest_kept(tmp_path, run=new_identity(config_digest=RUN.config_digest)) is None
 
 
 def test_copies_and_writes_take_their_share_of_the_time_and_no_more(tmp_path: Path) -> None:
