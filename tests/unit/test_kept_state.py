@@ -129,7 +129,7 @@ def test_a_host_goes_on_from_the_newest_state_that_its_replicas_keep(tmp_path: P
     assert not kept_path(tmp_path, 2).exists(), "without the account of the data the state before stays"
     found = newest_kept(tmp_path, run=RUN.next_incarnation())
     assert found is not None and (found.state.step, found.age) == (16, 0), (
-        "another run's, or one without account, is none"
+        "another run's or one without account is none"
     )
     assert found.state.note == {"data": {"counted": 30}, "tokens": 64, "era": 1}
     parameters, outer = global_tensors(replica.optimizer.engine, replica.model)

@@ -110,7 +110,7 @@ class Counter(Memory):
             return False, f"there was no replica {target[:80]!r}"
         host = self.spares.call(int(target), now_s=now_s)
         if host is None:
-            return False, "no spare host waits; add one with: thinwire join WORDS --spare"
+            return False, "no spare host waits; add one with: thinwire join ADDRESS --spare"
         self._replace(int(target), host)
         return True, f"spare {host} takes its place"
 

@@ -142,7 +142,7 @@ class TrainConfig:
     secret: Path | None = None
     """File that all hosts have (thinwire secret FILE): replicas then prove who they are, and encrypt what they send."""
     elastic: bool = False
-    """Let replicas come and go: others join with the words that are printed, and one that is lost stops nobody."""
+    """Let replicas come and go: others join by the address that is printed, and a lost one stops nobody."""
     ranks_per_replica: int = 1
     """Processes of this host that hold each elastic replica together, a shard of the model each (FSDP2)."""
     port: int = 29400
