@@ -167,6 +167,22 @@ def test_a_resumed_run_goes_on_only_from_the_state_that_its_account_belongs_to()
     assert desk.coordinator.book.step == 40
 
 
+def test_those_that_hold_the_state_of_a_resumed_run_need_not_fetch_it() -> None:
+    desk = Desk(planned=1, resumed_step=40)
+    for token, held in ((b"a", 40), (b"b", 40), (b"c", 36)):
+        desk.hear(token, "join", version=VERSION, thinwire=__version__, host="h")
+        where = {"address": "127.0.0.1", "port": 1, "corpus": "c", "windows": 100}
+        desk.hear(token, "here", **where, held=held, era=1 if held == 40 else 0, disk=held)
+    assert [one["root"] for one in desk.words(b"a", "state")] == ["disk"]
+    assert not desk.words(b"b", "state"), "nobody takes part before the first one does"
+    desk.hear(b"a", "active", step=40)
+    assert [(one["root"], one["step"]) for one in desk.words(b"b", "state")] == [("own", 40)]
+    assert not desk.words(b"c", "state") and desk.coordinator.cuts.of(2) is not None, "it is to fetch one"
+    desk.hear(b"d", "join", version=VERSION, thinwire=__version__, host="h")
+    desk.hear(b"d", "here", **where, held=40, era=1, disk=40)
+    assert [(one["root"], one["step"]) for one in desk.words(b"d", "state")] == [("own", 40)], "also who comes later"
+
+
 def test_of_those_that_come_back_after_all_were_lost_the_one_with_the_newest_state_is_first() -> None:
     desk = Desk().begun()
     desk.decide(used={})

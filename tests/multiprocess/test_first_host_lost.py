@@ -157,6 +157,8 @@ def test_a_survivor_goes_on_with_the_run_and_the_others_join_it(hosts: Callable[
         host.kill()
     had = newest_step(second.folder)
     assert had >= 20
+    kept = newest_kept(third.folder, run=before)
+    holds_it = (kept is not None and kept.state.step == had) or (third.folder / f"checkpoints/step-{had:08d}").exists()
     again = hosts("second", "train", "--elastic", "--resume", "second", "--json")
     new_address = address_of(again)
     assert new_address.rsplit("/", 1)[1] != old_address.rsplit("/", 1)[1], "a new secret"
@@ -164,6 +166,9 @@ def test_a_survivor_goes_on_with_the_run_and_the_others_join_it(hosts: Callable[
     found = until(lambda: (now := status(new_address))["started"] and len(now["members"]) == 2 and now, again)
     assert found["step"] >= had
     assert (again.end(), other.end()) == (0, 0), again.said() + other.said()
+    if holds_it:
+        log = other.said()
+        assert f"going on from its own state of step {had}" in log, log
     said = again.log.read_text()
     assert f"going on with run {before.run} from step {had}" in said, said
     run = read_identity(second.folder)

@@ -12,6 +12,7 @@ from thinwire.sync.elastic import global_tensors
 from thinwire.sync.inner_memory import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.elastic.kept_state import KeptState, kept_path, newest_kept
+from thinwire.training.global_state import tensors_sha256
 from thinwire.training.run_identity import new_identity
 from thinwire.transport.loopback import single
 
@@ -135,6 +136,11 @@ def test_a_host_goes_on_from_the_newest_state_that_its_replicas_keep(tmp_path: P
     parameters, outer = global_tensors(replica.optimizer.engine, replica.model)
     assert found.state.outer.keys() == outer.keys(), "the inner optimizer's moments are the replica's own"
     assert all(found.state.parameters[name].equal(parameters[name]) for name in parameters)
+    resumed = KeptState(kept_path(tmp_path, 0), run=RUN.next_incarnation(), warn=print)
+    assert resumed.read() is None, "of another incarnation"
+    held = resumed.read_resumed(step=16, sha256=tensors_sha256(found.state))
+    assert held is not None and held.has_inner, "but the run goes on from these very bits"
+    assert resumed.read_resumed(step=16, sha256=64 * "0") is None
     assert newest_kept(tmp_path, run=new_identity(config_digest=RUN.config_digest)) is None
 
 

@@ -23,7 +23,7 @@ from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import Role
 from thinwire.training.elastic.leader import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
-from thinwire.training.global_state import GlobalState
+from thinwire.training.global_state import GlobalState, tensors_sha256
 from thinwire.training.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.worker import make_run_folder
 from thinwire.transport.addresses import own_address
@@ -192,7 +192,8 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     if config.resume is not None and config.begin_with is None:
         config = dataclasses.replace(config, begin_with=begun.local.replicas)
     step = 0 if begun.state is None else begun.state.step
-    job = Job.of(config, identity=begun.identity, resumed_step=step)
+    sha256 = "" if begun.state is None else tensors_sha256(begun.state)
+    job = Job.of(config, identity=begun.identity, resumed_step=step, resumed_sha256=sha256)
     write_whole(run_dir / JOB_FILE, json.dumps(job.to_json()) + "\n")
     _begin_journal(begun)
     if not config.quiet:

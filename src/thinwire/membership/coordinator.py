@@ -103,6 +103,7 @@ class Coordinator(Counter):
             return
         member.address, member.port = message["address"], message["port"]
         member.disk_step = message["disk"]
+        member.own_step, member.own_era = message["held"], message["era"]
         member.standing = Standing.LOADING
         if self._may_go_on(message["held"], era=message["era"]):
             member.step = member.held_step = message["held"]  # from there on rounds are kept for it
@@ -135,7 +136,8 @@ class Coordinator(Counter):
     def _on_active(self, member: Member, message: Message, now_s: float) -> None:
         member.step = message["step"]
         self.cuts.loaded(member.replica)
-        if self._reviver == member.replica:
+        is_reviver = self._reviver == member.replica
+        if is_reviver:
             self._reviver = None
             if not self._resumed_step:  # whose account was read with the checkpoint
                 self.ledger.go_back_to(self._run_note(member.step)["data"] if member.step else None)
@@ -153,6 +155,18 @@ class Coordinator(Counter):
             self._write_member(member)
             self._find(f"replica {member.replica} on {member.host} takes part from step {member.step}")
             self._tell_roster()
+        if is_reviver:
+            self._let_own_states_go_on()
+
+    def _let_own_states_go_on(self) -> None:
+        """Let those that wait go on from a state of their own: it is that from which the run has just begun again."""
+        for replica in sorted(self.cuts.waiting):
+            member = self.roster.get(replica)
+            if member is not None and self._may_go_on(member.own_step, era=member.own_era):
+                self.cuts.loaded(replica)
+                member.step = member.held_step = member.own_step
+                self._write_member(member)
+                self._offer_from_nobody(replica, "own", step=member.held_step)
 
     def _on_beat(self, member: Member, message: Message, now_s: float) -> None:
         member.step = max(member.step, message["step"])

@@ -53,6 +53,8 @@ class Member:
         held_step: The step of the state of its own that it goes on from, 0 where it begins from another one.
         begin_step: The step that it takes part from: it holds the parts of rounds since, and may hold none before.
         disk_step: Step of the checkpoint that it can read, 0 for none.
+        own_step: Step of the state of its own that it reported, 0 for none.
+        own_era: Era of that state.
     """
 
     replica: int
@@ -73,6 +75,8 @@ class Member:
     held_step: int = 0
     begin_step: int = 0
     disk_step: int = 0
+    own_step: int = 0
+    own_era: int = 0
 
     def describe(self) -> dict[str, object]:
         """Return what other replicas and people are told of it."""

@@ -30,6 +30,7 @@ LOCAL_FILE = "elastic.json"
 # A state holds each parameter and its momentum, 4 bytes each.
 _STATE_BYTES = 8
 _MOST_SHARE = 16.0
+_MOST_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class Job:
             blend 0), it does not.
         identity: The run's id, and the incarnations of its coordinator.
         resumed_step: Step of the state that this incarnation goes on from; 0 where it begins from the seed.
+        resumed_sha256: Hash of that state's tensors, in hexadecimal: who holds the same need not fetch them.
     """
 
     config: TrainConfig
@@ -56,9 +58,10 @@ class Job:
     bears: bool
     identity: RunIdentity
     resumed_step: int = 0
+    resumed_sha256: str = ""
 
     @classmethod
-    def of(cls, config: TrainConfig, *, identity: RunIdentity, resumed_step: int = 0) -> Job:
+    def of(cls, config: TrainConfig, *, identity: RunIdentity, resumed_step: int = 0, resumed_sha256: str = "") -> Job:
         """Return the job that resolved options describe."""
         assert config.batch_size is not None
         from thinwire.training.assembly import make_method  # torch, which who only reads a job's words does without
@@ -70,7 +73,7 @@ class Job:
             overlap_steps=max(overlap) if isinstance(overlap, tuple) else overlap,
             shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) * config.batch_size,
             part_share=_part_share(method), bears=getattr(method.update(2), "blend", 0.0) > 0,
-            identity=identity, resumed_step=resumed_step,
+            identity=identity, resumed_step=resumed_step, resumed_sha256=resumed_sha256,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +83,7 @@ class Job:
             "thinwire": __version__, "config": config, "sync_interval": self.sync_interval,
             "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows, "part_share": self.part_share,
             "bears": self.bears, "identity": self.identity.to_json(), "resumed_step": self.resumed_step,
+            "resumed_sha256": self.resumed_sha256,
         }  # fmt: skip
 
     @classmethod
@@ -103,8 +107,13 @@ class Job:
             check_values(config)
             if config.replicas is None or config.batch_size is None or config.seq_len is None:
                 raise ValueError("replicas, batch_size and seq_len must be given")
+            sha256 = values["resumed_sha256"]
+            if not isinstance(sha256, str) or len(sha256) > _MOST_DIGITS:
+                raise ValueError(f"got resumed_sha256 {str(sha256)[:80]!r}")
             identity = identity_from_json(values["identity"])
-            return cls(config=config, part_share=share, bears=bears, identity=identity, **numbers)
+            return cls(
+                config=config, part_share=share, bears=bears, identity=identity, resumed_sha256=sha256, **numbers
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise ConnectError(
                 f"the coordinator tells of no job of this thinwire ({error}); install the same version on all hosts"

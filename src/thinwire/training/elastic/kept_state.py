@@ -7,6 +7,7 @@ back with it takes in the rounds that were decided since; the coordinator says w
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,13 +25,15 @@ from thinwire.files import replace_whole
 from thinwire.sync.elastic import global_tensors, load_global_tensors
 from thinwire.sync.inner_memory import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.global_state import GlobalState, spans, unpack
+from thinwire.training.global_state import GlobalState, spans, tensors_sha256, unpack
 from thinwire.training.run_identity import RunIdentity
 
 # Copying may take such a share of the training's time, and writing such a share of the disk's and of a core's.
 _COPY_SHARE, _WRITE_SHARE = 0.005, 0.05
 _INNER = "inner."
 _FOLDER = "kept"
+# The era that a resumed run begins with its first state.
+RESUMED_ERA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,11 @@ class Held:
     step: int
     era: int
     state: GlobalState
+
+    @property
+    def has_inner(self) -> bool:
+        """Whether it holds what the inner optimizer remembered."""
+        return any(name.startswith(_INNER) for name in self.state.outer)
 
     def take_in(self, *, model: nn.Module, optimizer: DistributedOptimizer) -> None:
         """Begin from it.
@@ -91,6 +99,22 @@ class KeptState:
         if state is None or state.note["run"] != self._run.stamp():
             return None
         return Held(step=state.step, era=state.note["era"], state=state)
+
+    def read_resumed(self, *, step: int, sha256: str) -> Held | None:
+        """Return the state that a resumed run goes on from, where it was kept before the run was resumed.
+
+        Args:
+            step: The state's step.
+            sha256: Hash of its tensors.
+
+        Returns:
+            The state with this replica's inner moments; None where another one, or none, was kept.
+        """
+        state = _read(self._path)
+        if state is None or state.step != step or self._run.foreign(state.note["run"]):
+            return None
+        is_same = tensors_sha256(_global(state)) == sha256
+        return Held(step=step, era=RESUMED_ERA, state=state) if is_same else None
 
     def discard(self) -> None:
         """Read it no more."""
@@ -178,10 +202,15 @@ def newest_kept(run_dir: Path, *, run: RunIdentity) -> Kept | None:
     newest = max(own, key=lambda state: (run.age(state.note["run"]), state.note["era"], state.step), default=None)
     if newest is None:
         return None
-    outer = {name: tensor for name, tensor in newest.outer.items() if not name.startswith(_INNER)}
     note = {**newest.note["account"], "era": newest.note["era"]}
-    state = GlobalState(step=newest.step, parameters=newest.parameters, outer=outer, note=note)
+    state = dataclasses.replace(_global(newest), note=note)
     return Kept(state=state, age=run.age(newest.note["run"]))
+
+
+def _global(state: GlobalState) -> GlobalState:
+    """Return a kept state without what is the replica's own."""
+    outer = {name: tensor for name, tensor in state.outer.items() if not name.startswith(_INNER)}
+    return GlobalState(step=state.step, parameters=state.parameters, outer=outer)
 
 
 def _read(path: Path) -> GlobalState | None:

@@ -29,13 +29,14 @@ from thinwire.training.elastic.coordination import read_port
 from thinwire.training.elastic.fetching import ComingState
 from thinwire.training.elastic.forwarding import RecordForward
 from thinwire.training.elastic.job import Job, LocalSettings
-from thinwire.training.elastic.kept_state import Held, KeptState, kept_path
+from thinwire.training.elastic.kept_state import RESUMED_ERA, Held, KeptState, kept_path
 from thinwire.training.elastic.leader import Crew, check_ranks, whole_model
 from thinwire.training.elastic.loop import ElasticTraining, Left
 from thinwire.training.elastic.own_work import OwnWork
 from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
 from thinwire.training.elastic.steering import write_pid
+from thinwire.training.global_state import tensors_sha256
 from thinwire.training.metrics import Meter, open_loggers
 from thinwire.training.recorder import Recorder, own_fault
 from thinwire.training.run_identity import check_folder, write_identity
@@ -132,7 +133,7 @@ class _Life:
         self._recorder: Recorder | None = None
         self._kept: KeptState | None = None
         self._held: Held | None = None
-        self._is_from_held = False
+        self._is_from_held = self._has_moments = False
         self._coming: ComingState | None = None
         self.why = "left"
         self.fault = ""
@@ -258,7 +259,7 @@ class _Life:
                 path, run=parts.job.identity, warn=self._tell,
                 account=lambda step: seated.council.account(step, deadline_s=_ACCOUNT_S),
             )  # fmt: skip
-            self._held = self._kept.read()
+            self._held = self._kept.read() or self._resumed(parts)
         seated.arrive(
             corpus=parts.corpus.sha256, num_windows=parts.batches.num_windows, address=address.host, port=address.port,
             held_step=0 if self._held is None else self._held.step, era=0 if self._held is None else self._held.era,
@@ -271,6 +272,19 @@ class _Life:
             return view.has_started and view.offer
 
         seated.council.wait_for(has_news, deadline_s=None, why="")
+
+    def _resumed(self, parts: _Parts) -> Held | None:
+        """Return the state that the run was resumed from, where this host holds the same bits."""
+        step, sha256 = parts.job.resumed_step, parts.job.resumed_sha256
+        if not step or self._kept is None:
+            return None
+        if (held := self._kept.read_resumed(step=step, sha256=sha256)) is not None:
+            return held
+        with suppress(CheckpointError):  # without it, the state is fetched
+            state = checkpoints_of(parts.config, run=parts.job.identity).load(step)
+            if tensors_sha256(state) == sha256:
+                return Held(step=step, era=RESUMED_ERA, state=state)
+        return None
 
     def _disk_step(self, parts: _Parts) -> int:
         """Return the step of a checkpoint that this host can read, 0 for none.
@@ -298,6 +312,8 @@ class _Life:
         offer = council.view.offer
         assert offer is not None
         self._is_from_held = offer.root == "own"
+        is_own = self._held is not None and offer.root in ("own", "disk") and offer.step == self._held.step
+        self._has_moments = is_own and self._held is not None and self._held.has_inner
         step, self._coming = take_in(
             offer, seated=seated, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints,
             held=self._held, tell=self._tell, may_begin_early=parts.job.bears and self._crew is None,
@@ -331,7 +347,7 @@ class _Life:
         return ElasticTraining(
             config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
-            meter=self._meter, device=parts.device, seated=seated, step=step, is_fresh=not self._is_from_held,
+            meter=self._meter, device=parts.device, seated=seated, step=step, is_fresh=not self._has_moments,
             own_work=parts.own_work, crew=self._crew, recorder=self._recorder,
         )  # fmt: skip
 

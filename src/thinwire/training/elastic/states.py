@@ -239,6 +239,10 @@ def take_in(
         held.take_in(model=model, optimizer=optimizer)
         tell(f"going on from its own state of step {held.step}")
         return held.step, None
+    if offer.root == "disk" and held is not None and offer.step == held.step:  # the same, with the inner moments
+        held.take_in(model=model, optimizer=optimizer)
+        tell(f"going on from the checkpoint of step {held.step}, as this host holds it")
+        return held.step, None
     if offer.root == "disk":
         state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, tell=tell)
         if state is None:
