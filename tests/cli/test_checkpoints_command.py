@@ -12,6 +12,7 @@ import torch
 from thinwire.cli.checkpoints import main
 from thinwire.training.global_checkpoints import GlobalCheckpoints
 from thinwire.training.global_state import GlobalState
+from thinwire.training.run_identity import new_identity
 
 Output = pytest.CaptureFixture[str]
 
@@ -33,9 +34,9 @@ def test_steps_sizes_tokens_and_states_stand_in_a_table(tmp_path: Path, capsys: 
     write(tmp_path / "checkpoints", 100, 250)
     assert main([str(tmp_path)]) == 0
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert head == ["step", "size", "tokens", "seen", "state"]
+    assert head == ["step", "size", "tokens", "seen", "run", "state"]
     assert [row[0] for row in rows] == ["100", "250"]
-    assert rows[1][1] == "4.14" and rows[1][3:] == ["250", "k", "complete,", "not", "verified"]
+    assert rows[1][1] == "4.14" and rows[1][3:] == ["250", "k", "-", "complete,", "not", "verified"]
     assert main([str(tmp_path / "checkpoints"), "--verify"]) == 0
     assert capsys.readouterr().out.count(" verified") == 2
 
@@ -65,7 +66,16 @@ def test_a_program_gets_one_json_object(capsys: Output) -> None:
         first, second = told["checkpoints"]
         assert first["tokens"] is None
         assert second.pop("bytes") > 4000
-        assert second == {"step": 8, "tokens": 8000, "is_verified": is_verified, "problem": ""}
+        assert second == {"step": 8, "tokens": 8000, "is_verified": is_verified, "problem": "", "run": None}
+
+
+def test_the_run_that_wrote_a_checkpoint_stands_beside_it(tmp_path: Path, capsys: Output) -> None:
+    run = new_identity(config_digest=32 * "0")
+    GlobalCheckpoints(tmp_path, run=run).write(GlobalState(step=7, parameters={"w": torch.ones(9)}))
+    assert main([str(tmp_path)]) == 0
+    assert run.run in capsys.readouterr().out
+    assert main([str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checkpoints"][0]["run"] == run.run
 
 
 def test_a_folder_without_any_says_so_and_stdout_stays_empty(tmp_path: Path, capsys: Output) -> None:

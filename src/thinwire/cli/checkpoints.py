@@ -43,6 +43,7 @@ class Listed:
         tokens: Tokens seen by all replicas together, where its note says.
         is_verified: Whether every file was read and is as it was written.
         problem: What is wrong with it, or an empty text.
+        run: Id of the run that wrote it; None where it names none.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Listed:
     tokens: int | None
     is_verified: bool
     problem: str
+    run: str | None = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,6 +114,7 @@ def _look(checkpoints: Any, step: int, *, verify: bool) -> Listed:
         tokens=tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None,
         is_verified=verify and not problem,
         problem=problem,
+        run=None if told.run is None else told.run["id"],
     )
 
 
@@ -119,12 +122,14 @@ def _table(found: list[Listed]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("step", "size", "tokens seen"):
         table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("run", no_wrap=True)
     table.add_column("state")
     for one in found:
         table.add_row(
             str(one.step),
             "-" if one.bytes is None else format_bytes(one.bytes),
             "-" if one.tokens is None else format_count(one.tokens),
+            one.run or "-",
             plain(one.problem or ("verified" if one.is_verified else "complete, not verified")),
         )
     return table
