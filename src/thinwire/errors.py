@@ -11,6 +11,7 @@ Exception
     │   ├── NotThere            a replica does not have what it was asked for, and never will
     │   └── PayloadError        a message is corrupt, foreign or of the wrong size
     ├── Expelled            an elastic run goes on without this replica, which may join again
+    │   └── DroppedNonFinite    because its parts held NaN or infinity
     ├── Refused             an elastic run does not take this replica
     ├── RunOver             an elastic run has come to its end
     ├── DesyncError         replicas that must agree do not
@@ -59,6 +60,10 @@ class PayloadError(TransportError):
 
 class Expelled(ThinwireError):
     """An elastic run goes on without this replica; it may join again, with a new number."""
+
+
+class DroppedNonFinite(Expelled):
+    """An elastic run dropped this replica because its parts held NaN or infinity; it must fetch the state again."""
 
 
 class Refused(ThinwireError):

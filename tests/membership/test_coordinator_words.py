@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from thinwire.errors import PayloadError
-from thinwire.membership.coordinator import Coordinator
+from thinwire.membership.coordinator import MOST_BAD_PARTS, Coordinator
 from thinwire.membership.protocol import VERSION, Message, decode, encode
 from thinwire.version import __version__
 
@@ -302,3 +302,126 @@ def test_the_loss_of_a_run_is_that_of_its_replicas_by_their_tokens_and_moves_lit
     assert abs(desk.coordinator.status()["loss"] - 2.25) < 0.07
     desk.hear(b"b", "leave", why="")
     assert desk.coordinator.status()["loss"] == round((600 + 36) / 304, 4)
+
+
+class Three(Desk):
+    """Three replicas that take part; c has been lent a shard."""
+
+    def __init__(self, journal: list[dict[str, Any]] | None = None) -> None:
+        super().__init__(journal, planned=3)
+
+    def begun(self) -> "Three":
+        for token in (b"a", b"b", b"c"):
+            self.come(token)
+        for token in (b"a", b"b", b"c"):
+            self.hear(token, "active", step=0)
+        self.hear(b"c", "lease", number=0)
+        self.said.clear()
+        return self
+
+    def round(self, number: int, *, used: int, parts: int = 0) -> None:
+        """Decide a round; c has trained up to a window, and withholds its part where it is one of several bad ones."""
+        step, members = 10 * (number + 1), [0, 1] if parts else [0, 1, 2]
+        if parts:
+            self.hear(b"c", "withhold", round=number, step=step, used={"0": used}, parts=parts)
+        for token in (b"a", b"b") if parts else (b"a", b"b", b"c"):
+            self.hear(token, "launch", round=number, step=step, used={"0": used} if token == b"c" else {})
+        for token in (b"a", b"b") if parts else (b"a", b"b", b"c"):
+            self.hear(token, "vote", round=number, step=step, has=members, hash=0)
+        assert self.coordinator.book.decisions[number].members == tuple(members)
+
+    def told_of_nan(self) -> list[str]:
+        return [text for text in self.coordinator.findings if "NaN" in text]
+
+
+def test_a_replica_is_dropped_after_some_bad_parts_and_its_windows_since_the_last_good_one_go_back() -> None:
+    desk = Three().begun()
+    desk.round(0, used=2)
+    for parts in range(1, MOST_BAD_PARTS):
+        desk.round(parts, used=2 + parts, parts=parts)
+    assert not desk.words(b"c", "expelled") and desk.coordinator.ledger.counted == 2
+    desk.round(MOST_BAD_PARTS, used=6, parts=MOST_BAD_PARTS)
+    assert [one["is_non_finite"] for one in desk.words(b"c", "expelled")] == [True]
+    assert (desk.coordinator.ledger.counted, desk.coordinator.ledger.repeated) == (2, 4)
+    desk.hear(b"a", "lease", number=0)
+    assert desk.words(b"a", "leased")[0]["start"] == 2
+    assert len(desk.told_of_nan()) == 1
+
+
+def test_nobody_waits_for_a_bad_part_and_a_bad_replica_is_not_called_late() -> None:
+    desk = Three().begun()
+    desk.hear(b"c", "withhold", round=0, step=10, used={}, parts=1)
+    desk.hear(b"c", "withhold", round=0, step=10, used={}, parts=1)  # said again until it is answered
+    for token in (b"a", b"b"):
+        desk.hear(token, "launch", round=0, step=10, used={})
+    assert desk.words(b"a", "call") == [{"kind": "call", "round": 0, "members": [0, 1]}]
+    assert not desk.coordinator.book.late
+
+
+def test_one_that_is_bad_again_before_any_part_of_it_counted_is_the_same_episode() -> None:
+    desk = Three().begun()
+    desk.round(0, used=2, parts=MOST_BAD_PARTS)
+    for number in (1, 2):
+        desk.said.clear()
+        desk.come(b"c")
+        desk.hear(b"c", "active", step=10 * number)
+        desk.round(number, used=0, parts=MOST_BAD_PARTS)
+        assert desk.words(b"c", "expelled") and len(desk.told_of_nan()) == 1
+    desk.come(b"c")
+    desk.hear(b"c", "active", step=30)
+    replica = desk.coordinator.roster.next_replica - 1
+    for token in (b"a", b"b", b"c"):
+        desk.hear(token, "launch", round=3, step=40, used={})
+    for token in (b"a", b"b", b"c"):
+        desk.hear(token, "vote", round=3, step=40, has=[0, 1, replica], hash=0)
+    desk.round(4, used=0, parts=MOST_BAD_PARTS)
+    assert len(desk.told_of_nan()) == 2, "it had recovered meanwhile: that is another episode"
+
+
+def test_what_rounds_counted_of_parts_that_most_others_found_bad_is_trained_again() -> None:
+    desk = Three().begun()
+    for number, used in enumerate((2, 5, 8)):  # the third round counts the whole shard
+        desk.round(number, used=used)
+    assert desk.coordinator.ledger.counted == 8
+    desk.hear(b"a", "reject", round=2, member=2, parts=2, since=1)
+    assert not desk.words(b"c", "expelled"), "one of two others is not most of them"
+    desk.hear(b"b", "reject", round=2, member=2, parts=1, since=2)
+    assert not desk.words(b"c", "expelled"), "one bad part may be an accident"
+    again = Three(desk.journal)
+    for found in (desk, again):  # also where the coordinator is another process by now
+        found.hear(b"a", "reject", round=2, member=2, parts=2, since=1)
+        found.hear(b"b", "reject", round=3, member=2, parts=2, since=1)
+        assert [one["is_non_finite"] for one in found.words(b"c", "expelled")] == [True]
+        assert (found.coordinator.ledger.counted, found.coordinator.ledger.repeated) == (2, 6)
+        found.hear(b"a", "lease", number=0)
+        assert found.words(b"a", "leased")[0]["start"] == 2
+
+
+def test_a_replica_that_finds_its_own_part_bad_needs_nobody_else_to_say_so() -> None:
+    desk = Three().begun()
+    desk.round(0, used=2)
+    desk.hear(b"c", "reject", round=0, member=2, parts=2, since=0)
+    assert desk.words(b"c", "expelled") and desk.coordinator.ledger.counted == 0
+
+
+def test_a_run_without_a_finite_part_fails_for_all_also_for_those_that_come_and_after_a_crash() -> None:
+    desk = Desk().begun()
+    desk.come(b"x")
+    desk.hear(b"a", "withhold", round=0, step=10, used={}, parts=1)
+    desk.hear(b"a", "withhold", round=1, step=12, used={}, parts=MOST_BAD_PARTS)
+    assert not desk.words(b"a", "expelled") and not desk.coordinator.failure, "b may have a finite part"
+    desk.hear(b"b", "withhold", round=0, step=10, used={}, parts=1)
+    for token in (b"a", b"b", b"x"):
+        assert "all 2 active replicas hold NaN" in desk.words(token, "failed")[0]["why"]
+    assert not desk.words(b"a", "expelled") and not desk.words(b"b", "expelled")
+    for found in (desk, desk.again()):
+        found.come(b"y")
+        assert "the model has diverged" in found.words(b"y", "refused")[0]["why"]
+        assert found.coordinator.status()["finished"]
+
+
+def test_a_bad_replica_is_the_last_one_when_the_others_go() -> None:
+    desk = Desk().begun()
+    desk.hear(b"a", "withhold", round=0, step=10, used={}, parts=1)
+    desk.hear(b"b", "leave", why="")
+    assert "the part of the one active replica holds NaN" in desk.words(b"a", "failed")[0]["why"]

@@ -14,7 +14,8 @@ from town import Resident, Town
 
 import thinwire
 from thinwire.averaging.quorum_words import read_offer
-from thinwire.errors import Expelled
+from thinwire.errors import Expelled, NonFiniteError
+from thinwire.membership.coordinator import MOST_BAD_PARTS
 from thinwire.membership.patience import Patience
 from thinwire.membership.proposal import HEAD_BYTES, blob_name, round_of
 from thinwire.sync.elastic import elastic, global_tensors, load_global_parameters, load_outer
@@ -333,14 +334,42 @@ def pause(seconds: float, step: int) -> None:
     time.sleep(seconds)
 
 
-def test_a_part_of_nan_is_left_out_and_said(street: Callable[..., Street]) -> None:
+def nan_at(step: int) -> Callable[[int], float | None]:
+    return lambda now: float("nan") if now == step else None
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["withheld", "offered"])
+def test_a_replica_whose_parameters_are_nan_is_dropped_with_one_finding(
+    street: Callable[..., Street], is_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = street(3)
-    run.workers[2].spoil = lambda step: float("nan") if step == 9 else None
+    run.workers[2].spoil = nan_at(9)
+    if is_hidden:  # it does not see for itself that its parts are bad
+        monkeypatch.setattr("thinwire.averaging.agreed._is_finite", lambda tensor: True)
     run.begin()
     values = [worker.end() for worker in run.workers[:2]]
     assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])
-    for worker in run.workers[:2]:
-        assert any("the part of replica 2 holds NaN or infinity and was left out" in text for text in worker.findings)
+    run.workers[2].ended()
+    assert run.workers[2].expelled and run.workers[2].council.view.is_non_finite
+    bad = [members for number, members in sorted(run.members().items()) if 2 * (number + 1) >= 8]
+    assert sum(2 in members for members in bad) <= (MOST_BAD_PARTS + 1 if is_hidden else 1), "few rounds had its part"
+    told = [text for text in run.town.coordinator.findings if "NaN" in text]
+    assert len(told) == 1 and "replica 2 on host2 was dropped: 2 of its parts in a row hold NaN" in told[0]
+    assert not any("NaN" in text for worker in run.workers for text in worker.findings)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_in_which_all_replicas_are_nan_ends_with_one_error(street: Callable[..., Street], count: int) -> None:
+    run = street(count)
+    for worker in run.workers:
+        worker.spoil = nan_at(9)
+    run.begin()
+    for worker in run.workers:
+        worker._thread.join(timeout=SOON_S)
+        assert isinstance(worker.failure, NonFiniteError) and not worker.expelled
+        assert "the model has diverged" in str(worker.failure) and "resume from a checkpoint" in str(worker.failure)
+    told = [text for text in run.town.coordinator.findings if "NaN" in text]
+    assert len(told) == 1
 
 
 def test_a_part_that_is_far_too_long_is_shortened_and_said(street: Callable[..., Street]) -> None:

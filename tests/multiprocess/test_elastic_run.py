@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,14 @@ def runs() -> Iterator[list[Started]]:
 
 def start(
     runs: list[Started], texts: Path, run: Path, *, steps: int, replicas: int = 2, more: Sequence[str] = (),
-    output: Path | None = None,
+    output: Path | None = None, environment: Mapping[str, str] | None = None,
 ) -> Started:  # fmt: skip
     words = ["--elastic", "--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(run)]
     options = [*OPTIONS]
     options[options.index("--checkpoint-every") + 1] = "20"  # a state is 24 MB here
     started = Started(
         [*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options, *more],
-        environment=with_slow_steps(STEP_S), output=output,
+        environment={**with_slow_steps(STEP_S), **(environment or {})}, output=output,
     )  # fmt: skip
     runs.append(started)
     return started

@@ -28,6 +28,8 @@ from thinwire.transport.base import Pending
 
 # A part this many times as long as the median one, of its number of steps, is shortened to that.
 MOST_LENGTH = 3.0
+# Parts with a magnitude from here on count as infinite: sums over replicas and blocks of a codec would overflow.
+_MOST_MAGNITUDE = 1e30
 
 
 class AgreedParts(Protocol):
@@ -74,8 +76,9 @@ class Seat(Protocol):
         ...
 
     def propose(
-        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int
-    ) -> Proposed:
+        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int,
+        bad_parts: int = 0,
+    ) -> Proposed:  # fmt: skip
         """Offer a part, None for none, and take part in what is agreed on.
 
         Args:
@@ -84,6 +87,19 @@ class Seat(Protocol):
             launch_step: The step that it is launched at.
             reference_hash: Of the global value that the part refers to.
             most_bytes: Size of a part, at most.
+            bad_parts: Where none is offered because it holds NaN or infinity: how many of these there were in a row,
+                this one among them; else 0.
+        """
+        ...
+
+    def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
+        """Report that an agreed part held NaN or infinity, and was left out of the mean.
+
+        Args:
+            member: Whose part.
+            round_id: The round.
+            bad_parts: How many of its parts in a row were like that, this one among them.
+            since: The round of the first of them.
         """
         ...
 
@@ -93,15 +109,16 @@ class AgreedMean:
     """Everyone offers its part; the mean is that of the parts which a council chose, the same for all.
 
     Parts of replicas that trained equally count the same, bit for bit as in `AllGather`; else each counts by the tokens
-    behind it, times its tokens a step. Parts that are not finite count nothing, and one much longer than the median
-    part is shortened to `most_length` times that.
+    behind it, times its tokens a step. A replica does not offer a part that is not finite. Another one's part that is
+    not finite counts nothing and is reported. A part much longer than the median part is shortened to `most_length`
+    times that.
 
     Args:
         codec: The code of a part.
         seat: This replica's, None for a description.
         preserve_norm: Whether the mean keeps the length of a single part, tensor by tensor (see `WeightedMean`).
         most_length: Longest part, in median lengths.
-        find: Told, in words, of parts that were refused or shortened.
+        find: Told, in words, of parts that were shortened.
         directions: For each fragment and tensor, whether it has a direction; the engine says it.
 
     Raises:
@@ -165,19 +182,22 @@ class _BoundAgreedMean(BoundHops):
     def __init__(self, spec: AgreedMean, shapes: Sequence[Shapes]) -> None:
         super().__init__(spec, [{"out": Hop(laid_out(spec.codec, tensors))} for tensors in shapes])
         self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
+        self._own_bad, self._others_bad = _BadParts(), _BadParts()
 
     def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
         """See `BoundExchange.steps`."""
         seat, codec = self._spec.seat, self._hops[delivery.fragment]["out"].codec(delivery.step)
         assert seat is not None, "bound without a seat"
-        numel, device, part = tensor.numel(), tensor.device, None
+        numel, device, part, bad_parts = tensor.numel(), tensor.device, None, 0
         if not seat.is_decided(delivery.round_id):
+            bad_parts, _ = self._own_bad.note(delivery.peers.me, delivery, is_finite=_is_finite(tensor))
+        if not seat.is_decided(delivery.round_id) and not bad_parts:
             offer = Offer(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
             part = with_offer(offer, codec.encode(tensor, seed=delivery.seed).cpu())
         del tensor  # while the round is in flight, only its payload takes memory
         proposed = seat.propose(
             part, round_id=delivery.round_id, launch_step=delivery.step, reference_hash=delivery.reference_hash,
-            most_bytes=OFFER_BYTES + codec.payload_bytes(numel),
+            most_bytes=OFFER_BYTES + codec.payload_bytes(numel), bad_parts=bad_parts,
         )  # fmt: skip
         del part
         yield Wait(receives=(proposed,))
@@ -199,6 +219,10 @@ class _BoundAgreedMean(BoundHops):
         for member, raw in parts.items():
             offer, coded = read_offer(raw, step=None, what=f"{what} from replica {member}")
             vector = self._decoded(codec, coded.to(device), numel=numel, peer=member, what=what)
+            bad_parts, since = self._others_bad.note(member, delivery, is_finite=vector is not None)
+            if vector is None:
+                assert self._spec.seat is not None, "bound without a seat"
+                self._spec.seat.reject(member, round_id=delivery.round_id, bad_parts=bad_parts, since=since)
             if vector is not None and offer.weight > 0:
                 # no claim, however high, makes a part as long as one likes
                 decoded[member], weights[member] = vector, offer.weight
@@ -219,7 +243,6 @@ class _BoundAgreedMean(BoundHops):
         except NonFiniteError:
             vector = None
         if vector is None or not bool(torch.isfinite(vector.sum()) or torch.isfinite(vector).all()):
-            self._spec.find(f"{what}: the part of replica {peer} holds NaN or infinity and was left out")
             return None
         return vector
 
@@ -248,3 +271,35 @@ class _BoundAgreedMean(BoundHops):
         pieces = torch.split(stack, self._sizes[fragment], dim=1)
         rules = [keeping if has_direction else plain for has_direction in directions]
         return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])
+
+
+class _BadParts:
+    """Counts of each replica's bad parts: NaN or infinity, since its last finite part of the same fragment.
+
+    Fragments count apart, so that finite parts of one do not hide that another one stays bad.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[
+            int, dict[int, tuple[int, int]]
+        ] = {}  # by replica and fragment: how many, and the first round
+
+    def note(self, replica: int, delivery: Delivery, *, is_finite: bool) -> tuple[int, int]:
+        """Take in a part; return how many bad ones there are of all fragments, and the round of the first."""
+        found = self._found.setdefault(replica, {})
+        if is_finite:
+            found.pop(delivery.fragment, None)
+            if not found:
+                del self._found[replica]
+            return 0, delivery.round_id
+        count, first = found.get(delivery.fragment, (0, delivery.round_id))
+        found[delivery.fragment] = count + 1, first
+        return sum(count for count, _ in found.values()), min(first for _, first in found.values())
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor holds no NaN, no infinity, and nothing that sums of it would make infinite."""
+    if not tensor.numel():
+        return True
+    lowest, highest = torch.aminmax(tensor)  # of NaN, both are NaN
+    return bool((lowest > -_MOST_MAGNITUDE) & (highest < _MOST_MAGNITUDE))

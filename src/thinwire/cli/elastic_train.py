@@ -47,6 +47,9 @@ class _Nobody:
     def propose(self, part: Any, **rest: Any) -> Any:
         raise AssertionError
 
+    def reject(self, member: int, **rest: Any) -> None:
+        raise AssertionError
+
 
 def check_elastic(config: TrainConfig) -> None:
     """Refuse what does not go with replicas that come and go.

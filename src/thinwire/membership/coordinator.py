@@ -7,6 +7,7 @@ messages can be tried without a network.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict
 
 from thinwire.errors import PayloadError
@@ -21,6 +22,9 @@ PROGRESS_S = 1.0
 # Of one replica, so many findings are written down, and so many shards are lent to it that no round has counted yet.
 _MOST_NOTICES, _MOST_LENT = 100, 256
 _MOST_OPEN, _MOST_MEMBERS = 256, 1024
+# A replica is dropped with so many bad parts (NaN or infinity) in a row. One may be an accident on the way of one
+# message or in one tensor. A second one means parameters that are not finite, and no later step makes those finite.
+MOST_BAD_PARTS = 2
 
 
 class Coordinator(Counter):
@@ -56,6 +60,8 @@ class Coordinator(Counter):
         self._settle(now_s)
         if now_s >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_S
+            if self.failure:
+                self._tell_all("failed", {"why": self.failure})
             self._tell_progress()
             self._tell_pace()
             self._ask_again()
@@ -70,6 +76,9 @@ class Coordinator(Counter):
                 f"install the same thinwire on all hosts"
             )
             self._send(token, "refused", {"why": why})
+            return
+        if self.failure:
+            self._send(token, "refused", {"why": self.failure})
             return
         if self.has_finished:
             self._send(token, "refused", {"why": RUN_OVER})
@@ -205,6 +214,30 @@ class Coordinator(Counter):
         else:
             self._tell_decision(decision, to=member)
 
+    def _on_withhold(self, member: Member, message: Message, now_s: float) -> None:
+        round_id, used = message["round"], windows_of(message["used"])
+        if round_id not in self.book.withheld and len(self.book.withheld) >= _MOST_OPEN:
+            raise PayloadError(f"a part of round {round_id} withheld: at most {_MOST_OPEN} rounds are open at a time")
+        self.ledger.use(member.replica, used)
+        member.step = max(member.step, message["step"])
+        decision = self.book.withhold(member.replica, round_id=round_id, parts=message["parts"])
+        if decision is not None:
+            self._tell_decision(decision, to=member)
+            self._drop_where_bad(member.replica, message["parts"])
+
+    def _on_reject(self, member: Member, message: Message, now_s: float) -> None:
+        """Note that a replica found another one's parts bad; drop that one where most others say so, or itself."""
+        bad = self.roster.get(message["member"])
+        if bad is None or message["parts"] < MOST_BAD_PARTS or member.standing is not Standing.ACTIVE:
+            return
+        bad.rejected_by[member.replica] = message["since"]
+        others = set(self.roster.active) - {bad.replica}
+        reporters = others & set(bad.rejected_by)
+        if member is bad or 2 * len(reporters) > len(others):
+            since = statistics.median_low(bad.rejected_by[one] for one in reporters or {bad.replica})
+            self.ledger.uncount(bad.replica, since=since)
+            self._drop_where_bad(bad.replica, message["parts"])
+
     def _on_vote(self, member: Member, message: Message, now_s: float) -> None:
         has = numbers(message["has"], what="the parts that a replica holds")
         if any(one >= self.roster.next_replica for one in has):
@@ -274,8 +307,10 @@ class Coordinator(Counter):
 
     def _settle(self, now_s: float) -> None:
         """Do all that has become possible."""
+        if self.failure:
+            return
         self._start_when_all_are_there(now_s)
-        active, present = self.roster.active, self.roster.present(now_s=now_s)
+        present = self.roster.present(now_s=now_s)
         for round_id, called in self.book.calls(present, step_s=self.roster.step_s(), now_s=now_s).items():
             self._tell_all("call", {"round": round_id, "members": list(called)})
         # who is in the middle of a longer step would not come while the others wait
@@ -283,7 +318,10 @@ class Coordinator(Counter):
         near = self.roster.fresh_steps(now_s=now_s, within_s=self.book.grace_s(step_s=step_s))
         for decision in self.book.decided(present, steps=near, now_s=now_s, step_s=step_s):
             self._announce(decision)
-        self._help_joiners(active)
+            for replica, parts in self.book.take_withheld(decision.round_id).items():
+                self._drop_where_bad(replica, parts)
+        self._fail_where_none_is_finite()
+        self._help_joiners(self.roster.active)
         self._finish_when_all_are_done(present)
 
     def _start_when_all_are_there(self, now_s: float) -> None:
@@ -294,6 +332,41 @@ class Coordinator(Counter):
             self.has_started = True
             self._record("started", {})
             self._tell_roster()
+
+    def _drop_where_bad(self, replica: int, parts: int) -> None:
+        """Drop a replica whose parts are bad while others have finite ones; it comes back with their state.
+
+        One that comes back and is bad again before any part of it has counted is the same episode: nothing new is
+        found then.
+        """
+        member = self.roster.get(replica)
+        if member is None or parts < MOST_BAD_PARTS:
+            return
+        is_again = not member.has_counted and member.host in self._bad_hosts
+        self._bad_hosts.add(member.host)
+        why = (
+            f"was dropped: {parts} of its parts in a row hold NaN or infinity; what it trained on since its last "
+            f"finite part is trained again, and it joins again with the state of the others"
+        )
+        self._remove(member, why=why, is_non_finite=True, is_found=not is_again)
+
+    def _fail_where_none_is_finite(self) -> None:
+        """End the run where no active replica has a finite part for a round: nobody holds a model to go on with."""
+        active = self.roster.active
+        round_id = next((one for one in self.book.withheld if self.book.is_hopeless(one, active)), None)
+        if round_id is None or self.failure or self.roster.with_standing(Standing.DONE):
+            return
+        one, several = (
+            "the part of the one active replica holds",
+            f"the parts of all {len(active)} active replicas hold",
+        )
+        self.failure = (
+            f"round {round_id}: {one if len(active) == 1 else several} NaN or infinity; the model has diverged: look at its loss, lower "
+            f"its learning rate or clip its gradients, and resume from a checkpoint before that"
+        )
+        self._record("failed", {"why": self.failure})
+        self._find(self.failure)
+        self._tell_all("failed", {"why": self.failure})
 
     def _help_joiners(self, active: tuple[int, ...]) -> None:
         if not self.has_started or self.has_finished or not self.cuts.waiting:
@@ -346,7 +419,7 @@ class Coordinator(Counter):
         used = {str(replica): found[replica] for replica in decision.members if replica in found}
         self._record("decision", {**asdict(decision), "used": used})
         self._remember(decision)
-        self._count(used)
+        self._count(used, round_id=decision.round_id)
         for gone in [one for one in decision.members if one not in found and self.roster.get(one) is None]:
             # its word was lost with an earlier process of the coordinator
             self._find(
@@ -381,9 +454,12 @@ class Coordinator(Counter):
         if member is not None:
             self._remove(member, why=why, is_lost=why != RUN_OVER)
 
-    def _remove(self, member: Member, *, why: str, is_told: bool = True, is_lost: bool = False) -> None:
+    def _remove(
+        self, member: Member, *, why: str, is_told: bool = True, is_lost: bool = False, is_non_finite: bool = False,
+        is_found: bool = True,
+    ) -> None:  # fmt: skip
         if is_told:
-            self._send(member.token, "expelled", {"why": why})
+            self._send(member.token, "expelled", {"why": why, "is_non_finite": is_non_finite})
         if is_lost and member.standing is not Standing.DONE:
             self.spares.lose(member.replica, member.host, now_s=member.heard_s)
         self.roster.remove(member.replica)
@@ -401,5 +477,6 @@ class Coordinator(Counter):
         self._record("ledger", self.ledger.state_dict())
         goes_on = "" if self.has_finished else "; the others go on without it"
         what = "came too late to take part" if why == RUN_OVER else why
-        self._find(f"replica {member.replica} on {member.host} {what}{goes_on}")
+        if is_found:
+            self._find(f"replica {member.replica} on {member.host} {what}{goes_on}")
         self._tell_roster()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.errors import ConnectError, Expelled, RunOver
+from thinwire.errors import ConnectError, DroppedNonFinite, Expelled, NonFiniteError, RunOver
 from thinwire.membership.asking import slow_to
 from thinwire.membership.detours import BEGINS, Detour
 from thinwire.membership.own_pace import Others
@@ -107,7 +107,9 @@ class Council:
 
         Raises:
             Expelled: It does not.
+            DroppedNonFinite: It does not, because its parts held NaN or infinity.
             RunOver: The run has come to its end without it.
+            NonFiniteError: The parts of all replicas hold NaN or infinity, so the run has failed.
             ConnectError: The coordinator has been gone for so long that nobody will decide anything any more.
         """
         silence_s = self._now() - self.view.heard_s
@@ -116,8 +118,14 @@ class Council:
                 f"nothing was heard of the coordinator for {silence_s:.0f} s, and at most {GONE_S:g} s are waited; go "
                 f"on from one host's newest state: thinwire train --elastic --resume FOLDER"
             )
+        if self.view.failed_why:
+            raise NonFiniteError(self.view.failed_why)
         if self.view.expelled_why == RUN_OVER:
             raise RunOver(RUN_OVER)
+        if self.view.is_non_finite:
+            raise DroppedNonFinite(
+                f"replica {self.replica} {self.view.expelled_why}; it joins again and fetches the state of the others"
+            )
         if self.view.expelled_why:
             raise Expelled(f"replica {self.replica} {self.view.expelled_why}; it joins again")
 
@@ -125,6 +133,17 @@ class Council:
         """Say that this replica's part of a round is there for others to fetch."""
         used = {str(shard): windows for shard, windows in self.used.items()}
         self._insist("launch", round_id, step=launch_step, used=used)
+
+    def withhold(self, round_id: int, *, launch_step: int, parts: int) -> None:
+        """Report that this replica's part of a round holds NaN or infinity and is not offered.
+
+        Args:
+            round_id: The round.
+            launch_step: The step that it is launched at.
+            parts: How many such parts in a row there have been, this one among them.
+        """
+        used = {str(shard): windows for shard, windows in self.used.items()}
+        self._insist("withhold", round_id, step=launch_step, used=used, parts=parts)
 
     def vote(self, round_id: int, *, has: tuple[int, ...], reference_hash: int) -> None:
         """Say which parts of a round this replica holds."""
@@ -134,6 +153,7 @@ class Council:
         """Say no more about a round."""
         with self.changed:
             self._unanswered.pop(("launch", round_id), None)
+            self._unanswered.pop(("withhold", round_id), None)
             self._unanswered.pop(("vote", round_id), None)
             self.view.calls.pop(round_id, None)
 
@@ -250,7 +270,7 @@ class Council:
             self.changed.notify_all()
 
     def _insist(self, kind: str, key: int, **fields: Any) -> None:
-        full = {"round": key, **fields} if kind in ("launch", "vote") else fields
+        full = {"round": key, **fields} if kind in ("launch", "withhold", "vote") else fields
         with self.changed:
             self._unanswered[kind, key] = _Said(kind, full, self._now())
         self._say(kind, **full)
@@ -358,6 +378,10 @@ class Council:
 
     def _on_expelled(self, message: Message) -> None:
         self.view.expelled_why = message["why"] or "was let go"
+        self.view.is_non_finite = message["is_non_finite"]
+
+    def _on_failed(self, message: Message) -> None:
+        self.view.failed_why = message["why"] or "the run has failed"
 
     def _on_unknown(self, message: Message) -> None:
         self.view.expelled_why = self.view.expelled_why or "is not known to the coordinator any more"

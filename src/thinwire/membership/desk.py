@@ -51,6 +51,7 @@ class Desk:
         cuts: States for those that come.
         has_started: Whether training has begun.
         has_finished: Whether it has come to its end.
+        failure: Why it has failed for all, "" where it has not.
         is_paused: Whether all replicas were told to pause.
         findings: What people should know, the latest last.
         places: Groups of replicas that reach each other much faster than others.
@@ -82,6 +83,8 @@ class Desk:
         self.cuts = Cuts()
         self.has_started = False
         self.has_finished = False
+        self.failure = ""
+        self._bad_hosts: set[str] = set()  # where replicas were dropped because their parts held NaN or infinity
         self.is_paused = False
         self.places, self.detours, self.spares = SiteBook(), DetourBook(), SpareHosts()
         self.findings, self.orders, self.replaced = [], [], []

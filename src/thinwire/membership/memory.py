@@ -34,7 +34,7 @@ class Memory(Desk):
                 decision = Decision(members=members, holders=holders, **line)
                 self._remember(decision)
                 self.book.adopt(decision)
-                self._count(used)
+                self._count(used, round_id=decision.round_id)
             case "member":
                 self._replay_member(line, now_s=now_s)
             case "gone":
@@ -62,6 +62,8 @@ class Memory(Desk):
                 self.has_started = True
             case "finished":
                 self.has_finished = True
+            case "failed":
+                self.failure = line["why"]
             case "revived":
                 self.book.begin_anew(line["step"])
                 self._forget_accounts()
@@ -75,6 +77,9 @@ class Memory(Desk):
             case "finding":
                 self.findings.append(line["text"])
 
-    def _count(self, used: Mapping[str, Mapping[Any, int]]) -> None:
+    def _count(self, used: Mapping[str, Mapping[Any, int]], *, round_id: int) -> None:
         for replica, windows in used.items():
-            self.ledger.count(int(replica), {int(shard): window for shard, window in windows.items()})
+            shards = {int(shard): window for shard, window in windows.items()}
+            self.ledger.count(int(replica), shards, round_id=round_id)
+            if (member := self.roster.get(int(replica))) is not None:
+                member.has_counted = True

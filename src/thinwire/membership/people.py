@@ -31,7 +31,7 @@ class Counter(Memory):
             "thinwire": self._job.get("thinwire"), "protocol": VERSION, "identity": self._job.get("identity"),
             "unix_s": self._clock(),
             "loss": round(self.roster.loss(), 4),
-            "step": self.book.step, "started": self.has_started, "finished": self.has_finished,
+            "step": self.book.step, "started": self.has_started, "finished": self.has_finished or bool(self.failure),
             "paused": self.is_paused,
             "rounds": len(self.book.decisions), "members": members,
             "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},

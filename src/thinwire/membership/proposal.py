@@ -106,11 +106,13 @@ class Proposal:
         part: uint8, one-dimensional, CPU; None where this replica has none to offer.
         reference_hash: Of the global value that it refers to.
         most_bytes: Size of a part, at most.
+        bad_parts: Where its part is not offered because it holds NaN or infinity: how many of these there were in a
+            row, this one among them; else 0.
     """
 
     def __init__(
         self, *, council: Council, shelf: Shelf, round_id: int, launch_step: int, part: torch.Tensor | None,
-        reference_hash: int, most_bytes: int,
+        reference_hash: int, most_bytes: int, bad_parts: int = 0,
     ) -> None:  # fmt: skip
         self._council = council
         self._shelf = shelf
@@ -122,13 +124,15 @@ class Proposal:
         self._tries: dict[int, Fetch | None] = {}  # by whose part it is, over a slow wire; None once it has come
         self.agreed: Agreed | None = None
         self._decision: Decision | None = None
-        is_offered = part is not None and self._seen().decision is None
+        is_offered = self._seen().decision is None and part is not None
         self._bid = Bid(replica=council.replica, has_part=is_offered)
         if is_offered:
             assert part is not None
             self._offer(council.replica, part)
             council.launch(round_id, launch_step=launch_step)
             self._move()
+        elif bad_parts and self._decision is None:
+            council.withhold(round_id, launch_step=launch_step, parts=bad_parts)
 
     def done(self) -> bool:
         """Tell whether it has come to its end; it does so in `wait` only."""

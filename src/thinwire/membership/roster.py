@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from thinwire.membership.own_pace import is_slower
@@ -55,6 +55,8 @@ class Member:
         disk_step: Step of the checkpoint that it can read, 0 for none.
         own_step: Step of the state of its own that it reported, 0 for none.
         own_era: Era of that state.
+        has_counted: Whether a part of it has been in a mean.
+        rejected_by: By replica that found several of its parts in a row to hold NaN or infinity, the first's round.
     """
 
     replica: int
@@ -77,6 +79,8 @@ class Member:
     disk_step: int = 0
     own_step: int = 0
     own_era: int = 0
+    has_counted: bool = False
+    rejected_by: dict[int, int] = field(default_factory=dict)
 
     def describe(self) -> dict[str, object]:
         """Return what other replicas and people are told of it."""

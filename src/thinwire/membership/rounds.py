@@ -121,6 +121,8 @@ class RoundBook:
         self._open: dict[int, OpenRound] = {}
         self._rounds_without = 0
         self._in_time: dict[int, int] = {}  # by slow replica: in how many rounds in a row
+        # by undecided round and by replica: how many bad parts in a row it had, this round's among them
+        self._withheld: dict[int, dict[int, int]] = {}
         self._sync_interval = sync_interval
         self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         bearable = bearable_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
@@ -132,6 +134,11 @@ class RoundBook:
     def open_rounds(self) -> Mapping[int, OpenRound]:
         """Rounds before their decision."""
         return self._open
+
+    @property
+    def withheld(self) -> Mapping[int, Mapping[int, int]]:
+        """By round before its decision, the replicas that have no finite part for it, and their bad parts in a row."""
+        return self._withheld
 
     @property
     def closed_step(self) -> int:
@@ -183,6 +190,28 @@ class RoundBook:
         found.launched.add(member)
         return None
 
+    def withhold(self, member: int, *, round_id: int, parts: int) -> Decision | None:
+        """Note that a replica's part of a round is not finite: it is not waited for; return the decision, if any.
+
+        Args:
+            member: The replica.
+            round_id: The round.
+            parts: How many bad parts in a row it has had, this one among them.
+        """
+        if round_id not in self.decisions:
+            self._withheld.setdefault(round_id, {})[member] = parts
+        return self.decisions.get(round_id)
+
+    def take_withheld(self, round_id: int) -> Mapping[int, int]:
+        """Return, once, who had no finite part for a round, and their bad parts in a row."""
+        return self._withheld.pop(round_id, {})
+
+    def is_hopeless(self, round_id: int, active: Collection[int]) -> bool:
+        """Tell whether no active replica has a finite part for a round, so that it can never be decided."""
+        found = self._open.get(round_id)
+        has_parts = found is not None and bool(found.launched or found.votes)
+        return bool(active) and not has_parts and set(active) <= set(self._withheld.get(round_id, ()))
+
     def vote(self, member: int, vote: Vote, *, round_id: int, step: int, now_s: float) -> None:
         """Note what a replica holds; a vote that comes after the decision only tells how long they take."""
         self.step = max(self.step, step)
@@ -199,6 +228,10 @@ class RoundBook:
         """Let a replica go; its part may count still where others hold it."""
         self.late.discard(member)
         self._in_time.pop(member, None)
+        for round_id, withheld in list(self._withheld.items()):
+            withheld.pop(member, None)
+            if not withheld:
+                del self._withheld[round_id]
         for found in self._open.values():
             found.votes.pop(member, None)
             found.launched.discard(member)
@@ -216,13 +249,14 @@ class RoundBook:
         for round_id, one in self._open.items():
             if one.called is not None or not one.launched:
                 continue
-            waited_for = set(active) - self.late - one.launched
+            withheld = set(self._withheld.get(round_id, ()))
+            waited_for = set(active) - self.late - one.launched - withheld
             if waited_for and now_s < one.first_s + self.grace_s(step_s=step_s):
                 continue
             one.called = tuple(sorted(one.launched))
             self.step = max(self.step, one.launch_step)
             found[round_id] = one.called
-            self._note_late(one.launched, missing=set(active) - one.launched)
+            self._note_late(one.launched, missing=set(active) - one.launched - withheld)
         return found
 
     def _note_late(self, launched: Collection[int], *, missing: set[int]) -> None:
@@ -281,6 +315,7 @@ class RoundBook:
         """Forget all rounds: the run goes on from an earlier state."""
         self.decisions.clear()
         self._open.clear()
+        self._withheld.clear()
         self.step = step
 
     def _is_anybody_near(self, one: OpenRound, steps: Mapping[int, int]) -> bool:

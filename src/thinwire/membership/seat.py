@@ -36,15 +36,20 @@ class ElasticSeat:
             return round_id in self._council.view.decisions
 
     def propose(
-        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int
-    ) -> Proposal:
+        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int,
+        bad_parts: int = 0,
+    ) -> Proposal:  # fmt: skip
         """Offer a part and take part in what is agreed on; see `Proposal`."""
         self._forget_old()
         self._kept[round_id] = launch_step
         return Proposal(
             council=self._council, shelf=self._shelf, round_id=round_id, launch_step=launch_step, part=part,
-            reference_hash=reference_hash, most_bytes=most_bytes,
+            reference_hash=reference_hash, most_bytes=most_bytes, bad_parts=bad_parts,
         )  # fmt: skip
+
+    def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
+        """Report that a part in a mean held NaN or infinity, and was left out; see `averaging.agreed.Seat`."""
+        self._council.tell("reject", round=round_id, member=member, parts=bad_parts, since=since)
 
     def is_past(self, name: bytes) -> bool:
         """Tell of a blob's name whether it is a part of a round that nobody needs any more."""

@@ -8,9 +8,14 @@ trained on again, and that is counted too, as *repeated*. So no sample is lost, 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+# Rounds of each replica whose counting can be undone: a bad part is reported within a round or two of its own, and
+# rounds are open at most eight intervals.
+_UNDOABLE_ROUNDS = 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +67,8 @@ class Ledger:
         self._next = 0
         self._returned: dict[int, int] = {}
         self._leases: dict[int, dict[int, Lease]] = {}
+        # by replica, the latest rounds that counted its work, and its leases before each
+        self._before: dict[int, deque[tuple[int, tuple[Lease, ...]]]] = {}
 
     @property
     def counted(self) -> int:
@@ -95,16 +102,41 @@ class Ledger:
         for shard, lease in self._held(replica, used):
             lease.used = max(lease.used, min(used[shard], self.shard_windows))
 
-    def count(self, replica: int, used: Mapping[int, int]) -> None:
-        """Note that what a replica had trained on, up to these windows, was in a round."""
+    def count(self, replica: int, used: Mapping[int, int], *, round_id: int | None = None) -> None:
+        """Note that what a replica had trained on, up to these windows, was in a round.
+
+        Args:
+            replica: The replica.
+            used: Up to which window of each shard it had trained.
+            round_id: The round, where its counting may have to be undone.
+        """
         self.use(replica, used)
+        if round_id is not None and replica in self._leases:
+            kept = tuple(replace(lease) for _, lease in self._held(replica, used))
+            self._before.setdefault(replica, deque(maxlen=_UNDOABLE_ROUNDS)).append((round_id, kept))
         for shard, lease in self._held(replica, used):
             lease.counted = max(lease.counted, min(used[shard], lease.used))
             if lease.counted == self.shard_windows:
                 del self._leases[replica][shard]
 
+    def uncount(self, replica: int, *, since: int) -> None:
+        """Undo the counting of a replica's work in rounds from one on: its parts there were of no use.
+
+        Windows of shards that were counted whole are the replica's again, so that `release` takes them back.
+        """
+        kept = self._before.get(replica, deque())
+        for round_id, leases in reversed(kept):
+            if round_id >= since:
+                for lease in leases:
+                    held = self._leases.setdefault(replica, {})
+                    latest = held.get(lease.shard)  # none where it was counted whole
+                    used = self.shard_windows if latest is None else latest.used
+                    held[lease.shard] = replace(lease, used=used)
+        self._before[replica] = deque((one for one in kept if one[0] < since), maxlen=_UNDOABLE_ROUNDS)
+
     def release(self, replica: int) -> None:
         """Take back what a replica was lent: it is gone."""
+        self._before.pop(replica, None)
         for lease in self._leases.pop(replica, {}).values():
             self.repeated += lease.used - lease.counted
             self._returned[lease.shard] = lease.counted

@@ -83,6 +83,8 @@ class View:
     is_paused: bool = False
     leave_why: str = ""
     expelled_why: str = ""
+    is_non_finite: bool = False
+    failed_why: str = ""
     refused_why: str = ""
     finish: Message | None = None
     heard_s: float = 0.0

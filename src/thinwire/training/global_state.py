@@ -162,6 +162,21 @@ def tensors_sha256(state: GlobalState) -> str:
     return sha256(GlobalState(step=state.step, parameters=state.parameters, outer=state.outer))
 
 
+def non_finite(state: GlobalState) -> str:
+    """Return the name of a tensor with values that no training can go on from, "" where there is none.
+
+    NaN anywhere, or infinity in what an optimizer remembers; frozen parameters may hold infinity, as masks do.
+    """
+    for group, name, tensor in _tensors(state):
+        # the sum is finite only if every element is; looking at each of them costs more
+        if not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())):
+            continue
+        is_bad = torch.isnan(tensor) if group == "parameters" else ~torch.isfinite(tensor)
+        if bool(is_bad.any()):
+            return name
+    return ""
+
+
 def unpack(vector: Tensor, *, source: str = "the global state") -> GlobalState:
     """Take a state out of untrusted bytes.
 

@@ -160,7 +160,8 @@ class _End:
         """Tell whether to end."""
         if self._until.is_set():
             return True
-        if not self._coordinator.has_finished and (len(self._coordinator.roster) or not self._alone.exists()):
+        is_over = self._coordinator.has_finished or bool(self._coordinator.failure)
+        if not is_over and (len(self._coordinator.roster) or not self._alone.exists()):
             return False
         now_s = time.monotonic()
         if self._finished_s is None:

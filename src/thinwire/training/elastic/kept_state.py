@@ -25,7 +25,7 @@ from thinwire.files import replace_whole
 from thinwire.sync.elastic import global_tensors, load_global_tensors
 from thinwire.sync.inner_memory import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.global_state import GlobalState, spans, tensors_sha256, unpack
+from thinwire.training.global_state import GlobalState, non_finite, spans, tensors_sha256, unpack
 from thinwire.training.run_identity import RunIdentity
 
 # Copying may take such a share of the training's time, and writing such a share of the disk's and of a core's.
@@ -94,7 +94,7 @@ class KeptState:
         self._has_failed = False
 
     def read(self) -> Held | None:
-        """Return the state, None where there is none of this run that is whole."""
+        """Return the state, None where there is none of this run that is whole and finite."""
         state = _read(self._path)
         if state is None or state.note["run"] != self._run.stamp():
             return None
@@ -132,7 +132,7 @@ class KeptState:
             optimizer: Over it.
 
         Returns:
-            Whether it is being written.
+            Whether it is being written; one that holds NaN or infinity is not.
         """
         is_busy = self._writer is not None and self._writer.is_alive()
         if step < self._next_step or is_busy or self._has_failed or self._now() < self._next_s:
@@ -142,8 +142,11 @@ class KeptState:
         outer |= {_INNER + name: tensor for name, tensor in inner_tensors(optimizer.inner, model).items()}
         note = {"run": self._run.stamp(), "era": era}
         state = GlobalState(step=step, parameters=parameters, outer=outer, note=note)
+        is_bad = bool(non_finite(state))
         self._next_step = step + every
         self._next_s = self._now() + (self._now() - began_s) / _COPY_SHARE
+        if is_bad:
+            return False
         self._writer = threading.Thread(target=self._write, args=(state,), name="thinwire-kept", daemon=True)
         self._writer.start()
         return True
@@ -214,14 +217,15 @@ def _global(state: GlobalState) -> GlobalState:
 
 
 def _read(path: Path) -> GlobalState | None:
-    """Read a kept state, None where it is missing, damaged or of another format."""
+    """Read a kept state, None where it is missing, damaged, of another format or not finite."""
     try:
         vector = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
         state = unpack(vector, source=str(path))
     except (OSError, ThinwireError, ValueError):
         return None
     is_whole = isinstance(state.note.get("run"), Mapping) and type(state.note.get("era")) is int and state.step > 0
-    return state if is_whole and isinstance(state.note.get("account", {}), Mapping) else None
+    is_whole = is_whole and isinstance(state.note.get("account", {}), Mapping)
+    return state if is_whole and not non_finite(state) else None
 
 
 def _write_spans(state: GlobalState, path: Path) -> None:

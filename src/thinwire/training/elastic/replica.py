@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import CheckpointError, Expelled, Refused, RunOver
+from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
 from thinwire.membership.invitation import read_invitation
 from thinwire.membership.joining import Seated, join
@@ -52,6 +52,11 @@ _SHORT_LIFE_S = 30.0
 _JOIN_S = 60.0
 # So long a state that is kept waits for the coordinator's account of the data; less than a launcher waits for the end.
 _ACCOUNT_S = 10.0
+# A replica dropped for NaN again, before any part of it counted, waits so many intervals; doubled each time up to
+# the second number, and never longer than ten minutes. Each attempt costs the others a copy of their state.
+_BAD_AGAIN_INTERVALS, _MOST_BAD_INTERVALS = 1, 64
+_LONGEST_BAD_AGAIN_S = 600.0
+_LOOK_S = 0.5
 
 
 def run_replica(
@@ -73,10 +78,11 @@ def run_replica(
     """
     torch.set_num_threads(settings.threads)
     secret = read_secret(Path(settings.secret))
-    pause_s = _AGAIN_S
+    pause_s, bad_intervals, wait_s = _AGAIN_S, 0, 0.0
     while True:
         began_s = time.monotonic()
-        life = _Life(settings, secret=secret, tell=tell, device_index=device_index, crew=crew)
+        life = _Life(settings, secret=secret, tell=tell, device_index=device_index, crew=crew, wait_s=wait_s)
+        wait_s = 0.0
         try:
             return life.live()
         except Left as left:
@@ -86,6 +92,13 @@ def run_replica(
         except RunOver as over:
             tell(str(over))
             return True
+        except DroppedNonFinite as dropped:
+            tell(str(dropped))
+            life.discard()
+            if life.has_counted:
+                bad_intervals = 0
+            wait_s = min(_LONGEST_BAD_AGAIN_S, bad_intervals * life.interval_s())
+            bad_intervals = min(_MOST_BAD_INTERVALS, max(_BAD_AGAIN_INTERVALS, 2 * bad_intervals))
         except Expelled as expelled:
             tell(str(expelled))
             life.doubt()
@@ -119,9 +132,11 @@ class _Life:
 
     def __init__(
         self, settings: LocalSettings, *, secret: Secret, tell: Callable[[str], None], device_index: int,
-        crew: Crew | None,
+        crew: Crew | None, wait_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._settings = settings
+        self._wait_s = wait_s
+        self._optimizer: DistributedOptimizer | None = None
         self._secret = secret
         self._tell = tell
         self._device_index = device_index
@@ -143,9 +158,29 @@ class _Life:
         if self._kept is not None and self._is_from_held and not (self._keeper is not None and self._keeper.has_kept):
             self._kept.discard()
 
+    def discard(self) -> None:
+        """Delete the own state on disk, also one that is being written: this life's parameters went bad."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept.discard()
+
+    @property
+    def has_counted(self) -> bool:
+        """Whether a part of this life has been in a mean."""
+        statistics = None if self._optimizer is None else self._optimizer.statistics
+        return statistics is not None and statistics.rounds_applied > statistics.rounds_missed
+
+    def interval_s(self) -> float:
+        """Return how long a sync interval takes, as far as it was heard; one second else."""
+        if self._seated is None:
+            return 1.0
+        council = self._seated.council
+        return council.interval_steps * (council.others.step_s or council.step_s) or 1.0
+
     def live(self) -> bool:
         """Join, train, and see the run to its end."""
         seated, address = self._join()
+        self._wait(seated)
         parts = self._assemble(seated)
         self._arrive(seated, parts, address)
         step = self._begin(seated, parts)
@@ -184,6 +219,17 @@ class _Life:
             write_pid(Path(self._settings.out), seated.replica)
         return seated, address
 
+    def _wait(self, seated: Seated) -> None:
+        """Wait before taking part, as a member that the coordinator can reach: the run may end meanwhile."""
+        until_s = time.monotonic() + self._wait_s
+        if self._wait_s:
+            self._tell(f"waiting {self._wait_s:.1f} s before it takes part again: its last parts held NaN or infinity")
+        while (left_s := until_s - time.monotonic()) > 0:
+            seated.council.check()
+            if seated.council.view.leave_why:
+                raise Left(f"replica {seated.replica} {seated.council.view.leave_why}")
+            time.sleep(min(_LOOK_S, left_s))
+
     def _assemble(self, seated: Seated) -> _Parts:
         job = Job.from_json(seated.job)
         config = self._settings.apply(job.config)
@@ -198,6 +244,7 @@ class _Life:
         optimizer = DistributedOptimizer(
             model, inner, method=method, transport=seated.transport, seed=config.seed, pace=False, seat=seated.seat,
         )  # fmt: skip
+        self._optimizer = optimizer
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
         seated.council.last_step = config.steps
         if job.bears:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from thinwire.errors import ConnectError, Expelled, RunOver, ThinwireError
+from thinwire.errors import CheckpointError, ConnectError, Expelled, RunOver, ThinwireError
 from thinwire.membership.joining import Seated
 from thinwire.membership.state_chunks import publish_state, withdraw_state
 from thinwire.membership.view import Offer
@@ -19,7 +19,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.fetching import ComingState, fetch, state_name
 from thinwire.training.elastic.kept_state import Held, KeptState, newest_kept
 from thinwire.training.global_checkpoints import GlobalCheckpoints
-from thinwire.training.global_state import GlobalState, pack
+from thinwire.training.global_state import GlobalState, non_finite, pack
 from thinwire.training.run_identity import RunIdentity
 
 _NOTE_S = 20.0
@@ -89,8 +89,12 @@ class StateKeeper:
         if wanted or (is_due and self._checkpoints is not None):
             parameters, outer = global_tensors(self._optimizer.engine, self._model)
             state = GlobalState(step=step, parameters=parameters, outer=outer)
-            self._begun.add(step)
-            self._tasks.put((state, is_due))
+            if bad := non_finite(state):
+                self._warn(f"the state of step {step} is not kept: {bad} holds NaN or infinity")
+                council.tell("missed", step=step)
+            else:
+                self._begun.add(step)
+                self._tasks.put((state, is_due))
         if self._kept is not None and step < self._last_step:
             self._has_kept |= self._kept.offer(
                 step, era=council.view.era, every=council.interval_steps, model=self._model, optimizer=self._optimizer
@@ -248,6 +252,11 @@ def take_in(
         if state is None:
             tell("there is no checkpoint on this host; beginning anew")
             return 0, None
+        if bad := non_finite(state):
+            raise CheckpointError(
+                f"{bad} of the checkpoint of step {state.step} holds NaN or infinity; delete it, and resume from the "
+                f"one before it"
+            )
         tell(f"going on from the checkpoint of step {state.step}")
         if state.step:
             load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
