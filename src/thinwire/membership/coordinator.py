@@ -356,13 +356,11 @@ class Coordinator(Counter):
         round_id = next((one for one in self.book.withheld if self.book.is_hopeless(one, active)), None)
         if round_id is None or self.failure or self.roster.with_standing(Standing.DONE):
             return
-        one, several = (
-            "the part of the one active replica holds",
-            f"the parts of all {len(active)} active replicas hold",
-        )
+        many = f"parts of all {len(active)} active replicas hold"
         self.failure = (
-            f"round {round_id}: {one if len(active) == 1 else several} NaN or infinity; the model has diverged: look at its loss, lower "
-            f"its learning rate or clip its gradients, and resume from a checkpoint before that"
+            f"round {round_id}: the {many if len(active) > 1 else 'part of the one active replica holds'} NaN or "
+            f"infinity; the model has diverged: look at its loss, lower its learning rate or clip its gradients, and "
+            f"resume from a checkpoint before that"
         )
         self._record("failed", {"why": self.failure})
         self._find(self.failure)
