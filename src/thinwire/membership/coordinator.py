@@ -155,7 +155,7 @@ class Coordinator(Counter):
             self._from_disk, self._resumed_step = False, 0
             self._forget_accounts()
             self.book.begin_anew(member.step)
-            self._record("revived", {"step": member.step, "is_begun": True})
+            self._write_revived(member.step, is_begun=True)
         if member.standing is Standing.ACTIVE:
             self._tell_roster(to=member)
         if member.standing is Standing.LOADING:
@@ -408,7 +408,7 @@ class Coordinator(Counter):
         self._era += 1
         self._kept_step = 0
         self.book.begin_anew(0)
-        self._record("revived", {"step": 0, "is_begun": False})
+        self._write_revived(0, is_begun=False)
         self._tell_all("anew", {})
         self._offer_from_nobody(self._reviver, "disk", step=self._resumed_step)
 
@@ -468,6 +468,7 @@ class Coordinator(Counter):
         self._lent.pop(member.replica, None)
         self._notes.pop(member.replica, None)
         self._notices.pop(member.replica, None)
+        self._written.pop(member.replica, None)
         self.places.forget(member.replica)
         self.detours.forget(member.replica)
         self._used = {number: used for number, used in self._used.items() if number in self.book.open_rounds}

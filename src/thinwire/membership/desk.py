@@ -21,6 +21,7 @@ from thinwire.membership.spare_hosts import SpareHosts
 _MOST_BEHIND = 8
 # Parts that are kept for those that may come back are no more than such a share of the state.
 _KEPT_SHARE = 0.5
+MOST_FINDINGS = 1000
 _MOST_SITES_TOLD, _MOST_DETOURS_TOLD = 20, 100
 Send = Callable[[bytes, str, dict[str, Any]], None]
 Record = Callable[[str, dict[str, Any]], None]
@@ -103,6 +104,8 @@ class Desk:
         self._accounts: deque[tuple[int, dict[str, Any]]] = deque()
         self._part_share = part_share
         self._era = 0
+        self._revived: dict[str, Any] | None = None  # the latest line that the run goes on from a disk, or has
+        self._written: dict[int, dict[str, Any]] = {}  # by replica that is there, its latest line in the journal
         self._kept_step = 0
         self._clock = clock
         self._reviver: int | None = None
@@ -186,11 +189,16 @@ class Desk:
     def _write_member(self, member: Member) -> None:
         own = {"token": member.token.hex(), "held_step": member.held_step, "begin_step": member.begin_step}
         own["disk_step"] = member.disk_step
-        self._record("member", {**member.describe(), **own})
+        self._written[member.replica] = {**member.describe(), **own}
+        self._record("member", self._written[member.replica])
+
+    def _write_revived(self, step: int, *, is_begun: bool) -> None:
+        self._revived = {"step": step, "is_begun": is_begun, "era": self._era}
+        self._record("revived", self._revived)
 
     def _find(self, text: str) -> None:
         self.findings.append(text)
-        del self.findings[:-1000]
+        del self.findings[:-MOST_FINDINGS]
         self._record("finding", {"text": text})
 
     def report(self, text: str) -> None:

@@ -4,6 +4,10 @@ A line is handed to the system before the message that it is about leaves, so wh
 there for the one that comes after it. It is not forced onto the disk: when the whole host loses power, the run goes on
 from its last checkpoint.
 
+The file is compacted as it grows: the lines that a later process needs are written beside it, and renamed to it.
+Whoever is killed meanwhile, or finds no room, leaves the old lines or the new ones, whole. So the file takes at most
+`COMPACT_BYTES`, or twice what must be kept where that is more.
+
 Room for thousands of rounds is taken beforehand where the file system can do that, so that a disk that others fill does
 not stop the run at once. Once that is used up, lines are kept in memory until there is room, and so are the messages
 that may depend on them: what was not written must not be sent.
@@ -18,14 +22,15 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ThinwireError
-from thinwire.files import is_no_room
+from thinwire.files import is_no_room, sync_folder
 
 RESERVE_BYTES = 8 << 20
+COMPACT_BYTES = 4 << 20
 _KEEP_SIZE = 1
 _WAIT_S = 0.5
 # What is kept in memory while there is no room; a decision has a few hundred bytes. Beyond it the coordinator stands
@@ -42,6 +47,7 @@ class Journal:
         say: Told once when there is no room any more, and when there is again.
         until: Ends the waiting for room; without it a line that cannot be written is an error at once.
         reserve_bytes: How much room is taken beforehand; half as much at the least.
+        compact_bytes: The size from which on `compact` rewrites the file.
 
     Raises:
         ThinwireError: It cannot be written.
@@ -49,8 +55,10 @@ class Journal:
 
     def __init__(
         self, path: Path, *, say: Callable[[str], None] = lambda text: None, until: threading.Event | None = None,
-        reserve_bytes: int = RESERVE_BYTES,
+        reserve_bytes: int = RESERVE_BYTES, compact_bytes: int = COMPACT_BYTES,
     ) -> None:  # fmt: skip
+        self._compact_bytes = self._least_bytes = compact_bytes
+        self._beside = path.with_name(f".{path.name}.compacted")
         self._path = path
         self._say = say
         self._until = until
@@ -61,6 +69,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lines = self._read()
+            self._beside.unlink(missing_ok=True)  # of a process that was killed before the rename
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._num_bytes = self._reserved = os.fstat(self._file).st_size
             if self._is_torn:
@@ -125,6 +134,50 @@ class Journal:
             self._say(f"cannot write {self._path}: the disk is full; replicas wait until there is room")
         self._unwritten.append(line)
         self._num_unwritten_bytes += len(line)
+
+    def compact(self, lines: Callable[[], Sequence[Mapping[str, Any]]]) -> bool:
+        """Replace all lines by fewer ones where the file has grown large; where there is no room for that, later.
+
+        Args:
+            lines: Returns lines that a later process makes the same of as of all those that were written.
+
+        Returns:
+            Whether it was done.
+        """
+        if self._unwritten or self._num_bytes < self._compact_bytes:
+            return False
+        data = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines())
+        try:
+            file = self._replace(data)
+        except OSError:  # the old lines are there, and are added to
+            with contextlib.suppress(OSError):
+                self._beside.unlink(missing_ok=True)
+            self._compact_bytes = self._num_bytes + self._least_bytes
+            return False
+        os.close(self._file)
+        self._file, self._num_bytes, self._reserved = file, len(data), len(data)
+        self._compact_bytes = max(self._least_bytes, 2 * len(data))
+        self._reserve()
+        return True
+
+    def _replace(self, data: bytes) -> int:
+        """Write a file beside the journal, bring it to the disk, rename it, and return its descriptor.
+
+        Raises:
+            OSError: It could not be done; the journal is as it was.
+        """
+        file = os.open(self._beside, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            while data:
+                data = data[os.write(file, data) :]
+            os.fsync(file)  # else a host that loses power may find the new name and no lines
+            self._beside.replace(self._path)
+        except BaseException:
+            os.close(file)
+            raise
+        with contextlib.suppress(OSError):  # without it a host that loses power may find the old lines
+            sync_folder(self._path.parent)
+        return file
 
     def close(self) -> None:
         """Close the file, and give back the room that was not needed; closing twice is fine."""

@@ -136,7 +136,7 @@ class Ledger:
 
     def release(self, replica: int) -> None:
         """Take back what a replica was lent: it is gone."""
-        self._before.pop(replica, None)
+        self.forget_undo(replica)
         for lease in self._leases.pop(replica, {}).values():
             self.repeated += lease.used - lease.counted
             self._returned[lease.shard] = lease.counted
@@ -159,6 +159,27 @@ class Ledger:
         self._returned = {int(shard): int(start) for shard, start in state["returned"].items()}
         self._leases = {
             int(one): {int(lease["shard"]): Lease(**lease) for lease in held} for one, held in state["leases"].items()
+        }
+
+    def forget_undo(self, replica: int) -> None:
+        """Forget what `uncount` needs of a replica."""
+        self._before.pop(replica, None)
+
+    def undo_state(self) -> dict[str, Any]:
+        """Return what `uncount` needs, as JSON values; it is no part of `state_dict`, which checkpoints hold."""
+        return {
+            str(replica): [[round_id, [asdict(lease) for lease in leases]] for round_id, leases in kept]
+            for replica, kept in self._before.items()
+        }
+
+    def load_undo_state(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self._before = {
+            int(replica): deque(
+                ((int(round_id), tuple(Lease(**lease) for lease in leases)) for round_id, leases in kept),
+                maxlen=_UNDOABLE_ROUNDS,
+            )
+            for replica, kept in state.items()
         }
 
     def release_all(self) -> None:

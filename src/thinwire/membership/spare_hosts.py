@@ -143,7 +143,11 @@ class SpareHosts:
     def news(self) -> list[list[int | str]] | None:
         """Return the places for a journal, once after they have changed."""
         has_news, self._has_news = self._has_news, False
-        return [[gap.replica, gap.host, int(gap.is_called)] for gap in self.gaps] if has_news else None
+        return self.told() if has_news else None
+
+    def told(self) -> list[list[int | str]]:
+        """Return the places as a journal holds them."""
+        return [[gap.replica, gap.host, int(gap.is_called)] for gap in self.gaps]
 
     def load(self, told: Sequence[Sequence[int | str]], *, now_s: float) -> None:
         """Take back what was told to a journal; patience begins anew, since spares have to find this process first.

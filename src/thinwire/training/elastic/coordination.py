@@ -79,6 +79,8 @@ def coordinate(
 
     def turn() -> None:
         held.release()
+        # between two messages, as a snapshot must be
+        journal.compact(lambda: [{"what": "run", **job["identity"]}, *coordinator.snapshot()])
         disk.look(now_s=time.monotonic())
 
     def is_over() -> bool:
