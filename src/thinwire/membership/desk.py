@@ -175,7 +175,7 @@ class Desk:
         return any(one.replica in decision.holders or one.begin_step <= decision.launch_step for one in active)
 
     def _tell_pace(self) -> None:
-        for text in self.detours.look(self.roster.active):
+        for text in self.detours.look(self.roster.active, num_rounds=self.book.num_decided):
             if self.detours.num_changes <= _MOST_DETOURS_TOLD:
                 self._find(text)
         is_new = self.places.look(self.roster.active, ways=self.detours.ways())

@@ -24,6 +24,14 @@ BEGINS = 3.0
 # It is left once it is less than so many times as fast. A wire that is well again shares its ends with all others in a
 # try, and looks up to half as fast as they are.
 STAYS = 2.5
+# Noise of busy hosts makes equal wires look that unequal for a round or two. So a detour begins once its way has been
+# so much faster in that many rounds one after the other, or at once where the way is `CLEARLY` times as fast.
+STEADY_ROUNDS, CLEARLY = 6, 8.0
+# It is held for so many rounds at least, and ends once its way has not been `STAYS` times as fast for so many.
+HELD_ROUNDS, LEFT_ROUNDS = 8, 2
+# One that ended within so many tries of its wire was of no use: the next one of that wire needs twice as many rounds,
+# and never begins at once. The doubling ends at `STEADY_ROUNDS` times two to the power of the last number.
+_FRUITLESS_TRIES, _MOST_DOUBLINGS = 3, 6
 # With what it carries for others shared out, a way must still be so many times as fast.
 _WORTH = 2.0
 # Tries of slow wires are at most such a share of the parts that their two ends carry anyway.
@@ -155,6 +163,11 @@ class DetourBook:
         self._ways: dict[Pair, dict[int, float]] = {}
         self._every: dict[Pair, int] = {}
         self._begun: Counter[Pair] = Counter()
+        self._fruitless: Counter[Pair] = Counter()
+        # by wire, in which round it was found slow first, gone around, or found well again
+        self._slow_since: dict[Pair, int] = {}
+        self._around_since: dict[Pair, int] = {}
+        self._well_since: dict[Pair, int] = {}
 
     def hear(self, replica: int, rates: Mapping[int, float]) -> None:
         """Take in how fast a replica's latest answers reached the others."""
@@ -163,18 +176,30 @@ class DetourBook:
     def forget(self, replica: int) -> None:
         """Let a replica go."""
         self._rates.pop(replica, None)
-        for pair in [pair for pair in self._begun if replica in pair]:
-            del self._begun[pair]
+        for counted in (self._begun, self._fruitless):
+            for pair in [pair for pair in counted if replica in pair]:
+                del counted[pair]
 
     def ways(self) -> dict[Pair, float]:
         """Return how fast what is gone around is by the best way, bytes a second."""
         return {pair: max(ways.values()) for pair, ways in self._ways.items()}
 
-    def look(self, active: Collection[int]) -> list[str]:
-        """Find the detours anew; return what people should know: which have begun or ended."""
-        before, found = self._ways, find_ways(self._rates, active, current=self._ways)
+    def look(self, active: Collection[int], *, num_rounds: int) -> list[str]:
+        """Find the detours again; return what people should know: which have begun or ended.
+
+        Args:
+            active: The replicas that take part.
+            num_rounds: How many rounds have been decided so far.
+        """
+        before = self._ways
+        found = self._steady(find_ways(self._rates, active, current=before), active, num_rounds=num_rounds)
         news = [self._ended(pair, active) for pair in sorted(set(before) - set(found))]
+        for pair in set(before) - set(found):
+            num_tries = (num_rounds - self._around_since.pop(pair)) / self._every[pair]
+            if set(pair) <= set(active):
+                self._fruitless[pair] = 0 if num_tries > _FRUITLESS_TRIES else self._fruitless[pair] + 1
         for pair in sorted(set(found) - set(before)):
+            self._around_since[pair] = num_rounds
             self._begun[pair] += 1
             self._every[pair] = self._tried_every(pair, found, num_active=len(active))
         self._ways = found
@@ -186,6 +211,27 @@ class DetourBook:
         news += [self.text(*pair) for pair in sorted(set(found) - set(before))]
         self.num_changes += len(news)
         return news
+
+    def _steady(
+        self, found: dict[Pair, dict[int, float]], active: Collection[int], *, num_rounds: int
+    ) -> dict[Pair, dict[int, float]]:
+        """Leave out what was found for too few rounds, and keep what was not found for too few."""
+        begun = set(found) - set(self._ways)
+        self._slow_since = {pair: self._slow_since.get(pair, num_rounds) for pair in begun}
+        for pair in begun:
+            doublings = min(_MOST_DOUBLINGS, self._fruitless[pair])
+            is_clear = not doublings and min(found[pair].values()) >= CLEARLY * self._rate_of(*pair)
+            if not is_clear and num_rounds - self._slow_since[pair] < STEADY_ROUNDS << doublings:
+                del found[pair]
+        ended = set(self._ways) - set(found)
+        self._well_since = {pair: self._well_since.get(pair, num_rounds) for pair in ended}
+        for pair in ended:
+            ways = {middle: rate for middle, rate in self._ways[pair].items() if middle in active}
+            is_held = num_rounds - self._around_since[pair] < HELD_ROUNDS
+            is_left = num_rounds - self._well_since[pair] >= LEFT_ROUNDS
+            if ways and set(pair) <= set(active) and (is_held or not is_left):
+                found[pair] = ways
+        return found
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the detours as people are shown them."""

@@ -108,6 +108,7 @@ class RoundBook:
     Attributes:
         decisions: The latest, by round.
         step: The furthest step that was heard of.
+        num_decided: How many rounds have been decided so far.
         late: Who was not there when the last round was called; nobody waits for these until they are in time again, but
             in every fourth round. A slow one must be in time four times in a row, but in every sixteenth round.
     """
@@ -118,6 +119,7 @@ class RoundBook:
         self.decisions: dict[int, Decision] = {}
         self.step = 0
         self.late: set[int] = set()
+        self.num_decided = 0
         self._open: dict[int, OpenRound] = {}
         self._rounds_without = 0
         self._in_time: dict[int, int] = {}  # by slow replica: in how many rounds in a row
@@ -326,6 +328,7 @@ class RoundBook:
     def adopt(self, decision: Decision) -> None:
         """Take a decision in: one of its own, or one read from the journal."""
         self._open.pop(decision.round_id, None)
+        self.num_decided += decision.round_id not in self.decisions
         self.decisions[decision.round_id] = decision
         self.step = max(self.step, decision.step)
         while len(self.decisions) > _KEPT:
