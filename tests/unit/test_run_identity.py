@@ -31,7 +31,8 @@ def test_an_identity_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("field", "value"),
     [
         ("run", "../../etc"), ("run", 7), ("run", None), ("config_digest", "f"), ("incarnations", []),
-        ("incarnations", "abc"), ("incarnations", [16 * "g"]), ("incarnations", [16 * "a"] * 1001), ("incarnations", [3]),
+        ("incarnations", "abc"), ("incarnations", [16 * "g"]), ("incarnations", [16 * "a"] * 1001),
+        ("incarnations", [3]),
     ],
 )  # fmt: skip
 def test_an_identity_of_another_form_is_refused_with_the_field(field: str, value: Any) -> None:
