@@ -1,10 +1,16 @@
-"""What reads bytes of other hosts or of the disk, as functions of bytes: each reads them, or refuses them in its words.
+"""Parsers of bytes from other hosts or from the disk, as functions of bytes: each reads its input or refuses it.
 
-A fuzzer runs these (`benchmarks/fuzz.py`), and the tests do on a few thousand mutations of what is right.
+`benchmarks/fuzz.py` runs them under a fuzzer; the tests run them on some thousand mutations of valid inputs.
+A target fails where a parser raises anything but its documented error, or returns values outside their ranges.
 """
 
+import functools
 import hashlib
 import json
+import math
+import secrets
+import selectors
+import socket
 import struct
 import tempfile
 import zlib
@@ -13,22 +19,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import zmq
 
 from thinwire.averaging.decoding import decode as decode_part
 from thinwire.averaging.delivery import Progress
 from thinwire.averaging.quorum_words import Offer, Verdict, read_offer, read_verdict, with_offer, with_verdict
 from thinwire.codecs.registry import NAMES, by_name
-from thinwire.errors import ThinwireError
+from thinwire.errors import ConnectError, PayloadError, ThinwireError
+from thinwire.lab.channel import Channel
 from thinwire.membership.coordinator import Coordinator
 from thinwire.membership.council import Council
 from thinwire.membership.invitation import Invitation, read_invitation
 from thinwire.membership.journal import Journal
 from thinwire.membership.protocol import VERSION, Message, decode, encode
+from thinwire.planning import probe
+from thinwire.sync import setup
+from thinwire.training.active_plans import cells_of, read_flow, read_object, read_pair, seconds_of
+from thinwire.training.dashboard.feed import Feed
+from thinwire.training.dashboard.server import DashboardServer
+from thinwire.training.dashboard.snapshot import RunFollower
+from thinwire.training.doctor_peer import parse_target
 from thinwire.training.global_state import MAGIC, GlobalState, pack, unpack
-from thinwire.transport import message
+from thinwire.training.watched_wires import RankPlace
+from thinwire.transport import board as board_module
+from thinwire.transport import host_probes, message, notes
+from thinwire.transport.addresses import Station
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.secret import Secret
+from thinwire.transport.wire_door import UNKNOWN, WELCOME, Door
 from thinwire.transport.wire_frames import Ask, Bye, Cancel, FrameError, Got, Hello, Opening, Part, Want, read, write
+from thinwire.transport.wire_keys import key_pair
 from thinwire.version import __version__
 
 NUMEL = 37
@@ -118,6 +139,221 @@ def read_journal(raw: bytes) -> None:
         journal.write("numbers", {"next_replica": 1})
         journal.close()
         assert Journal(path).lines()[-1] == {"what": "numbers", "next_replica": 1}
+
+
+def read_rank_note(raw: bytes) -> None:
+    """Read the note by which a rank introduces itself in torch's store, which authenticates nobody."""
+    try:
+        station = Station.from_json(raw.decode("utf-8", "replace"), rank=1)
+    except ConnectError as error:
+        assert len(str(error)) < 1000 and str(error).isprintable()
+        return
+    texts = (station.hostname, station.host, station.address, station.secret)
+    assert all(type(text) is str and text.isprintable() for text in texts)
+    assert station.rank == 1 and type(station.replica) is int and 0 < station.port < 65_536
+
+
+def read_board(raw: bytes) -> None:
+    """Meet over notes that are anything: the list of ranks, the notes of two others, a beat and a key, a line each."""
+    lines = [*raw.split(b"\n"), b"", b"", b"", b"", b""][:5]
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    for key, text in zip(("present", "station/0", "station/2", "beat/0", "key"), lines, strict=True):
+        store.set(key, text)
+    board = board_module.Board(store, rank=1, world_size=3, place="h:1")
+    own = Station(rank=1, replica=1, hostname="h", host="h", address="10.0.0.1", port=1)
+    board.is_silent(0)
+    for read_one in (
+        board_module._introduce,
+        lambda own, board, deadline_s: board_module._shared_key(board, deadline_s=1),
+    ):
+        try:
+            found = read_one(own, board, deadline_s=1.0)
+        except ConnectError as error:
+            assert len(str(error)) < 1000 and str(error).isprintable()
+            continue
+        assert len(found.key) == 32 if isinstance(found, Secret) else set(found) <= {0, 1, 2} and 1 in found
+
+
+def read_plan(raw: bytes) -> None:
+    """Read a plan of an active test, and what a rank says of one."""
+    text = raw.decode("utf-8", "replace")
+    try:
+        found = read_object(text, whose="a note")
+    except PayloadError:
+        return
+    pair = read_pair(found)
+    assert 0 <= pair.rate_bits_per_s < math.inf and len(pair.detail) <= 300 and pair.detail.isprintable()
+    flow = read_flow(9, found.get("seconds"))
+    assert flow is None or 0 < flow.seconds < math.inf
+    for parts in (2, 3):
+        try:
+            assert all(0 <= row[0] < 4 and 0 <= row[1] < 4 for row in cells_of(found, world_size=4, parts=parts))
+            assert 0 <= seconds_of(found, "limit_s") <= 3600
+        except PayloadError as error:
+            assert len(str(error)) < 1000
+
+
+def read_note(raw: bytes) -> None:
+    """Read a note of a peer, and in it what its probe of a wire measured."""
+    try:
+        found = notes._parse(raw, peer=0)
+        latency_s, transfers = probe._checked(found, (0, 1))
+        fit = probe._fit(latency_s, transfers)
+    except PayloadError:
+        return
+    assert 0 < fit.bandwidth_bits_per_s < math.inf and 0 <= fit.overhead_s < math.inf
+
+
+def read_fingerprint(raw: bytes) -> None:
+    """Read what a peer trains, as it says before the first step."""
+    try:
+        found = setup._parse_fingerprint(raw, peer=1)
+    except PayloadError:
+        return
+    assert set(found) == {"description", "model", "values"}
+
+
+def read_rank_place(raw: bytes) -> None:
+    """Read where a rank of a watched job is, and connect to it as far as that needs no network."""
+    place = RankPlace.of_word(raw.rstrip(b"\0").decode("utf-8", "replace"))
+    assert 0 <= place.port < 65_536 and len(place.to_word().encode()) <= 4 * len(raw) + 64
+    for address in place.addresses:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        socket.inet_pton(family, address)  # what is dialled is an address as the kernel reads it
+
+
+class _Bursts:
+    """A host's probes whose thread has ended, so that what comes is read here, one input after the other."""
+
+    def __init__(self) -> None:
+        self.took_s: list[float] = []
+        self.probes = host_probes.HostProbes(host_probes.open_door(), {5: (["127.0.0.1"], 9)}, self.take)
+        self.probes.close()
+        self.probes._selector = selectors.DefaultSelector()
+        self.way = self.probes._ways[5]
+
+    def take(self, host: int, began_s: float, took_s: float, num_beside: int) -> None:
+        assert host == 5 and took_s >= 0 and 0 <= num_beside < 1 << 32
+        self.took_s.append(took_s)
+
+
+_bursts = functools.cache(_Bursts)
+
+
+def read_burst(raw: bytes) -> None:
+    """Take a burst of bytes from another host, and the answer to one, in pieces of any size."""
+    bursts = _bursts()
+    near, far = socket.socketpair()
+    for end in (near, far):
+        end.setblocking(False)
+    begun = host_probes.BURST_BYTES - 1 - (raw[0] if raw else 0)
+    is_answer = len(raw) > 1 and raw[1] % 2 == 1
+    data = bursts.way if is_answer else host_probes._Sink(near, count=begun)
+    bursts.probes._selector.register(near, selectors.EVENT_READ, data)
+    if is_answer:
+        bursts.way.connection, bursts.way.is_open, bursts.way.left, bursts.way.answer = near, True, 0, b""
+    with near, far:
+        piece = 1 + (raw[2] if len(raw) > 2 else 0)
+        for start in range(3, len(raw), piece):
+            if near.fileno() < 0:
+                break
+            far.send(raw[start : start + piece])
+            bursts.probes._serve(near, data, selectors.EVENT_READ)
+        far.close()
+        for _ in range(len(raw) + 1):  # what has come is read first
+            if near.fileno() >= 0:
+                bursts.probes._serve(near, data, selectors.EVENT_READ)
+        assert near.fileno() < 0, "a connection that ended is closed"
+    assert not bursts.probes._selector.get_map()
+
+
+class _Port:
+    """An authenticated port of ours, as a coordinator and a replica open it."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        secret = Secret(key=bytes(32))
+        caller = key_pair(secret, replica=1, role="dialler").public_bytes
+        self.door = Door(
+            self.context, address="127.0.0.1", keys=key_pair(secret, replica=0, role="door"), callers={caller: 1},
+            decide=lambda replica: WELCOME,
+        )  # fmt: skip
+        self.caller = caller
+        self.asker = self.context.socket(zmq.DEALER)
+        self.asker.connect("inproc://zeromq.zap.01")
+
+
+_port = functools.cache(_Port)
+
+
+def ask_to_be_admitted(raw: bytes) -> None:
+    """Ask whether a client key is one of the job's, as libzmq asks for whoever has proved one; a line is a frame."""
+    port = _port()
+    frames = raw.split(b"\n")
+    port.asker.send_multipart([b"", *frames] if raw[:1] != b"\0" else frames)
+    port.door.decisions()
+    answer = port.asker.recv_multipart(zmq.DONTWAIT)
+    is_known = len(answer) == 7 and answer[3] == WELCOME
+    assert len(answer) == 7 and (is_known or answer[3] == UNKNOWN)
+    assert not is_known or port.caller in raw
+
+
+def greet(raw: bytes) -> None:
+    """Connect to an authenticated port by TCP and send anything: nothing of it reaches us."""
+    port = _port()
+    with socket.create_connection(("127.0.0.1", port.door.port), timeout=10) as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        stranger.sendall(raw)
+        list(port.door.departed())
+        port.door.decisions()
+        assert not list(port.door.delivered()), "a stranger was heard"
+        port.door.guard()
+
+
+@functools.cache
+def _dashboard() -> DashboardServer:
+    folder = Path(tempfile.mkdtemp(prefix="thinwire-fuzz-"))
+    return DashboardServer(Feed(RunFollower(folder)), host="127.0.0.1", port=0, token=secrets.token_hex(24))
+
+
+def ask_the_dashboard(raw: bytes) -> None:
+    """Send a request to the dashboard and end the connection; without the token no data comes back."""
+    server = _dashboard()
+    near, far = socket.socketpair()
+    with near, far:
+        far.sendall(raw)
+        far.shutdown(socket.SHUT_WR)
+        server.finish_request(near, ("127.0.0.1", 9))
+        near.close()
+        answer = b""
+        while piece := far.recv(1 << 16):
+            answer += piece
+    line, _, rest = answer.partition(b"\r\n")
+    assert not line.startswith(b"HTTP/1.1") or line.split()[1][:1] in b"45" or line.split()[1] == b"100"
+    assert server.token is not None and server.token.encode() not in rest and b"sections" not in rest
+
+
+def read_target(raw: bytes) -> None:
+    """Read an address that a person gives to `thinwire doctor`."""
+    try:
+        host, port = parse_target(raw.decode("utf-8", "replace"))
+    except ValueError:
+        return
+    assert host and 0 < port < 65_536
+
+
+def read_lab_message(raw: bytes) -> None:
+    """Read what a lab tells its keeper over their own pair of sockets."""
+    near, far = socket.socketpair()
+    channel = Channel(near)
+    with near, far:
+        far.sendall(raw)
+        far.shutdown(socket.SHUT_WR)
+        try:
+            while (received := channel.receive()) is not None:
+                assert isinstance(received[0], dict)
+        except ValueError:
+            return
 
 
 class Hub:
@@ -261,6 +497,44 @@ def _messages() -> list[bytes]:
     return [bytes(message.pack(torch.arange(64, dtype=torch.uint8), sender=1, envelope=_envelope()).numpy())]
 
 
+def _rank_notes() -> list[bytes]:
+    station = Station(rank=1, replica=1, hostname="h", host="k/4", address="10.0.0.2", port=29400, secret="ab" * 8)
+    return [station.to_json().encode()]
+
+
+def _boards() -> list[bytes]:
+    first, third = (
+        Station(rank=rank, replica=rank, hostname="h", host="h", address="10.0.0.1", port=9).to_json().encode()
+        for rank in (0, 2)
+    )
+    return [b"\n".join((b"0 1 2", first, third, b"3 1.000", bytes(32).hex().encode()))]
+
+
+def _plans() -> list[bytes]:
+    pair = {"rate": 8e6, "overhead_s": 0.01, "latency_s": 0.02, "fault": "", "detail": "none"}
+    said = {"seconds": 0.5, "wrong": None, "clock": "c", "connected": [0, 2], "num_findings": 1}
+    plan = {"do": "flows", "rows": [[0, 1, 65536], [1, 2, 4]], "limit_s": 5.0}
+    return [json.dumps(one).encode() for one in (pair, said, plan, {"do": "pairs", "rows": [[0, 1]], "seconds": 0.1})]
+
+
+def _wire_notes() -> list[bytes]:
+    transfers = [(size, 0.01 + size / 1e6) for size in (16384, 32768, 65536) for _ in range(3)]
+    return [json.dumps({"latency_s": 0.005, "transfers": transfers}).encode().ljust(notes.NOTE_BYTES)]
+
+
+_CLIENT = key_pair(Secret(key=bytes(32)), replica=1, role="dialler").public_bytes
+_ZAP = [b"\n".join((b"1.0", b"7", b"thinwire", b"127.0.0.1", b"", b"CURVE", key)) for key in (_CLIENT, bytes(32))]
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+_HELLO_COMMAND = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72 + 32 + 8 + 80)
+_REQUESTS = [
+    b"GET / HTTP/1.1\r\nHost: 127.0.0.1:8080\r\n\r\n",
+    b"GET /?token=0123456789abcdef HTTP/1.1\r\nHost: localhost\r\nCookie: thinwire-8080=0123; a=b\r\n\r\n",
+    b"GET /events HTTP/1.0\r\nHost: [::1]:80\r\nAuthorization: Bearer 0123456789abcdef\r\n\r\n",
+    b"POST /snapshot.json HTTP/1.1\r\nHost: h\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
+]
+_TOLD = json.dumps({"description": "d", "model": "m", "values": "v"}).encode().ljust(2048)
+_LAB = b"".join(len(body).to_bytes(4, "big") + body for body in (b'{"ask":"count","id":1}', b'{"ask":"close","id":2}'))
+
 Target = tuple[Callable[[bytes], None], list[bytes]]
 TARGETS: dict[str, Target] = {
     "frame": (read_frame, _frames()),
@@ -274,4 +548,32 @@ TARGETS: dict[str, Target] = {
     "journal": (read_journal, [b'{"what":"numbers","next_replica":3}\n{"what":"started"}\n']),
     "replicas": (hear_replicas, [_session()]),
     "coordinator": (hear_coordinator, [_words_of_a_coordinator()]),
+    "greeting": (greet, [_GREETING, _GREETING + _HELLO_COMMAND]),
+    "admission": (ask_to_be_admitted, _ZAP),
+    "rank-note": (read_rank_note, _rank_notes()),
+    "board": (read_board, _boards()),
+    "active-test": (read_plan, _plans()),
+    "wire-note": (read_note, _wire_notes()),
+    "fingerprint": (read_fingerprint, [_TOLD]),
+    "rank-place": (
+        read_rank_place,
+        [RankPlace(host="h", clock="c", addresses=("10.0.0.1", "fd00::1"), port=9).to_word().encode()],
+    ),
+    "burst": (read_burst, [bytes((9, 0, 2)) + bytes(30), bytes((0, 1, 1)) + struct.pack("<I", 5)]),
+    "dashboard": (ask_the_dashboard, _REQUESTS),
+    "address": (read_target, [b"10.77.0.1:29400", b"thinwire://host-a:4000/job?key=1", b"[::1]:80"]),
+    "lab-message": (read_lab_message, [_LAB]),
 }
+
+# What reaches each parser, and whether the sender has proved the job's secret (or the dashboard's token) by then.
+# "gloo": messages of a static run without a secret; with one they come over connections that are authenticated.
+# "store": torch's store at MASTER_ADDR. "person": what somebody types. "file": a file of this host.
+SENDERS: dict[str, tuple[str, bool]] = {
+    "frame": ("wire", True), "message": ("gloo", False), "signed-message": ("gloo", False),
+    "part": ("gloo", False), "verdict": ("gloo", False), "wire-note": ("gloo", False), "fingerprint": ("gloo", False),
+    "rank-place": ("gloo", False), "burst": ("TCP", False), "greeting": ("TCP", False), "admission": ("TCP", False),
+    "rank-note": ("store", False), "board": ("store", False), "active-test": ("store", False),
+    "dashboard": ("HTTP", False), "invitation": ("person", False), "address": ("person", False),
+    "state": ("wire", True), "signed-state": ("wire", True), "replicas": ("wire", True), "coordinator": ("wire", True),
+    "journal": ("file", True), "lab-message": ("socket pair", True),
+}  # fmt: skip

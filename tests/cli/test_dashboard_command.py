@@ -180,6 +180,7 @@ def test_a_token_is_asked_for_and_leaves_the_address_bar(tmp_path: Path) -> None
             f"/events?token={TOKEN}",
             "/snapshot.json",
             "/favicon.ico",
+            f"/?a=1&b=2&c=3&d=4&token={TOKEN}",
         ):
             status, headers, text = ask(server, path)
             assert status == 401 and "its token" in text and "Set-Cookie" not in headers, path

@@ -48,7 +48,7 @@ def test_a_rank_that_comes_after_the_others_began_says_so() -> None:
         meet(store, station(1), count=2)
 
 
-@pytest.mark.parametrize("present", ["0 7", "all", "0 -1", "0 1.5"])
+@pytest.mark.parametrize("present", ["0 7", "all", "0 -1", "0 1.5", "1", "0 \u0661", "9" * 5000])
 def test_a_list_of_ranks_that_is_none_is_refused(present: str) -> None:
     store = HashStore()
     board_of(store, 0).leave("station/0", station(0).to_json())

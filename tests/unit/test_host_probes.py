@@ -233,7 +233,7 @@ def test_a_strange_word_of_another_rank_is_a_place_without_a_port(word: str) -> 
 
 
 def test_names_in_a_rank_s_word_are_no_addresses_so_nobody_is_asked_for_them() -> None:
-    word = "a\nb\n80\nexample.invalid 192.0.2.1 localhost 2001:db8::5 1.2.3 ::x"
+    word = "a\nb\n80\nexample.invalid 192.0.2.1 localhost 2001:db8::5 1.2.3 ::x fd00::1%eth0"
     assert RankPlace.of_word(word).addresses == ("192.0.2.1", "2001:db8::5")
 
 

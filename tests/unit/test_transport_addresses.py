@@ -186,6 +186,9 @@ def test_a_station_survives_its_note() -> None:
         json.dumps({**json.loads(OTHER.to_json()), "host": 5}),
         json.dumps({**json.loads(OTHER.to_json()), "more": 5}),
         OTHER.to_json() + " " * 5000,
+        "[" * 4000,
+        json.dumps({**json.loads(OTHER.to_json()), "address": 167772162}),
+        json.dumps({**json.loads(OTHER.to_json()), "hostname": "h\x1b[2J"}),
     ],
 )
 def test_a_foreign_note_is_refused_with_its_rank(note: str) -> None:

@@ -23,6 +23,8 @@ _SMALLEST_BYTES, _PINGS, _REPEATS = 2**14, 5, 3
 _POLL_S = 5e-4
 # A pair sends some tens of messages, each with the deadline, while the others wait for one note.
 _PATIENCE = 10
+# Bounds of a measurement that a peer tells, in seconds or bytes: within them every quotient is a finite number.
+_LEAST, _MOST = 1e-12, 1e15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +293,10 @@ def _checked(said: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, lis
         Transfer(num_bytes=int(_positive(size, replica=source)), seconds=_positive(taken, replica=source))
         for size, taken in _couples(said["transfers"], replica=source)
     ]
+    if not transfers:
+        raise PayloadError(
+            f"replica {source} told no transfer of its wire to {destination}; run the same thinwire on all hosts"
+        )
     return _positive(said.get("latency_s"), replica=source), transfers
 
 
@@ -304,10 +310,10 @@ def _couples(entries: Sequence[Any], *, replica: int) -> Iterator[tuple[Any, Any
 
 
 def _positive(value: object, *, replica: int) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
         raise PayloadError(
-            f"replica {replica} told a measurement as {value!r:.60}, which is no number above 0; run the same thinwire "
-            f"on all hosts"
+            f"replica {replica} told a measurement as {value!r:.60}, which is no number above 0 (from {_LEAST:g} "
+            f"to {_MOST:g}); run the same thinwire on all hosts"
         )
     return float(value)
 

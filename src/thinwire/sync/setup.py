@@ -99,12 +99,12 @@ def _exchange_fingerprints(
 def _parse_fingerprint(raw: bytes, *, peer: int) -> dict[str, str]:
     try:
         parsed = json.loads(raw)
-    except ValueError as failure:
+    except (ValueError, RecursionError) as failure:
         raise PayloadError(f"replica {peer} sent a fingerprint that is no JSON; run the same thinwire") from failure
     if not isinstance(parsed, dict) or not all(isinstance(value, str) for value in parsed.values()):
         raise PayloadError(f"replica {peer} sent a fingerprint of the wrong form; run the same thinwire on all hosts")
     if set(parsed) != {"description", "model", "values"}:
-        raise PayloadError(f"replica {peer} sent a fingerprint with the fields {sorted(parsed)}")
+        raise PayloadError(f"replica {peer} sent a fingerprint with the fields {str(sorted(parsed))[:200]}")
     return parsed
 
 

@@ -6,7 +6,6 @@ A plan is one JSON object: what to do, and with whom. A note is one too: what ca
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,10 @@ from thinwire.training.active_wires import MOST_BYTES
 
 Cell = tuple[int, int]
 _SAID_CHARACTERS = 300
+# Also an upper bound on whole numbers, which Python cannot turn into a float above 1e308.
+_MOST_SECONDS = 1e9
+# No plan or note has more levels; what is printed of a deeper one would exceed Python's recursion limit.
+_MOST_DEPTH = 8
 
 
 def rounds_of(ranks: Sequence[int]) -> list[list[Cell]]:
@@ -47,7 +50,14 @@ def read_object(text: str, *, whose: str) -> dict[str, Any]:
         raise PayloadError(f"{whose} is no JSON; run the same thinwire on all hosts") from error
     if not isinstance(found, dict):
         raise PayloadError(f"{whose} is no JSON object; run the same thinwire on all hosts")
+    if _is_deep(found, _MOST_DEPTH):
+        raise PayloadError(f"{whose} is nested more than {_MOST_DEPTH} deep; run the same thinwire on all hosts")
     return found
+
+
+def _is_deep(value: Any, most: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return most < 0 or any(_is_deep(one, most - 1) for one in inner if isinstance(one, dict | list))
 
 
 def cells_of(plan: Mapping[str, Any], *, world_size: int, parts: int = 2) -> Iterator[tuple[int, ...]]:
@@ -88,6 +98,12 @@ def pair_note(found: PairTest) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def detail_of(note: Mapping[str, Any]) -> str:
+    """Return what a rank says of a fault, cut to what is shown, without what a terminal would obey."""
+    told = str(note.get("detail"))[:_SAID_CHARACTERS]
+    return "".join(letter if letter.isprintable() else "?" for letter in told)
+
+
 def read_pair(note: Mapping[str, Any]) -> PairTest:
     """Read what a pair measured; what makes no sense is a fault of the pair."""
     try:
@@ -97,12 +113,11 @@ def read_pair(note: Mapping[str, Any]) -> PairTest:
         return PairTest(fault="dead", detail=str(error))
     fault = note.get("fault")
     fault = fault if fault in ("dead", "corrupt") else "" if rate > 0 else "dead"
-    return PairTest(rate_bits_per_s=rate, fault=fault, detail=str(note.get("detail"))[:_SAID_CHARACTERS], **times)
+    return PairTest(rate_bits_per_s=rate, fault=fault, detail=detail_of(note), **times)
 
 
 def read_flow(num_bytes: int, seconds: object) -> Flow | None:
     """Read how long one of many transfers took, or None where it did not end."""
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not 0 < float(seconds) < math.inf:  # type: ignore[arg-type]
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < _MOST_SECONDS:
         return None
-    return Flow(num_bytes=num_bytes, seconds=float(seconds))  # type: ignore[arg-type]
+    return Flow(num_bytes=num_bytes, seconds=float(seconds))

@@ -26,6 +26,7 @@ from thinwire.diagnosis.active_results import (
 from thinwire.diagnosis.findings import Finding
 from thinwire.training.active_plans import (
     Cell,
+    detail_of,
     read_flow,
     read_object,
     read_pair,
@@ -223,7 +224,7 @@ class _Leader:
                 continue  # told as absent
             found, heard = read_pair(said[source]), said[destination].get("fault")
             if heard == "corrupt":  # the receiver knows best
-                found = PairTest(fault="corrupt", detail=str(said[destination].get("detail"))[:300])
+                found = PairTest(fault="corrupt", detail=detail_of(said[destination]))
             before = pairs.get((source, destination))
             is_better = before is None or bool(found.fault) or found.rate_bits_per_s > before.rate_bits_per_s
             pairs[source, destination] = found if is_better or before is None else before

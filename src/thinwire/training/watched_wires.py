@@ -62,12 +62,15 @@ class RankPlace:
 
 
 def _is_address(text: str) -> bool:
-    """Return whether a text is an address, and not a name that somebody else would have to be asked about."""
+    """Return whether a text is an address, and not a name that somebody else would have to be asked about.
+
+    One with a scope (`fe80::1%eth0`) is not: it holds on one link only, and the scope may be any text.
+    """
     try:
         ipaddress.ip_address(text)
     except ValueError:
         return False
-    return True
+    return "%" not in text
 
 
 def own_place(*, port: int = 0) -> RankPlace:

@@ -25,6 +25,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MAX_NOTE_BYTES = 4096
 # Environment variable: names the file in which ranks of one host meet, in place of MASTER_ADDR and MASTER_PORT.
 RENDEZVOUS_FILE = "THINWIRE_RENDEZVOUS_FILE"
+_MOST_REASON = 200
 # RFC 5737: nobody's, so packets to it would leave by the default route
 ANYWHERE = "192.0.2.1"
 
@@ -82,15 +83,20 @@ class Station:
             station = cls(**fields)
             ipaddress.IPv4Address(station.address)
             kinds = (station.rank, int), (station.replica, int), (station.port, int)
-            texts = station.hostname, station.host, station.secret
+            texts = station.hostname, station.host, station.address, station.secret
             if not all(type(value) is kind for value, kind in (*kinds, *((text, str) for text in texts))):
                 raise TypeError("a field has the wrong type")
+            # names are shown in errors: a terminal must not obey them
+            if not all(text.isprintable() for text in texts):
+                raise ValueError("a field cannot be printed")
             if station.rank != rank or not 0 < station.port < 65_536:
                 raise ValueError(f"rank {station.rank}, port {station.port}")
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
+            # the reason quotes the note
+            reason = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:_MOST_REASON])
             raise ConnectError(
-                f"rank {rank} introduced itself in a way that this version does not understand ({error}); run the same "
-                f"thinwire on all hosts, and give each run a MASTER_PORT of its own"
+                f"rank {rank} introduced itself in a way that this version does not understand ({reason}); run the "
+                f"same thinwire on all hosts, and give each run a MASTER_PORT of its own"
             ) from None
         return station
 

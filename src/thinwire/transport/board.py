@@ -258,11 +258,8 @@ def _introduce(own: Station, board: Board, *, deadline_s: float) -> dict[int, St
             time.sleep(POLL_S)
         board.leave("present", " ".join(map(str, sorted(here))))
     _from_rank_0(board, "station/0", deadline_s=deadline_s)
-    present = board.wait_for("present", whom=0).split()
-    if not all(text.isdecimal() and int(text) < board.world_size for text in present):
-        raise ConnectError("rank 0 left a list of ranks that is none; run the same thinwire on all hosts")
     stations = {}
-    for rank in map(int, present):
+    for rank in _present_ranks(board.wait_for("present", whom=0), world_size=board.world_size):
         stations[rank] = Station.from_json(board.read(f"station/{rank}") or "", rank=rank)
     if own.rank not in stations:
         raise ConnectError(
@@ -275,6 +272,21 @@ def _introduce(own: Station, board: Board, *, deadline_s: float) -> dict[int, St
             f"the same secret; give every rank the same secret file (--secret), or none"
         )
     return stations
+
+
+def _present_ranks(text: str, *, world_size: int) -> list[int]:
+    """Read rank 0's list of the ranks that came.
+
+    Raises:
+        ConnectError: It is no such list, or lacks rank 0, which wrote it.
+    """
+    words = text.split()
+    # the length is checked first: Python refuses to convert thousands of digits
+    is_list = all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words)
+    ranks = [int(word) for word in words] if is_list else []
+    if 0 not in ranks or any(rank >= world_size for rank in ranks):
+        raise ConnectError("rank 0 left a list of ranks that is none; run the same thinwire on all hosts")
+    return ranks
 
 
 def _reach(transport: WireTransport, stations: Mapping[int, Station], *, rank: int) -> tuple[tuple[int, ...], float]:

@@ -23,6 +23,7 @@ from thinwire.errors import ConnectError
 T = TypeVar("T")
 POLL_S = 0.05
 FAREWELL_S = 2.0
+MOST_NOTE_BYTES = 1 << 16
 
 
 def open_store(host: str, port: int, *, serve: bool, deadline_s: float) -> TCPStore:
@@ -173,7 +174,13 @@ class Meeting:
 
     def _read(self, key: str) -> str:
         text: bytes = self._ask(lambda: self._store.get(key))
-        return text.decode(errors="replace")
+        if len(text) > MOST_NOTE_BYTES:
+            raise ConnectError(
+                f"a note at {self._place} has {len(text)} bytes, at most {MOST_NOTE_BYTES} are allowed; run the same "
+                f"thinwire on all hosts, and keep others away from that port"
+            )
+        # whoever reaches the store can write there, and the text is shown: a terminal must not obey it
+        return "".join(letter if letter.isprintable() else "?" for letter in text.decode(errors="replace"))
 
     def _ask(self, question: Callable[[], T]) -> T:
         try:

@@ -286,7 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
         token = self.server.token
         if token is None:
             return True
-        given = urllib.parse.parse_qs(query, max_num_fields=4).get("token", []) if len(query) < 4096 else []
+        given = _tokens_of(query)
         if given and path == "/" and _same(given[0], token):
             # the address bar and its history shall not hold it
             cookie = f"{self.server.cookie}={token}; HttpOnly; SameSite=Strict; Path=/"
@@ -329,6 +329,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Say nothing: requests hold the token."""
+
+
+def _tokens_of(query: str) -> list[str]:
+    """Return the tokens of a query; one that is too long, or has too many fields, has none."""
+    if len(query) >= 4096:
+        return []
+    try:
+        return urllib.parse.parse_qs(query, max_num_fields=4).get("token", [])
+    except ValueError:
+        return []
 
 
 def _same(given: str, token: str) -> bool:
