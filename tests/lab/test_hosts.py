@@ -36,7 +36,7 @@ import json, os, socket, threading, time
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 server = socket.create_server(("", 7777), backlog=64)
 def greet(other):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 100
     while time.monotonic() < end:
         try:
             with socket.create_connection((f"host-{other}", 7777), timeout=5) as connection:
@@ -84,7 +84,7 @@ while True:
 """
 
 
-def wait_until(found: object, *, deadline_s: float = 10.0) -> None:
+def wait_until(found: object, *, deadline_s: float = 120.0) -> None:
     assert callable(found)
     end_s = time.monotonic() + deadline_s
     while not found():
@@ -125,7 +125,7 @@ def test_a_gloo_script_averages_over_the_hosts(as_torchrun: bool, tmp_path: Path
 
 def test_a_result_holds_the_exit_code_and_both_outputs_of_its_host() -> None:
     with Lab(hosts=3) as lab:
-        results = lab.run(["sh", "-c", "echo out-$RANK; echo err-$RANK >&2; exit $RANK"], deadline_s=20)
+        results = lab.run(["sh", "-c", "echo out-$RANK; echo err-$RANK >&2; exit $RANK"], deadline_s=120)
     assert [(result.host, result.exit_code) for result in results] == [(0, 0), (1, 1), (2, 2)]
     assert [result.stdout for result in results] == ["out-0\n", "out-1\n", "out-2\n"]
     assert [result.stderr for result in results] == ["err-0\n", "err-1\n", "err-2\n"]
@@ -133,7 +133,7 @@ def test_a_result_holds_the_exit_code_and_both_outputs_of_its_host() -> None:
 
 def test_a_command_that_a_signal_ended_has_that_signals_number_as_exit_code() -> None:
     with Lab(hosts=2) as lab:
-        assert [result.exit_code for result in lab.run(["sh", "-c", "kill -USR1 $$"], deadline_s=20)] == [
+        assert [result.exit_code for result in lab.run(["sh", "-c", "kill -USR1 $$"], deadline_s=120)] == [
             -signal.SIGUSR1
         ] * 2
         sleeper = lab.start(["sleep", "60"], host=1)
@@ -170,29 +170,29 @@ def test_a_command_that_cannot_start_is_a_value_error_and_the_lab_goes_on(
     with Lab(hosts=2) as lab:
         with pytest.raises(ValueError, match=reason):
             lab.start(command, **{"host": 0, **more})  # type: ignore[arg-type]
-        assert lab.run(["hostname"], deadline_s=20)[1].stdout == "host-1\n"
+        assert lab.run(["hostname"], deadline_s=120)[1].stdout == "host-1\n"
 
 
 def test_a_command_that_does_not_end_is_ended_at_the_deadline() -> None:
     with Lab(hosts=2) as lab:
         began_s = time.monotonic()
         with pytest.raises(TimeoutError, match=r"sleep has not ended on every host within 0\.3 s"):
-            lab.run(["sleep", "60"], deadline_s=0.3)
-        assert time.monotonic() - began_s < 10
+            lab.run(["sleep", "600"], deadline_s=0.3)
+        assert time.monotonic() - began_s < 60, "it is not waited for to its end"
         wait_until(lambda: lab.kill_host(0) == lab.kill_host(1) == 0)
 
 
 def test_commands_begin_in_the_callers_folder_or_in_the_one_they_are_given(tmp_path: Path) -> None:
     with Lab(hosts=1) as lab, tempfile.TemporaryFile() as output:
-        assert lab.run(["pwd", "-P"], deadline_s=20)[0].stdout.strip() == str(Path.cwd().resolve())
-        lab.start(["pwd", "-P"], host=0, stdout=output, folder=tmp_path).wait(deadline_s=20)
+        assert lab.run(["pwd", "-P"], deadline_s=120)[0].stdout.strip() == str(Path.cwd().resolve())
+        lab.start(["pwd", "-P"], host=0, stdout=output, folder=tmp_path).wait(deadline_s=120)
         output.seek(0)
         assert output.read().decode().strip() == str(tmp_path.resolve())
 
 
 def test_sixteen_hosts_reach_each_other() -> None:
     with Lab(hosts=16, rate="100mbit") as lab:
-        results = lab.run([*PYTHON, GREET], deadline_s=60)
+        results = lab.run([*PYTHON, GREET], deadline_s=200)
     for result in results:
         assert result.exit_code == 0, result.stderr
         others = [[host, f"10.77.0.{host + 1}"] for host in range(16) if host != result.host]
@@ -203,7 +203,7 @@ def test_two_labs_at_once_do_not_see_each_other() -> None:
     connect = "import socket; socket.create_connection(('10.77.0.1', 8888), timeout=5)"
     with Lab(hosts=2) as one, Lab(hosts=2) as other, flowing(one, 1, 0, port="8888") as flow:
         before = other.counters()
-        outcome = other.run([*PYTHON, connect], deadline_s=20)[1]
+        outcome = other.run([*PYTHON, connect], deadline_s=120)[1]
         assert "ConnectionRefusedError" in outcome.stderr, "the other host of that address does not listen"
         flow.wait_for_bytes(more=10_000_000)
         for host, count in enumerate(other.counters()):
@@ -217,9 +217,9 @@ def test_a_host_reaches_nothing_outside_the_lab() -> None:
     outside = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), timeout=5)"
     with socket.create_server(("127.0.0.1", 0)) as server, Lab(hosts=1) as lab:
         port = str(server.getsockname()[1])
-        assert "ConnectionRefusedError" in lab.run([*PYTHON, outside, port], deadline_s=20)[0].stderr
+        assert "ConnectionRefusedError" in lab.run([*PYTHON, outside, port], deadline_s=120)[0].stderr
         elsewhere = "import socket; socket.create_connection(('192.0.2.1', 80), timeout=5)"
-        assert "Network is unreachable" in lab.run([*PYTHON, elsewhere], deadline_s=20)[0].stderr
+        assert "Network is unreachable" in lab.run([*PYTHON, elsewhere], deadline_s=120)[0].stderr
 
 
 def test_the_counters_hold_every_byte_of_a_datagram_and_nothing_else() -> None:
@@ -238,13 +238,13 @@ time.sleep(60)
     with Lab(hosts=3, rate="20mbit") as lab:
         listener = lab.start([*PYTHON, listen], host=1)
         wait_for_port(lab, host=1, port=9)
-        assert lab.start([*PYTHON, send], host=0).wait(deadline_s=20) == 0
+        assert lab.start([*PYTHON, send], host=0).wait(deadline_s=120) == 0
         frame = 1000 + 8 + 20 + 14  # UDP, IP and the link layer
         wait_until(lambda: lab.counters()[1].received_packets == 100)
         sender, receiver, third = lab.counters()
         lab.cut(2)
         lab.mend(2)
-        assert lab.start([*PYTHON, send], host=0).wait(deadline_s=20) == 0
+        assert lab.start([*PYTHON, send], host=0).wait(deadline_s=120) == 0
         wait_until(lambda: lab.counters()[1].received_packets == 200)
         listener.kill()
         assert lab.counters()[2] == third, "also after its cable was pulled"
@@ -256,7 +256,7 @@ time.sleep(60)
 
 def wait_for_port(lab: Lab, *, host: int, port: int) -> HostProcess:
     waiter = lab.start(["sh", "-c", f"until grep -q :{port:04X} /proc/net/udp; do sleep 0.02; done"], host=host)
-    assert waiter.wait(deadline_s=20) == 0
+    assert waiter.wait(deadline_s=120) == 0
     return waiter
 
 
@@ -276,9 +276,9 @@ print(count)
     with Lab(hosts=2, rate="50mbit") as lab, tempfile.TemporaryFile() as heard:
         receiver = lab.start([*PYTHON, receive], host=1, stdout=heard)
         listening = lab.start(["sh", "-c", "until grep -q :1A0A /proc/net/tcp; do sleep 0.02; done"], host=1)
-        assert listening.wait(deadline_s=20) == 0
-        assert lab.start([*PYTHON, send], host=0).wait(deadline_s=20) == 0
-        assert receiver.wait(deadline_s=20) == 0
+        assert listening.wait(deadline_s=120) == 0
+        assert lab.start([*PYTHON, send], host=0).wait(deadline_s=120) == 0
+        assert receiver.wait(deadline_s=120) == 0
         heard.seek(0)
         assert int(heard.read()) == num_bytes
         sent, received = lab.counters()[0].sent_bytes, lab.counters()[1].received_bytes
@@ -319,7 +319,7 @@ def test_a_stopped_host_stands_still_goes_on_and_starts_commands_again_after_all
         assert commands[0].wait(deadline_s=10) == -signal.SIGKILL
         wait_until(lambda: lab.kill_host(0) == 0)  # a process whose memory the kernel still takes back counts a while
         assert commands[1].exit_code is None
-        assert [result.exit_code for result in lab.run(["hostname"], deadline_s=20)] == [0, 0]
+        assert [result.exit_code for result in lab.run(["hostname"], deadline_s=120)] == [0, 0]
 
 
 def test_a_host_that_removes_its_own_device_keeps_its_counts_and_the_lab_goes_on() -> None:
@@ -327,15 +327,15 @@ def test_a_host_that_removes_its_own_device_keeps_its_counts_and_the_lab_goes_on
         with flowing(lab, 0, 1):
             pass
         before = lab.counters()[0].sent_bytes
-        assert lab.start(["ip", "link", "delete", "eth0"], host=0).wait(deadline_s=20) == 0
+        assert lab.start(["ip", "link", "delete", "eth0"], host=0).wait(deadline_s=120) == 0
         time.sleep(0.1)
         assert lab.counters()[0].sent_bytes >= before > 0
-        assert lab.run(["hostname"], deadline_s=20)[0].stdout == "host-0\n"
+        assert lab.run(["hostname"], deadline_s=120)[0].stdout == "host-0\n"
 
 
 def test_the_lab_writes_its_counts_into_a_folder_that_stays_where_one_is_given(tmp_path: Path) -> None:
     with Lab(hosts=2, folder=tmp_path / "deep" / "lab") as lab:
-        lab.run(["true"], deadline_s=20)
+        lab.run(["true"], deadline_s=120)
         time.sleep(0.1)
     assert len(lab.samples()[0].sent_bytes) == 2
     with Lab(hosts=2) as temporary:
@@ -363,7 +363,7 @@ def test_a_closed_lab_says_so_and_closing_again_does_nothing() -> None:
     with pytest.raises(LabError, match="this lab is closed; make another"):
         lab.counters()
     with pytest.raises(LabError, match="sleep on host 0 ended with its lab"):
-        sleeper.wait(deadline_s=5)
+        sleeper.wait(deadline_s=60)
 
 
 @pytest.mark.parametrize(

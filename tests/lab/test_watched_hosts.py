@@ -18,7 +18,7 @@ from thinwire.lab.rendezvous import rendezvous
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "watched_script.py"
-SOON_S = 60.0
+SOON_S = 120.0
 USUAL_STEPS = 40
 
 

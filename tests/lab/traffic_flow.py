@@ -49,7 +49,7 @@ class Flow:
         after, ended_s = self.received_bytes(), time.monotonic()
         return (after - before) * 8 / (ended_s - began_s)
 
-    def wait_for_bytes(self, *, more: int = 20_000, deadline_s: float = 10.0) -> None:
+    def wait_for_bytes(self, *, more: int = 20_000, deadline_s: float = 100.0) -> None:
         """Wait until more bytes have arrived."""
         wanted, end_s = self.received_bytes() + more, time.monotonic() + deadline_s
         while self.received_bytes() < wanted:
@@ -75,7 +75,7 @@ def flowing(lab: Lab, source: int, destination: int, *, port: str = _PORT) -> It
 def is_heard(lab: Lab, source: int, destination: int) -> bool:
     """Tell whether the kernel saw datagrams of one host arrive at another: all of them, or none."""
     before, count = lab.counters()[destination].received_packets, 5
-    lab.start([sys.executable, "-c", _SAY, lab.address(destination), str(count)], host=source).wait(deadline_s=20)
+    lab.start([sys.executable, "-c", _SAY, lab.address(destination), str(count)], host=source).wait(deadline_s=120)
     time.sleep(0.1)
     heard = lab.counters()[destination].received_packets - before
     assert heard in (0, count)

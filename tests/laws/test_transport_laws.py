@@ -19,7 +19,7 @@ from thinwire.transport.secret import Secret
 from thinwire.transport.wire import WireTransport
 from thinwire.transport.wire_frames import OPENING_BYTES
 
-SOON_S = 20.0
+SOON_S = 120.0
 SECRET = Secret(key=bytes(range(32)))
 BORDER = OPENING_BYTES - HEADER_BYTES
 SIZES = (0, 1, 7, 1009, BORDER - 1, BORDER, BORDER + 1, 65_535, 65_536, 65_537, 1_299_709, 3 * OPENING_BYTES)

@@ -20,7 +20,7 @@ from thinwire.membership.patience import Patience
 from thinwire.membership.proposal import HEAD_BYTES, blob_name, round_of
 from thinwire.sync.elastic import elastic, global_tensors, load_global_parameters, load_outer
 
-STEPS, SOON_S = 32, 30.0
+STEPS, SOON_S = 32, 120.0
 # Rounds after the last step have numbers from here on.
 FINAL = 1 << 40
 # Steps of a test are quick; an interval has 4.

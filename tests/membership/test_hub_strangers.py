@@ -29,7 +29,7 @@ from thinwire.transport.wire_door import MOST_STRANGERS
 from thinwire.version import __version__
 
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
-HOST, SOON_S = "127.0.0.1", 20.0
+HOST, SOON_S = "127.0.0.1", 120.0
 
 
 class Port:

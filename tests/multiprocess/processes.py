@@ -140,7 +140,7 @@ class Processes:
         self.signal(rank, signal.SIGKILL)
         self._processes[rank].wait(timeout=10)
 
-    def wait_for(self, line: str, *, rank: int, deadline_s: float = 60.0) -> None:
+    def wait_for(self, line: str, *, rank: int, deadline_s: float = 120.0) -> None:
         """Wait until a rank printed a line."""
         end = time.monotonic() + deadline_s
         while line not in self._read(rank, "out").splitlines():
@@ -153,7 +153,7 @@ class Processes:
                 )
             time.sleep(POLL_S)
 
-    def join(self, *, deadline_s: float = 60.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
+    def join(self, *, deadline_s: float = 180.0, ranks: Sequence[int] | None = None) -> list[Outcome]:
         """Wait for ranks (all by default) to end and return their outcomes in order of rank."""
         end = time.monotonic() + deadline_s
         waited = self.ranks if ranks is None else list(ranks)

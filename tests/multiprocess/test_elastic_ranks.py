@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,15 +58,16 @@ def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_besid
         wait_until(run, lambda found: found["step"] > step + 20, started)  # so that each holds all that it needs
         lost, (kept,) = set(rounds_in(run)), rounds_in(other)
         (rank,) = processes(started, "thinwire.cli.elastic_rank")
-        leader, killed_s = rank.parent(), time.monotonic()
+        leader = rank.parent()
         rank.kill()
         wait_until(run, lambda found: not lost & active(found), started)
-        assert time.monotonic() - killed_s < 3, "it says goodbye; a silent one is waited for for longer"
         found = wait_until(run, lambda found: len(active(found)) == 2, started)
         assert leader is not None and not leader.is_running(), "no rank outlives another"
         assert started.end() == 0 and joining.wait(timeout=SOON_S) == 0, started.stderr
     assert "rank 1 of this replica was ended by SIGKILL" in started.stderr
     assert any(f"replica {min(lost)} on " in text and "lost one of its ranks" in text for text in found["findings"])
+    # it says goodbye; one that falls silent is waited for for longer, and told of as silent
+    assert not any("silent" in text for text in found["findings"]), found["findings"]
     summaries = [json.loads(path.read_text()) for path in tmp_path.glob("*/summary.json")]
     # the one that writes it refuses it where replicas end with different parameters
     assert [(told["steps"], told["replicas"], told["elastic"]["replicas_ever"]) for told in summaries] == [

@@ -106,13 +106,11 @@ def test_replicas_may_be_told_of_each_other_in_any_order(low_first: bool) -> Non
         first, second = (low, high) if low_first else (high, low)
         first.meet(second)
         assert first.wire.peers() == (second.replica,) and not first.wire.is_connected(second.replica)
-        # time itself is what is tried: by now a dialler of a fixed set would be waiting for seconds
-        time.sleep(2.5)
+        # long enough for a dial that fails; how soon it is dialled again is tried without a socket (test_wire_asking)
+        time.sleep(1.0)
         second.meet(first)
-        start = time.monotonic()
         first.wait_for(second)
         second.wait_for(first)
-        assert time.monotonic() - start < 3.0
         first.meet(second)  # once more is no harm
         low.library.publish(b"x", content(5, sender=2, round_id=0))
         assert high.library.get(2, b"x", most_bytes=5).wait(deadline_s=SOON_S).numel() == 5
@@ -136,7 +134,7 @@ def test_who_is_removed_fails_at_once_and_never_comes_back() -> None:
         zero.wire.remove(77)
         start = time.monotonic()
         assert zero.wire.wait_until_connected([1, 2, 50], deadline_s=SOON_S) == (2,)
-        assert time.monotonic() - start < 5, "who does not take part is not waited for"
+        assert time.monotonic() - start < SOON_S / 2, "who does not take part is not waited for until the deadline"
         assert zero.wire.peers() == (2,)
         assert not zero.wire.add(1, address=one.address) and not zero.wire.add(77)
         until(lambda: one.library.num_waiting == 0)  # who asked is gone
@@ -325,11 +323,11 @@ def test_a_killed_replica_fails_its_asks_at_once_and_the_others_go_on(tmp_path: 
             assert zero.wire.wait_until_connected([1], deadline_s=60) == (1,)
             loan = zero.library.get(1, b"x", most_bytes=1)
             processes.wait_for("asked", rank=0)
-            killed_at = time.monotonic()
             processes.kill(0)
             kind, text, _ = failure_of(loan)
+            # by its closed connection, and not by its silence, which takes seconds
             assert kind == "PeerLost" and "replica 1 closed its connection during blob 'x'" in text
-            assert "the others go on without it" in text and time.monotonic() - killed_at < 8
+            assert "the others go on without it" in text
         two.library.publish(b"x", content(70_000, sender=2, round_id=0))
         assert zero.library.get(2, b"x", most_bytes=MOST).wait(deadline_s=SOON_S).numel() == 70_000
     finally:

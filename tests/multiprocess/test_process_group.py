@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from messages import SOON_S, content, envelope_of, failure_of
+from messages import HANGS_S, SOON_S, content, envelope_of, failure_of
 from processes import Processes, announce, run, values
 
 from thinwire.transport.base import Pending
@@ -211,13 +211,13 @@ def wait_for_the_late(transport: RecordingTransport) -> dict[str, Any]:
 def test_a_late_message_still_arrives_and_close_ends_what_is_in_flight() -> None:
     found = values(run(send_late, num_ranks=2))[0]
     kind, text, seconds = found["missed"]
-    assert kind == "DeadlineExceeded" and 0.25 < seconds < 2
+    assert kind == "DeadlineExceeded" and 0.25 < seconds < HANGS_S
     for part in ("replica 1 (rank 1)", "round 3 (fragment 2)", "0.3 s", "measured times"):
         assert part in text
     assert found["done before"] is False
     assert found["late"][0] == ""
     assert found["unwatched"] == [3, 4]
-    assert found["closing took"] < 5
+    assert found["closing took"] < HANGS_S
     # The peer may leave at the same moment; either way nobody hangs.
     for name in ("never", "untaken"):
         assert found[name][0] in ("TransportError", "PeerLost"), found[name]
@@ -251,12 +251,12 @@ def test_a_killed_peer_is_named_within_seconds() -> None:
         killed_at = time.time()
         processes.kill(1)
         (found,) = values(processes.join(ranks=[0]))
-    assert found["at"] - killed_at < 5
+    assert found["at"] - killed_at < HANGS_S
     for name, what in (("receive", "round 12 (fragment 3)"), ("send", "round 13 (fragment 0)"), ("next", "round 14")):
         kind, text, _ = found[name]
         assert kind == "PeerLost" and "replica 1 (rank 1)" in text and what in text, (name, kind, text)
         assert "resume from the last checkpoint" in text
-    assert found["closing took"] < 5
+    assert found["closing took"] < HANGS_S
 
 
 def test_a_stopped_peer_runs_into_the_deadline_and_close_does_not_wait_for_it() -> None:
@@ -267,9 +267,9 @@ def test_a_stopped_peer_runs_into_the_deadline_and_close_does_not_wait_for_it() 
     for name in ("receive", "send"):
         kind, text, seconds = found[name]
         assert kind == "DeadlineExceeded" and "replica 1 (rank 1)" in text, (name, kind, text)
-        assert 0.75 < seconds < 3
+        assert 0.75 < seconds < HANGS_S
     assert found["next"][0] == "DeadlineExceeded"
-    assert found["closing took"] < 5
+    assert found["closing took"] < HANGS_S
 
 
 def leave_without_closing() -> int:

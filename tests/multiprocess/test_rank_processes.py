@@ -18,7 +18,7 @@ from thinwire.training.elastic.rank_processes import RankProcesses
 
 pytestmark = pytest.mark.multiprocess
 
-SOON_S = 30.0
+SOON_S = 120.0
 SLEEPER = "import sys, time; open(sys.argv[2] + sys.argv[1], 'w').close(); time.sleep(600)"
 
 

@@ -20,7 +20,7 @@ from thinwire.training.elastic.job import LocalSettings
 from thinwire.training.elastic.steering import read_pid
 
 __all__ = ["runs", "texts"]
-SOON_S = 60.0
+SOON_S = 120.0
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from thinwire.errors import TransportError
 pytestmark = pytest.mark.multiprocess
 
 STEPS = 6
-SOON_S = 20.0
+SOON_S = 120.0
 
 
 def model() -> nn.Module:

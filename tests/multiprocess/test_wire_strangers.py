@@ -32,7 +32,7 @@ from thinwire.transport.wire_keys import key_pair
 from thinwire.transport.wire_sending import EARLY_BYTES, EARLY_MESSAGES
 
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
-SOON_S = 30.0
+SOON_S = 120.0
 HOST = "127.0.0.1"
 
 

@@ -11,7 +11,7 @@ from thinwire.errors import CheckpointError
 from thinwire.training.background_saves import BackgroundSaves
 from thinwire.training.global_state import GlobalState
 
-SOON_S = 60.0
+SOON_S = 120.0
 
 
 class Disk:

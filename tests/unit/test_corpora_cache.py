@@ -148,7 +148,8 @@ def test_waiting_for_another_builder_has_a_deadline(tmp_path: Path) -> None:
         sole_builder(tmp_path, deadline_s=0.1),
     ):
         pass
-    assert time.monotonic() - start < 2
+    # a lock that knew no deadline would be waited for without an end: it is this process's own
+    assert 0.1 <= time.monotonic() - start < 60
 
 
 def test_processes_that_start_at_once_come_to_the_same_corpus(folder: Path, cache: Path) -> None:

@@ -19,7 +19,7 @@ from thinwire.training.watched_wires import RankPlace, WatchedWires
 from thinwire.transport.flows import FlowReading, Flows
 from thinwire.transport.watched_job import store_port
 
-SOON_S = 10.0
+SOON_S = 120.0
 
 
 def soon(read: Callable[[], dict[int, FlowReading]], rank: int, wanted: Callable[[FlowReading], bool]) -> FlowReading:

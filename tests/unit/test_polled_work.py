@@ -16,7 +16,7 @@ from thinwire.transport import watched_job
 from thinwire.transport.polled_work import End, WorkPoller
 from thinwire.transport.stream_marks import EventMark, is_capturing
 
-SOON_S = 10.0
+SOON_S = 120.0
 POLL_S = 0.002
 
 

@@ -19,7 +19,7 @@ from thinwire.sync.engine import Engine
 from thinwire.training.elastic.fetching import ComingState, fetch, state_name
 from thinwire.training.global_state import GlobalState, pack
 
-STEP, SOON_S = 12, 20.0
+STEP, SOON_S = 12, 120.0
 HOLDER = 1
 
 

@@ -22,7 +22,7 @@ from thinwire.training.live_diagnosis import LiveDiagnosis, Members
 from thinwire.transport.secret import Secret
 from thinwire.version import __version__
 
-SECRET, HOST, SOON_S = Secret(key=bytes(range(32))), "127.0.0.1", 20.0
+SECRET, HOST, SOON_S = Secret(key=bytes(range(32))), "127.0.0.1", 120.0
 
 
 class Nobody:

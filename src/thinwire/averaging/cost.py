@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,7 +47,7 @@ class ExchangeCost:
 
 def measure_exchange(
     exchange: Exchange, shapes: Shapes, *, num_replicas: int, device: torch.device | str = "cpu",
-    topology: Topology = _EVERYONE,
+    topology: Topology = _EVERYONE, clock: Callable[[], float] = time.perf_counter,
 ) -> ExchangeCost:  # fmt: skip
     """Run rounds of all replicas in this thread, one after the other, and time them.
 
@@ -57,6 +57,7 @@ def measure_exchange(
         num_replicas: How many there are.
         device: Where the vector is.
         topology: Who takes part in a round; nobody is absent.
+        clock: Seconds that only grow.
 
     Returns:
         The cost for all shapes.
@@ -76,7 +77,9 @@ def measure_exchange(
     for room in [part for part in _PARTS if part <= most] or [most]:
         part = _first_of(shapes, room=room)
         before, before_s, size = size, round_s, numel_of(part)
-        round_s = _time_rounds(exchange, part, num_replicas=num_replicas, device=device, topology=topology)
+        round_s = _time_rounds(
+            exchange, part, num_replicas=num_replicas, device=device, topology=topology, clock=clock
+        )  # fmt: skip
         if size == numel or (before and round_s > max(_LONG_ENOUGH_S, _LONGER_THAN_BEFORE * before_s)):
             break
     rest_s = max(0.0, round_s - before_s) / max(size - before, 1) * (numel - size)
@@ -87,8 +90,9 @@ def measure_exchange(
 
 
 def _time_rounds(
-    exchange: Exchange, shapes: Shapes, *, num_replicas: int, device: torch.device | str, topology: Topology
-) -> float:
+    exchange: Exchange, shapes: Shapes, *, num_replicas: int, device: torch.device | str, topology: Topology,
+    clock: Callable[[], float],
+) -> float:  # fmt: skip
     """Return the seconds that a round takes all replicas, one after the other."""
     world = LoopbackWorld(num_replicas)
     bound = [exchange.bind([shapes], replica=r, num_replicas=num_replicas) for r in range(num_replicas)]
@@ -104,10 +108,10 @@ def _time_rounds(
             )  # fmt: skip
             rounds.append(one.steps(vector.clone(), delivery))
         _finish_work_on(device)
-        began_s = time.perf_counter()
+        began_s = clock()
         _drive(rounds, exchange=exchange)
         _finish_work_on(device)
-        found_s.append(time.perf_counter() - began_s)
+        found_s.append(clock() - began_s)
     return min(found_s[_WARM_ROUNDS:])
 
 

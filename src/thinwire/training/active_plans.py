@@ -17,8 +17,6 @@ Cell = tuple[int, int]
 _SAID_CHARACTERS = 300
 # Also an upper bound on whole numbers, which Python cannot turn into a float above 1e308.
 _MOST_SECONDS = 1e9
-# No plan or note has more levels; what is printed of a deeper one would exceed Python's recursion limit.
-_MOST_DEPTH = 8
 
 
 def rounds_of(ranks: Sequence[int]) -> list[list[Cell]]:
@@ -50,14 +48,7 @@ def read_object(text: str, *, whose: str) -> dict[str, Any]:
         raise PayloadError(f"{whose} is no JSON; run the same thinwire on all hosts") from error
     if not isinstance(found, dict):
         raise PayloadError(f"{whose} is no JSON object; run the same thinwire on all hosts")
-    if _is_deep(found, _MOST_DEPTH):
-        raise PayloadError(f"{whose} is nested more than {_MOST_DEPTH} deep; run the same thinwire on all hosts")
     return found
-
-
-def _is_deep(value: Any, most: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return most < 0 or any(_is_deep(one, most - 1) for one in inner if isinstance(one, dict | list))
 
 
 def cells_of(plan: Mapping[str, Any], *, world_size: int, parts: int = 2) -> Iterator[tuple[int, ...]]:
