@@ -1,6 +1,6 @@
 """What elasticity costs where nothing goes wrong: `thinwire train` with and without `--elastic`, in turns.
 
-    python benchmarks/elastic_overhead.py --repeats 3 --steps 150
+    python benchmarks/elastic_overhead.py --repeats 3 --steps 150 --json FILE
 
 Two replicas of nano on this machine, the same method and settings, with a secret in both cases, so that both go over
 the same wire. Tokens a second come from the runs' own metrics, from the end of the first quarter to the last line, so
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -48,8 +50,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--json", type=Path, default=None, help="file that the result is written to as well")
     options = parser.parse_args()
-    ratios, rates = [], []
+    ratios, rates, load = [], [], os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         secret = Path(folder) / "job.secret"
         subprocess.run([sys.executable, "-m", "thinwire.cli.main", "secret", str(secret)], check=True)
@@ -68,8 +71,14 @@ def main() -> None:
         "tokens_per_s": rates,
         "ratio_median": round(statistics.median(ratios), 4),
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        "steps": options.steps,
+        # a ratio of two runs one after the other holds only where nothing else changes the load
+        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
+        "machine": {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()},
     }
     print(json.dumps(result, indent=2))
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

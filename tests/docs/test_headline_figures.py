@@ -1,0 +1,392 @@
+"""The headline figures of README and docs are those of `benchmarks/results/`.
+
+A claim is a pattern in a page and the values that the stored results give for its groups. It fails where the page or
+the results change alone, and where the sentence is gone. Whitespace of a page counts as one blank.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_pages import ROOT
+
+from thinwire.bench.cells import Wire
+from thinwire.bench.table import Row, rows
+from thinwire.bench.wire import summary
+from thinwire.units import format_bytes
+
+RESULTS = ROOT / "benchmarks" / "results"
+FIVE, ONE, NO_LIMIT = Wire(rate_bits_per_s=5e6), Wire(rate_bits_per_s=1e6), Wire()
+DELAYED = Wire(rate_bits_per_s=20e6, latency_s=0.04, jitter_s=0.005, loss=0.001)
+# Repeats from this one on were measured on other machines, and have a table of their own.
+OTHER_DAY = 3
+
+
+class Results:
+    """The stored results of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def lines(self, name: str) -> list[Any]:
+        """Return the objects of a file, one a line."""
+        return [json.loads(line) for line in (self._folder / name).read_text().splitlines()]
+
+    def whole(self, name: str) -> Any:
+        """Return the one object of a file."""
+        return json.loads((self._folder / name).read_text())
+
+
+Values = Callable[[Results], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Figures of one place in a page.
+
+    Attributes:
+        page: Its path from the root.
+        pattern: A regular expression that matches there and nowhere else in the page; its groups are the figures.
+        values: What the groups must be.
+    """
+
+    page: str
+    pattern: str
+    values: Values
+
+    def groups(self, text: str) -> tuple[str, ...]:
+        """Return the figures of a page's text."""
+        found = list(re.finditer(self.pattern, " ".join(text.split())))
+        assert len(found) == 1, f"{self.page} has {len(found)} places like {self.pattern!r}; bring the claim up to date"
+        return found[0].groups()
+
+
+def readme(results: Results) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return README's two runs."""
+    thin, dense = results.whole("readme.json")["runs"]
+    assert (thin["method"], dense["method"]) == ("streaming-diloco", "all-reduce")
+    assert all(run["steps"] == 300 and run["replicas"] == 2 and run["model"] == "nano" for run in (thin, dense))
+    return thin, dense
+
+
+def bytes_and_losses(results: Results) -> list[str]:
+    thin, dense = readme(results)
+    return [
+        f"{thin['parameters'] / 1e6:.2f}", str(thin["steps"]),
+        format_bytes(thin["wire_bytes_sent"]), format_bytes(dense["wire_bytes_sent"]),
+        f"{dense['wire_bytes_sent'] / thin['wire_bytes_sent']:.0f}",
+        f"{100 * (thin['val_loss'] / dense['val_loss'] - 1):.1f}",
+        f"{thin['val_loss']:.3f}", f"{dense['val_loss']:.3f}",
+    ]  # fmt: skip
+
+
+def wire_rows(results: Results) -> dict[tuple[Wire, str], Row]:
+    found = [one for one in map(summary, results.lines("wire.jsonl")) if one["repeat"] < OTHER_DAY]
+    return {(row.wire, row.contender): row for row in rows(found) if row.num_hosts == 2}
+
+
+def shares(results: Results, *wanted: tuple[Wire, str], form: str = "{:.3f}", factor: float = 1.0) -> list[str]:
+    found = wire_rows(results)
+    return [form.format(factor * statistics.median(found[one].shares)) for one in wanted]
+
+
+def spread_of_shares(results: Results, wire: Wire) -> list[str]:
+    values = wire_rows(results)[wire, "streaming-e3m0"].shares
+    assert len(values) == 3
+    return [f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))]
+
+
+def loss_row(replicas: int, interval: int) -> Values:
+    """Return the values of a row of the table of losses."""
+
+    def values(results: Results) -> list[str]:
+        lines = [line for line in results.lines("loss.jsonl") if line["steps"] == 400 and not _changes(line)]
+        base = {line["seed"]: line["val_loss"] for line in lines if line["method"] == "all-reduce"}
+        found: dict[str, dict[int, float]] = {"e3m0": {}, "float32": {}}
+        for line in lines:
+            is_one = line["method"] == "streaming-diloco" and line.get("outer_lr", 0.6) == 0.6
+            if is_one and (line["replicas"], line["sync_interval"]) == (replicas, interval):
+                found[line.get("codec", "float32")][line["seed"]] = line["val_loss"]
+        coded = found["e3m0"]
+        gaps = sorted(100 * (loss / base[seed] - 1) for seed, loss in coded.items())
+        against = sorted(100 * (loss / found["float32"][seed] - 1) for seed, loss in coded.items())
+        return [
+            str(len(coded)), f"{statistics.median(coded.values()):.4f}",
+            *(f"{value:+.2f}" for value in (statistics.median(gaps), gaps[0], gaps[-1])),
+            *(f"{value:+.2f}" for value in (statistics.median(against), against[0], against[-1])),
+        ]  # fmt: skip
+
+    return values
+
+
+def _changes(line: dict[str, Any]) -> bool:
+    """Tell whether a run of the losses has other settings than the table's."""
+    usual = {"lr": 3e-3, "windows_per_step": 8, "tokenizer": "bpe", "overlap_steps": 3, "outer_momentum": 0.9}
+    return any(line.get(name, value) != value for name, value in usual.items())
+
+
+def chaos(results: Results) -> tuple[dict[str, Any], dict[str, Any]]:
+    short, long = results.lines("chaos.jsonl")[-2:]
+    assert (short["options"]["minutes"], long["options"]["minutes"]) == (3.0, 20.0)
+    return short, long
+
+
+def of_chaos(value: Callable[[dict[str, Any]], Sequence[str]]) -> Values:
+    """Return the values of both runs, one after the other."""
+    return lambda results: [text for run in chaos(results) for text in value(run)]
+
+
+def rejoins(number: int, kind: str, *names: tuple[str, str]) -> Values:
+    """Return values of a line of `rejoin.jsonl`, each rounded to a place such as `0.1`."""
+
+    def rounded(value: float, place: str) -> str:
+        return str(Decimal(str(value)).quantize(Decimal(place), ROUND_HALF_UP))
+
+    return lambda results: [rounded(results.lines("rejoin.jsonl")[number][kind][name], place) for name, place in names]
+
+
+def own_pace(results: Results) -> list[str]:
+    found = [line["with"] for line in results.lines("elastic_own_pace.jsonl")]
+    least, most = (100 * function(one["share"] for one in found) for function in (min, max))
+    return [f"{least:.0f}", f"{most:.0f}", f"{100 * max(one['slowdown'] for one in found):.0f}"]
+
+
+def slow_wire(results: Results) -> list[str]:
+    lines = [line for line in results.lines("elastic_sites.jsonl") if line.get("hosts") == 3]
+    direct, around = ([line for line in lines if line["with_detours"] is flag] for flag in (False, True))
+    return [
+        f"{line[name]['median']:.2f}"
+        for these, name in ((around, "slow_s"), (direct, "slow_s"), (around, "healthy_s")) for line in these
+    ]  # fmt: skip
+
+
+def site_row(replicas: str) -> Values:
+    def values(results: Results) -> list[str]:
+        lines = [line for line in results.lines("elastic_sites.jsonl") if line.get("replicas") == replicas]
+        alone, once = (next(line for line in lines if line["with_sites"] is flag) for flag in (False, True))
+        names = ("megabytes_a_round", "seconds_a_round")
+        return [f"{line[name]:.2f}" for name in names for line in (alone, once)]
+
+    return values
+
+
+def memory_row(method: str) -> Values:
+    def values(results: Results) -> list[str]:
+        row = next(row for row in results.whole("memory.json")["rows"] if row["method"] == method)
+        sizes = [f"{row[name] / 1e6:.0f}" for name in ("median_bytes", "min_bytes", "max_bytes")]
+        return [*sizes, f"{row['copies_over_inner']:.2f}"]
+
+    return values
+
+
+def share_of_codec(interval: int) -> Values:
+    def values(results: Results) -> list[str]:
+        found = results.whole("codec_share.json")["percent_of_interval"][str(interval)]
+        return [f"{value:.2f}" for value in (found[0], min(found), max(found))]
+
+    return values
+
+
+def at_h_100(results: Results) -> list[str]:
+    found = []
+    for name in ("streaming-e3m0", "all-reduce-bf16"):
+        (line,) = (
+            line for line in results.lines("wire-h100.jsonl")
+            if line["cell"]["contender"] == name and line["cell"]["wire"]["rate_bits_per_s"]
+        )  # fmt: skip
+        sent = statistics.fmean(one["sent_bytes_since_gate"] for one in line["kernel"])
+        payload = statistics.fmean(host["gate_payload_bytes_sent"] for host in line["hosts"])
+        form = "{:.2f}" if sent < 1e7 else "{:.1f}"
+        found += [form.format(sent / 1e6), form.format(payload / 1e6), f"{sent / payload:.3f}"]
+    return found
+
+
+NUMBER = r"([+-]?[\d,]+(?:\.\d+)?)"
+SPREAD = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
+PERCENT = rf"{NUMBER} % \({NUMBER} to {NUMBER}\)"
+BENCHMARKS, ELASTIC = "docs/benchmarks.md", "docs/elastic.md"
+
+CLAIMS = {
+    "README: bytes and losses": Claim(
+        page="README.md",
+        pattern=rf"`nano` model \({NUMBER} M parameters\).*?, (\d+) steps each\. Streaming DiLoCo sent (\S+ MB) a "
+        rf"replica, the all-reduce (\S+ GB): (\d+) times as much\. .*? the loss is {NUMBER} % higher "
+        rf"\({NUMBER} against {NUMBER} ",
+        values=bytes_and_losses,
+    ),
+    "README: speed at 5 Mbit/s": Claim(
+        page="README.md",
+        pattern=r"at 5 Mbit/s .*? keeps (\d+) % of its speed, PowerSGD (\d+) %, DistributedDataParallel (\d+) %",
+        values=lambda results: shares(
+            results, *((FIVE, name) for name in ("streaming-e3m0", "ddp-powersgd", "ddp")), form="{:.0f}", factor=100
+        ),
+    ),
+    "wire: Streaming DiLoCo at 5 Mbit/s": Claim(
+        page=BENCHMARKS,
+        pattern=rf"Streaming DiLoCo with E3M0 keeps {NUMBER} \({NUMBER} to {NUMBER}, three repeats\) of its speed at 5",
+        values=lambda results: spread_of_shares(results, FIVE),
+    ),
+    "wire: the others at 5 Mbit/s": Claim(
+        page=BENCHMARKS,
+        pattern=rf"where an all-reduce keeps {NUMBER}, PyTorch's DDP {NUMBER}, DDP with PowerSGD {NUMBER}, "
+        rf"DiLoCo {NUMBER} and torchft's DiLoCo with fragments {NUMBER}\.",
+        values=lambda results: [
+            *shares(results, (FIVE, "all-reduce"), (FIVE, "ddp")),
+            *shares(
+                results, *((FIVE, name) for name in ("ddp-powersgd", "diloco", "torchft-diloco")), form="{:.2f}"
+            ),
+        ],
+    ),
+    "wire: with latency and loss": Claim(
+        page=BENCHMARKS,
+        pattern=rf"at 20 Mbit/s it keeps {NUMBER} \({NUMBER} to {NUMBER}, three repeats\)",
+        values=lambda results: spread_of_shares(results, DELAYED),
+    ),
+    "wire: at 1 Mbit/s": Claim(
+        page=BENCHMARKS,
+        pattern=rf"1\.9 times as long as its steps, it keeps {NUMBER}, PowerSGD {NUMBER}, torchft {NUMBER} "
+        rf"and DDP {NUMBER} ",
+        values=lambda results: shares(
+            results, *((ONE, name) for name in ("streaming-e3m0", "ddp-powersgd", "torchft-diloco", "ddp"))
+        ),
+    ),
+    "wire: what each part contributes": Claim(
+        page=BENCHMARKS,
+        pattern=rf"from DiLoCo's {NUMBER}: fragments alone {NUMBER}, overlap alone {NUMBER}, E3M0 alone {NUMBER}; "
+        rf"fragments and overlap {NUMBER}; all three {NUMBER}\.",
+        values=lambda results: shares(
+            results,
+            *(
+                (FIVE, name)
+                for name in (
+                    "diloco", "fragments-only", "overlap-only", "diloco-e3m0", "streaming-dense", "streaming-e3m0",
+                )
+            ),
+        ),
+    ),
+    **{
+        f"loss: {replicas} replicas, H {interval}": Claim(
+            page=BENCHMARKS,
+            pattern=rf"\| {replicas} \| {interval} \| E3M0 \| (\d) \| {NUMBER} \| {PERCENT} \| {PERCENT} \|",
+            values=loss_row(replicas, interval),
+        )
+        for replicas in (2, 4)
+        for interval in (10, 30, 100)
+    },
+    **{
+        f"memory: {method}": Claim(
+            page=BENCHMARKS, pattern=rf"\| {name} \| {SPREAD} \| {NUMBER} \|", values=memory_row(method)
+        )
+        for method, name in (
+            ("all-reduce", "all-reduce"), ("diloco", "diloco"),
+            ("streaming-diloco, dense", "streaming-diloco, float32"), ("streaming-diloco", "streaming-diloco, E3M0"),
+        )
+    },
+    **{
+        f"codec: share at H {interval}": Claim(
+            page=BENCHMARKS, pattern=rf"\| {interval} \| {PERCENT} \|", values=share_of_codec(interval)
+        )
+        for interval in (10, 30, 100)
+    },
+    "wire: bytes at H 100": Claim(
+        page=BENCHMARKS,
+        pattern=rf"\({NUMBER} MB for {NUMBER} MB of payload in four exchanges, {NUMBER} to 1; "
+        rf"{NUMBER} MB for {NUMBER} MB in 23 steps, {NUMBER} to 1;",
+        values=at_h_100,
+    ),
+    "chaos: replicas that differ": Claim(
+        page=BENCHMARKS,
+        pattern=r"rounds in which replicas differ \| (\d+) of (\d+) \| (\d+) of (\d+) \|",
+        values=of_chaos(lambda run: [str(len(run["desyncs"])), str(run["rounds_compared"])]),
+    ),
+    "chaos: times without a round": Claim(
+        page=BENCHMARKS,
+        pattern=rf"30 s without a round \| (\d+), the longest {NUMBER} s \| (\d+), the longest {NUMBER} s \|",
+        values=of_chaos(lambda run: [str(len(run["hangs"])), f"{run['longest_gap_s']:.1f}"]),
+    ),
+    "chaos: goodput": Claim(
+        page=BENCHMARKS,
+        pattern=rf"that the replicas there could have trained \| {NUMBER} \| {NUMBER} \|",
+        values=of_chaos(lambda run: [f"{run['goodput']:.3f}"]),
+    ),
+    "chaos: coming back with its own state": Claim(
+        page=BENCHMARKS,
+        pattern=rf"its own state \| {NUMBER} s \| {NUMBER} s \({NUMBER} to {NUMBER}\) \| (\d) of (\d) \|",
+        values=rejoins(
+            1, "own", ("live_median_s", "0.01"), ("median_s", "0.1"), ("least_s", "0.1"), ("most_s", "0.1"),
+            ("in_time", "1"), ("n", "1"),
+        ),
+    ),
+    **{
+        f"sites: {replicas}": Claim(
+            page=BENCHMARKS,
+            pattern=rf"\| {replicas[0]} \+ {replicas[0]} \| \S+ MB \| {NUMBER} \| {NUMBER} \| {NUMBER} \| {NUMBER} \|",
+            values=site_row(replicas),
+        )
+        for replicas in ("2+2", "3+3")
+    },
+    "elastic: own pace": Claim(
+        page=ELASTIC,
+        pattern=r"slow replicas were in (\d+) to (\d+) % of the means and the fast ones took at most (\d+) % longer",
+        values=own_pace,
+    ),
+    "elastic: a slow wire": Claim(
+        page=ELASTIC,
+        pattern=rf"a round took \[{NUMBER} and {NUMBER} s in two runs instead of {NUMBER} and {NUMBER} s, "
+        rf"and {NUMBER} and {NUMBER} s before",
+        values=slow_wire,
+    ),
+    "elastic: chaos": Claim(
+        page=ELASTIC,
+        pattern=r"than the rest in any of (\d+) rounds, no time without rounds was longer than (\d+) s, and (\d+) % of",
+        values=lambda results: [
+            str(chaos(results)[1]["rounds_compared"]), f"{chaos(results)[1]['longest_gap_s']:.0f}",
+            f"{100 * chaos(results)[1]['goodput']:.0f}",
+        ],
+    ),
+    "elastic: coming back": Claim(
+        page=ELASTIC,
+        pattern=r"in a round again (\d+) s later with its own state, and (\d+) s later where it fetches "
+        r"one over 20 Mbit/s",
+        values=lambda results: [
+            *rejoins(1, "own", ("median_s", "1"))(results),
+            *rejoins(1, "fetched", ("median_s", "1"))(results),
+        ],
+    ),
+    "elastic: coming back with a large state": Claim(
+        page=ELASTIC,
+        pattern=r"parameters and 50 Mbit/s it is (\d+) s and (\d+) s \(medians of two",
+        values=lambda results: [
+            *rejoins(2, "own", ("median_s", "1"))(results),
+            *rejoins(2, "fetched", ("median_s", "1"))(results),
+        ],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_headline_figure_is_that_of_the_stored_results(name: str) -> None:
+    claim = CLAIMS[name]
+    assert claim.groups((ROOT / claim.page).read_text()) == tuple(claim.values(Results(RESULTS)))
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_a_claim_reads_every_figure_from_the_page_and_from_stored_results(name: str, tmp_path: Path) -> None:
+    claim = CLAIMS[name]
+    text = " ".join((ROOT / claim.page).read_text().split())
+    (found,) = re.finditer(claim.pattern, text)
+    for number in range(1, len(found.groups()) + 1):
+        changed = found[number].replace(found[number][-1], "9" if found[number][-1] != "9" else "8")
+        if re.search(r"\d$", found[number]):
+            other = text[: found.start(number)] + changed + text[found.end(number) :]
+            assert claim.groups(other) != found.groups()
+    with pytest.raises(FileNotFoundError):
+        claim.values(Results(tmp_path))
