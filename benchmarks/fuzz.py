@@ -3,6 +3,7 @@
     python benchmarks/fuzz.py --runs 1000000 --json benchmarks/results/fuzz.jsonl    # every target, one after another
     python benchmarks/fuzz.py frame rank-note --runs 1000000                         # some of them
     python benchmarks/fuzz.py frame --seconds 60 --corpus FOLDER                     # one, by time
+    python benchmarks/fuzz.py --table benchmarks/results/fuzz.jsonl                  # the table of the docs
 
 Targets are those of `tests/hostile_inputs.py`. Each runs in a process of its own with bounded memory. An input that is
 neither read nor refused ends its target and is written to the present folder. Add such inputs to the tests.
@@ -20,7 +21,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,21 @@ def fuzz_all(names: list[str], options: argparse.Namespace) -> int:
     return num_failed
 
 
+def table(lines: Iterable[dict[str, Any]], senders: dict[str, tuple[str, str, bool]]) -> str:
+    """Return the docs' table of the latest line of each target, in the order of `senders`."""
+    latest = {line["target"]: line for line in lines}
+    rows = ["| parser | target | bytes from | sender authenticated | inputs | edges | peak memory | result |"]
+    rows.append("|" + " --- |" * 8)
+    for name, (what, source, is_authenticated) in senders.items():
+        found, known = latest.get(name), "yes" if is_authenticated else "no"
+        measured = ("not run", "", "", "")
+        if found is not None:
+            inputs, memory = f"{found['inputs']:,}", f"{found['peak_rss_mb']} MB"
+            measured = (inputs, str(found["edges"]), memory, found["result"])
+        rows.append(f"| {what} | `{name}` | {source} | {known} | {' | '.join(measured)} |")
+    return "\n".join(rows) + "\n"
+
+
 def machine() -> dict[str, Any]:
     """Return the machine and the versions that a line holds for."""
     found = {"system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count()}
@@ -133,7 +149,13 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=None, help="folder that keeps each target's corpus")
     parser.add_argument("--seed", type=int, default=1, help="of the fuzzer's choices")
     parser.add_argument("--json", type=Path, default=None, help="file that one line a target is appended to")
+    parser.add_argument("--table", type=Path, default=None, metavar="FILE", help="print the table of stored results")
     options = parser.parse_args()
+    if options.table is not None:
+        from tests.hostile_inputs import SENDERS
+
+        print(table(map(json.loads, options.table.read_text().splitlines()), SENDERS), end="")
+        return
     raise SystemExit(1 if fuzz_all(options.targets, options) else 0)
 
 

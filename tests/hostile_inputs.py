@@ -565,15 +565,31 @@ TARGETS: dict[str, Target] = {
     "lab-message": (read_lab_message, [_LAB]),
 }
 
-# What reaches each parser, and whether the sender has proved the job's secret (or the dashboard's token) by then.
-# "gloo": messages of a static run without a secret; with one they come over connections that are authenticated.
-# "store": torch's store at MASTER_ADDR. "person": what somebody types. "file": a file of this host.
-SENDERS: dict[str, tuple[str, bool]] = {
-    "frame": ("wire", True), "message": ("gloo", False), "signed-message": ("gloo", False),
-    "part": ("gloo", False), "verdict": ("gloo", False), "wire-note": ("gloo", False), "fingerprint": ("gloo", False),
-    "rank-place": ("gloo", False), "burst": ("TCP", False), "greeting": ("TCP", False), "admission": ("TCP", False),
-    "rank-note": ("store", False), "board": ("store", False), "active-test": ("store", False),
-    "dashboard": ("HTTP", False), "invitation": ("person", False), "address": ("person", False),
-    "state": ("wire", True), "signed-state": ("wire", True), "replicas": ("wire", True), "coordinator": ("wire", True),
-    "journal": ("file", True), "lab-message": ("socket pair", True),
-}  # fmt: skip
+# By target: what it parses, where the bytes come from, and whether the sender has proved the job's secret by then.
+# "gloo": the messages of a job without a secret; with one they come over authenticated connections.
+# "store": torch's store at MASTER_ADDR, where whoever reaches the port can write.
+SENDERS: dict[str, tuple[str, str, bool]] = {
+    "greeting": ("bytes sent to an authenticated port (libzmq's greeting and handshake)", "TCP", False),
+    "admission": ("the question whether a client key is of the job (ZAP)", "TCP", False),
+    "burst": ("bursts of `probe_wires`, and their answers", "TCP", False),
+    "dashboard": ("requests to the dashboard before the token", "HTTP", False),
+    "rank-note": ("a rank's introduction (address, port)", "store", False),
+    "board": ("list of ranks, beats and key of `diagnose test`", "store", False),
+    "active-test": ("plans and results of `diagnose test`", "store", False),
+    "fingerprint": ("what a replica trains, before the first step", "gloo", False),
+    "message": ("a message's header and checksums", "gloo", False),
+    "signed-message": ("a message whose header has the right checksum", "gloo", False),
+    "part": ("a part of a round, in every codec", "gloo", False),
+    "verdict": ("a quorum's verdict", "gloo", False),
+    "wire-note": ("notes between replicas, and what `probe` measured", "gloo", False),
+    "rank-place": ("where a rank of a watched job is", "gloo", False),
+    "invitation": ("the words that one joins by", "command line", False),
+    "address": ("the address given to `doctor`", "command line", False),
+    "frame": ("frames of the wire", "wire", True),
+    "replicas": ("what replicas say to a coordinator", "wire", True),
+    "coordinator": ("what a coordinator says to a replica", "wire", True),
+    "state": ("a global state", "wire", True),
+    "signed-state": ("a global state whose header has the right hash", "wire", True),
+    "journal": ("a coordinator's journal", "file", True),
+    "lab-message": ("what a lab tells its keeper", "socket pair", True),
+}

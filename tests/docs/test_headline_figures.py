@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from markdown_pages import ROOT
 
+from tests.hostile_inputs import SENDERS
 from thinwire.bench.cells import Wire
 from thinwire.bench.table import Row, rows
 from thinwire.bench.wire import summary
@@ -390,3 +392,14 @@ def test_a_claim_reads_every_figure_from_the_page_and_from_stored_results(name: 
             assert claim.groups(other) != found.groups()
     with pytest.raises(FileNotFoundError):
         claim.values(Results(tmp_path))
+
+
+def test_the_table_of_fuzzed_parsers_is_that_of_the_stored_results() -> None:
+    """The rows name every target, and what the docs say of all of them holds."""
+    fuzz = runpy.run_path(str(ROOT / "benchmarks" / "fuzz.py"))
+    lines = Results(RESULTS).lines("fuzz.jsonl")
+    assert fuzz["table"](lines, SENDERS) in (ROOT / BENCHMARKS).read_text()
+    latest = {line["target"]: line for line in lines}
+    for name, (_, _, is_authenticated) in SENDERS.items():
+        assert is_authenticated or latest[name]["inputs"] >= 1_000_000, name
+        assert name not in latest or latest[name]["result"] == "ok", name

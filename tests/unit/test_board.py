@@ -11,6 +11,7 @@ from thinwire.errors import ConnectError
 from thinwire.transport import board as boards
 from thinwire.transport.addresses import Station
 from thinwire.transport.board import Board
+from thinwire.transport.meeting import MOST_NOTE_BYTES, Meeting
 
 
 def board_of(store: HashStore, rank: int, *, count: int = 2) -> Board:
@@ -80,3 +81,21 @@ def test_a_note_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_a_promise_is_read_as_seconds_and_never_believed_for_long(text: str, seconds: float) -> None:
     assert boards._promised_s(text) == seconds
+
+
+def test_a_failure_that_another_rank_tells_is_shown_without_what_a_terminal_obeys() -> None:
+    store = HashStore()
+    store.set("failure", "no\x1b[2J")
+    meeting = Meeting(store, rank=0, world_size=2, ranks_per_replica=1, deadline_s=0.1, place="here")
+    with pytest.raises(ConnectError, match=r"^no\?\[2J$"):
+        meeting.collect("station")
+
+
+def test_a_note_of_a_rank_that_is_too_long_is_refused_before_it_is_read() -> None:
+    store = HashStore()
+    store.set("station/0", "x" * (MOST_NOTE_BYTES + 1))
+    meeting = Meeting(store, rank=0, world_size=1, ranks_per_replica=1, deadline_s=0.1, place="here")
+    with pytest.raises(
+        ConnectError, match=f"a note at here has {MOST_NOTE_BYTES + 1} bytes, at most {MOST_NOTE_BYTES}"
+    ):
+        meeting.collect("station")
