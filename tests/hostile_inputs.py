@@ -248,7 +248,7 @@ def read_burst(raw: bytes) -> None:
         end.setblocking(False)
     begun = host_probes.BURST_BYTES - 1 - (raw[0] if raw else 0)
     is_answer = len(raw) > 1 and raw[1] % 2 == 1
-    data = bursts.way if is_answer else host_probes._Sink(near, count=begun)
+    data = bursts.way if is_answer else host_probes._Sink(near, "127.0.0.1", count=begun)
     bursts.probes._selector.register(near, selectors.EVENT_READ, data)
     if is_answer:
         bursts.way.connection, bursts.way.is_open, bursts.way.left, bursts.way.answer = near, True, 0, b""

@@ -13,17 +13,21 @@ from test_elastic_faults import Worker, street
 import thinwire.training.elastic.kept_state as kept_state
 from thinwire.training.elastic.kept_state import KeptState
 from thinwire.training.global_state import GlobalState, non_finite, spans
+from thinwire.training.run_identity import RunIdentity
 
 __all__ = ["street"]
 
 
+RUN = RunIdentity(run=16 * "a", config_digest=32 * "0", incarnations=(16 * "b",))
+
+
 def file_of(path: Path) -> KeptState:
-    return KeptState(path, run="r", warn=pytest.fail)
+    return KeptState(path, run=RUN, warn=pytest.fail)
 
 
 def state_of(parameter: float, inner: float) -> GlobalState:
     parameters, outer = {"w": torch.full((3,), parameter)}, {"inner.exp_avg": torch.full((3,), inner)}
-    return GlobalState(step=4, parameters=parameters, outer=outer, note={"run": "r", "era": 0})
+    return GlobalState(step=4, parameters=parameters, outer=outer, note={"run": RUN.stamp(), "era": 0})
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def replayed(lines: Lines) -> dict[str, Any]:
     found: Coordinator = Desk([json.loads(json.dumps(line)) for line in lines]).coordinator
     members = [
         {**member.describe(), "token": member.token, "held": member.held_step, "begin": member.begin_step,
-         "counted": member.has_counted, "awaited": member.is_awaited} for member in found.roster
+         "disk": member.disk_step, "counted": member.has_counted, "awaited": member.is_awaited}
+        for member in found.roster
     ]  # fmt: skip
     return {
         "members": members, "next": found.roster.next_replica, "step": found.book.step,
@@ -34,8 +35,17 @@ def replayed(lines: Lines) -> dict[str, Any]:
         "undo": found.ledger.undo_state(), "findings": found.findings, "notes": found._notes, "corpus": found._corpus,
         "era": found._era, "disk": found._from_disk, "started": found.has_started, "finished": found.has_finished,
         "failure": found.failure, "gaps": [[one.replica, one.host, one.is_called] for one in found.spares.gaps],
-        "waiting": found.cuts.waiting,
+        "waiting": found.cuts.waiting, "accounts": [[step, trained(data)] for step, data in found._accounts],
     }  # fmt: skip
+
+
+def trained(account: dict[str, Any]) -> dict[str, Any]:
+    """Return what an account says is trained; how far shards were used beyond that, the live process alone knows."""
+    leases = {
+        one: [[lease["shard"], lease["start"], lease["counted"]] for lease in held]
+        for one, held in account["leases"].items()
+    }
+    return {"next": account["next"], "counted": account["counted"], "returned": account["returned"], "leases": leases}
 
 
 class Life(Desk):

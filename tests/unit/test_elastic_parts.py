@@ -108,9 +108,10 @@ def test_a_shard_is_gone_on_with_where_another_replica_left_it() -> None:
 class FixedSeat:
     """Agrees on parts that the test gives."""
 
-    def __init__(self, parts: dict[int, torch.Tensor]) -> None:
+    def __init__(self, parts: dict[int, torch.Tensor], *, rejected: list[int] | None = None) -> None:
         self.agreed = self
         self.parts, self.step, self.closed_step = parts, 9, 9
+        self.rejected = [] if rejected is None else rejected
 
     def active(self) -> tuple[int, ...]:
         return tuple(self.parts)
@@ -125,6 +126,9 @@ class FixedSeat:
         assert part is None, "a decided round takes no part"
         return self
 
+    def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
+        self.rejected.append(member)
+
     def done(self) -> bool:
         return True
 
@@ -133,7 +137,11 @@ class FixedSeat:
 
 
 def mean_of(
-    vectors: dict[int, torch.Tensor], *, tokens: dict[int, tuple[int, int]] | None = None, preserve_norm: bool = False
+    vectors: dict[int, torch.Tensor],
+    *,
+    tokens: dict[int, tuple[int, int]] | None = None,
+    preserve_norm: bool = False,
+    rejected: list[int] | None = None,
 ) -> tuple[torch.Tensor, list[str]]:
     offers = tokens or dict.fromkeys(vectors, (10, 2))
     parts = {}
@@ -143,7 +151,8 @@ def mean_of(
         parts[member] = with_offer(offer, float32().encode(vector, seed=0))
     found: list[str] = []
     numel = next(iter(vectors.values())).numel()
-    exchange = AgreedMean(codec=float32(), seat=FixedSeat(parts), preserve_norm=preserve_norm, find=found.append)
+    seat = FixedSeat(parts, rejected=[] if rejected is None else rejected)
+    exchange = AgreedMean(codec=float32(), seat=seat, preserve_norm=preserve_norm, find=found.append)
     bound = exchange.with_directions([[True]]).bind([[torch.Size([numel])]], replica=0, num_replicas=3)
     delivery = Delivery(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
     steps = bound.steps(torch.zeros(numel), delivery)
@@ -165,13 +174,14 @@ def test_parts_weigh_by_their_tokens_and_speed() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_part_that_is_not_finite_is_left_out_and_told(value: float) -> None:
+def test_a_part_that_is_not_finite_is_left_out_and_rejected(value: float) -> None:
     vectors = {0: torch.tensor([1.0, 2.0]), 1: torch.tensor([value, 2.0]), 2: torch.tensor([3.0, 4.0])}
-    mean, found = mean_of(vectors)
+    rejected: list[int] = []
+    mean, found = mean_of(vectors, rejected=rejected)
     assert torch.equal(mean, torch.tensor([2.0, 3.0]))
-    assert len(found) == 1 and "the part of replica 1 holds NaN or infinity and was left out" in found[0]
-    nothing, told = mean_of({1: vectors[1]})
-    assert torch.equal(nothing, torch.zeros(2)) and told
+    assert rejected == [1] and not found, "the coordinator makes one finding of all rejections"
+    nothing, _ = mean_of({1: vectors[1]}, rejected=rejected)
+    assert torch.equal(nothing, torch.zeros(2)) and rejected == [1, 1]
 
 
 def test_a_part_much_longer_than_the_median_is_shortened_and_told() -> None:

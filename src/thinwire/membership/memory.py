@@ -11,6 +11,9 @@ from thinwire.membership.desk import MOST_FINDINGS, Desk
 from thinwire.membership.roster import Member, Standing
 from thinwire.membership.rounds import Decision
 
+# Replicas that went, in a compacted journal: the latest ones.
+_MOST_GONE = 1000
+
 
 class Memory(Desk):
     """A desk that remembers; see `Desk`."""
@@ -33,7 +36,10 @@ class Memory(Desk):
         Call it between two messages: within one, lines may have been written whose effect is yet to come.
         """
         lines: list[dict[str, Any]] = [{"what": "numbers", "next_replica": self.roster.next_replica}]
-        if self._revived is not None:  # first, since it forgets all decisions
+        # post-mortem diagnosis reads from the journal which replicas have gone
+        numbers = range(max(0, self.roster.next_replica - _MOST_GONE), self.roster.next_replica)
+        lines += [{"what": "gone", "replica": one} for one in numbers if self.roster.get(one) is None]
+        if self._revived is not None:  # before the decisions, since it forgets all of them
             lines.append({"what": "revived", **self._revived})
         if self._corpus is not None:
             lines.append({"what": "corpus", "corpus": self._corpus[0], "windows": self._corpus[1]})
