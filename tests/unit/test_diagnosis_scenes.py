@@ -21,6 +21,8 @@ from thinwire.diagnosis.reading import from_records
 from thinwire.diagnosis.rehearsal import rehearse
 from thinwire.diagnosis.scenes import NOISES, Fault, Scene
 
+# Two hundred scenes are played for all tests together: minutes of a core, more where others use it too.
+pytestmark = pytest.mark.timeout(1800)
 SEED = 7
 PLACED = ("right", "ambiguous")
 
