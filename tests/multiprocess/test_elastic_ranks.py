@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_elastic_run import SOON_S, STEP_S, active, processes, start, wait_until
+from test_elastic_run import SOON_S, STEP_S, active, processes, slower_file, start, wait_until
 from test_elastic_run import runs as runs
 from test_elastic_run import texts as texts
 from training_runs import Started, with_slow_steps
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.multiprocess
 
 
 @contextlib.contextmanager
-def host_that_joins(settings: LocalSettings, folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def host_that_joins(settings: LocalSettings, folder: Path, *more: str, slower: Path) -> Iterator[subprocess.Popen[str]]:
     words = ["join", settings.invitation, "--secret", settings.secret, "--out", str(folder), "--threads", "1", *more]
     joining = subprocess.Popen(
         [sys.executable, "-m", "thinwire.cli.main", *words],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S)},
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **with_slow_steps(STEP_S, slower_while=slower)},
     )  # fmt: skip
     try:
         yield joining
@@ -53,15 +53,17 @@ def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_besid
     more = ["--ranks-per-replica", "2", "--batch-size", "2"]
     started = start(runs, texts, run, steps=steps, replicas=1, more=more)
     started.wait_for(run / "elastic.json")
-    with host_that_joins(LocalSettings.load(run), other, "--batch-size", "5") as joining:
+    with host_that_joins(LocalSettings.load(run), other, "--batch-size", "5", slower=slower_file(run)) as joining:
         step = wait_until(run, lambda found: len(active(found)) == 2, started)["step"]
         wait_until(run, lambda found: found["step"] > step + 20, started)  # so that each holds all that it needs
         lost, (kept,) = set(rounds_in(run)), rounds_in(other)
         (rank,) = processes(started, "thinwire.cli.elastic_rank")
         leader = rank.parent()
+        slower_file(run).touch()
         rank.kill()
         wait_until(run, lambda found: not lost & active(found), started)
         found = wait_until(run, lambda found: len(active(found)) == 2, started)
+        slower_file(run).unlink()
         assert leader is not None and not leader.is_running(), "no rank outlives another"
         assert started.end() == 0 and joining.wait(timeout=SOON_S) == 0, started.stderr
     assert "rank 1 of this replica was ended by SIGKILL" in started.stderr

@@ -51,10 +51,15 @@ def start(
     options[options.index("--checkpoint-every") + 1] = "20"  # a state is 24 MB here
     started = Started(
         [*words, "--port", "0", "--cache-dir", str(texts / ".cache"), "--address", "127.0.0.1", *options, *more],
-        environment={**with_slow_steps(STEP_S), **(environment or {})}, output=output,
+        environment={**with_slow_steps(STEP_S, slower_while=slower_file(run)), **(environment or {})}, output=output,
     )  # fmt: skip
     runs.append(started)
     return started
+
+
+def slower_file(run: Path) -> Path:
+    """Return the file that makes a run slow while it is there, so that nothing ends before what is waited for comes."""
+    return run.with_name(f"{run.name}-slower")
 
 
 def status(run: Path) -> dict[str, Any]:
@@ -100,8 +105,10 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_p
     run = tmp_path / "run"
     started = start(runs, texts, run, steps=150)
     wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
+    slower_file(run).touch()
     os.kill(int((run / "logs" / "replica-process-1.pid").read_text()), signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
+    slower_file(run).unlink()
     processes(started, "thinwire.cli.coordinator")[0].kill()
     assert started.end() == 0, started.stderr
     summary = json.loads((run / "summary.json").read_text())

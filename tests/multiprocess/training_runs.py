@@ -30,10 +30,16 @@ DOCUMENTS = [f"{number}: " + "a thin wire carries little, so say little. " * 40 
 MARK = "STARTED_BY_TEST"
 
 
-def with_slow_steps(step_s: float) -> dict[str, str]:
-    """Return the environment in which elastic replicas sleep at each step, and leave the cores to others meanwhile."""
+def with_slow_steps(step_s: float, *, slower_while: Path | None = None) -> dict[str, str]:
+    """Return the environment in which elastic replicas sleep at each step, and leave the cores to others meanwhile.
+
+    Args:
+        step_s: How long.
+        slower_while: While there is such a file, they sleep for ten times as long.
+    """
     paths = [str(_SLOW_STEPS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"CHAOS_STEP_S": str(step_s), "PYTHONPATH": os.pathsep.join(paths)}
+    slower = {} if slower_while is None else {"CHAOS_SLOWER_WHILE": str(slower_while)}
+    return {"CHAOS_STEP_S": str(step_s), "PYTHONPATH": os.pathsep.join(paths), **slower}
 
 
 class Started:

@@ -1,6 +1,7 @@
 """Faults in the steps of an elastic replica, by environment variables.
 
 CHAOS_STEP_S: seconds that each step takes longer, so that many replicas fit on a core.
+CHAOS_SLOWER_WHILE: a file; while it exists each step takes ten times that, so that a run does not end too early.
 CHAOS_NAN: a folder; as long as it holds a file named by a replica's process id, that one's gradients are NaN.
 """
 
@@ -17,7 +18,9 @@ if _REPLICAS.intersection(sys.orig_argv) and {"CHAOS_STEP_S", "CHAOS_NAN"} & set
     _plain_step, _clip = ElasticTraining._plain_step, ElasticTraining._clip
 
     def _slow_step(self: ElasticTraining, *arguments: object) -> object:
-        time.sleep(float(os.environ.get("CHAOS_STEP_S", "0")))
+        slower = os.environ.get("CHAOS_SLOWER_WHILE")
+        is_slower = slower is not None and Path(slower).exists()
+        time.sleep(float(os.environ.get("CHAOS_STEP_S", "0")) * (10 if is_slower else 1))
         return _plain_step(self, *arguments)
 
     def _spoilt_clip(self: ElasticTraining) -> None:
