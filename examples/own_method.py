@@ -27,7 +27,7 @@ from thinwire.transport.loopback import LoopbackTransport
 # --8<-- [start:outer]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedHeavyBall:
-    """Heavy ball on a pseudo-gradient whose norm is limited first. See `thinwire.sync.outer.OuterOptimizer`."""
+    """Heavy ball on a clipped pseudo-gradient; see `thinwire.sync.outer_optimizer.OuterOptimizer`."""
 
     lr: float
     momentum: float

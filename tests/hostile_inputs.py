@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from thinwire.averaging.decoding import decode as decode_part
-from thinwire.averaging.delivery import Progress
-from thinwire.averaging.quorum_words import Offer, Verdict, read_offer, read_verdict, with_offer, with_verdict
+from thinwire.averaging.mean_of_payloads import decode as decode_part
+from thinwire.averaging.quorum_messages import Offer, Verdict, read_offer, read_verdict, with_offer, with_verdict
+from thinwire.averaging.round_context import Progress
 from thinwire.codecs.registry import NAMES, by_name
 from thinwire.errors import ConnectError, PayloadError, ThinwireError
 from thinwire.lab.channel import Channel

@@ -4,8 +4,8 @@
     python benchmarks/methods/attacks.py --report   # the table of what is stored
 
 All workers hold the same parameters, so one model computes the gradients of the 12 honest ones, one batch of 16 images
-each and step; the 3 bad vectors come from `thinwire.averaging.attacks.attack`, which knows the honest ones. The rule
-joins all 15 and SGD with momentum steps with the result. Rates were not tuned for rules or attacks.
+each and step; the 3 bad vectors come from `thinwire.methods.robust.attacks.attack`, which knows the honest ones.
+The rule joins all 15 and SGD with momentum steps with the result. Rates were not tuned for rules or attacks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from thinwire.averaging.attacks import ATTACKS, attack
 from thinwire.methods import robust
+from thinwire.methods.robust.attacks import ATTACKS, attack
 from thinwire.shared_random import derive_seed
 
 RESULTS = Path(__file__).parents[1] / "results" / "attacks.jsonl"

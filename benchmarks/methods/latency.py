@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from thinwire.averaging.delivery import Delivery
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.mixing import RandomPairs
+from thinwire.averaging.round_context import Delivery
 from thinwire.averaging.topology import AllReplicas, Topology
 from thinwire.codecs import float32
 from thinwire.transport.base import Envelope, Received

@@ -22,8 +22,8 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     from thinwire import codecs, lab, methods
     from thinwire.errors import ThinwireError
-    from thinwire.sync.joined import JoinedOptimizer
     from thinwire.sync.method import Method
+    from thinwire.sync.multi_optimizer import JoinedOptimizer
     from thinwire.sync.optimizer import DistributedOptimizer
     from thinwire.training.watching import watch
     from thinwire.transport.connect import connect
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DistributedOptimizer": "thinwire.sync.optimizer",
     "FaultyTransport": "thinwire.transport.faulty",
-    "JoinedOptimizer": "thinwire.sync.joined",
+    "JoinedOptimizer": "thinwire.sync.multi_optimizer",
     "LoopbackTransport": "thinwire.transport.loopback",
     "LoopbackWorld": "thinwire.transport.loopback",
     "Method": "thinwire.sync.method",

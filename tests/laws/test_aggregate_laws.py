@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.averaging.flag import FlagAggregator
-from thinwire.averaging.krum import Bulyan, Krum, MultiKrum
-from thinwire.averaging.robust import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
+from thinwire.averaging.aggregation_rules import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
 from thinwire.averaging.weighted import MedianNormClip, WeightedMean, token_weight
+from thinwire.methods.robust.flag import FlagAggregator
+from thinwire.methods.robust.krum import Bulyan, Krum, MultiKrum
 
 # 4097 and 65537: just over a lane of the inner products and a block of the sums
 AWKWARD_SIZES = (0, 1, 2, 1009, 4097, 32771, 65537)

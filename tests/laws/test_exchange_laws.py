@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.averaging.delivery import Delivery
 from thinwire.averaging.exchange import AllGather, TwoPhase, cheapest, shard_bounds
+from thinwire.averaging.round_context import Delivery
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Participation, Peers
 from thinwire.codecs import NAMES, by_name, float32

@@ -18,8 +18,8 @@ from thinwire.membership.own_pace import OwnPace
 from thinwire.membership.protocol import VERSION, decode, encode
 from thinwire.membership.rounds import grace_steps
 from thinwire.simulate.clock import Clock
+from thinwire.sync.catch_up import FollowedPace
 from thinwire.sync.engine import Engine
-from thinwire.sync.pace_maker import FollowedPace
 from thinwire.sync.schedule import Round, Schedule
 from thinwire.training.elastic.own_work import OwnWork
 from thinwire.version import __version__

@@ -13,7 +13,7 @@ from torch import nn
 from town import Resident, Town
 
 import thinwire
-from thinwire.averaging.quorum_words import read_offer
+from thinwire.averaging.quorum_messages import read_offer
 from thinwire.errors import Expelled, NonFiniteError
 from thinwire.membership.coordinator import MOST_BAD_PARTS
 from thinwire.membership.patience import Patience

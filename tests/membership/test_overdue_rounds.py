@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_elastic_faults import FINAL, SOON_S, Street, are_alike, pause, street
 
-from thinwire.averaging.quorum_words import read_offer
+from thinwire.averaging.quorum_messages import read_offer
 from thinwire.membership.proposal import HEAD_BYTES, blob_name, round_of
 
 __all__ = ["street"]

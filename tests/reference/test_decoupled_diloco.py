@@ -12,9 +12,9 @@ import thinwire
 from tests.reference.late_replicas import reference, train_late
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
-from thinwire.averaging.delivery import Delivery, Progress
 from thinwire.averaging.quorum import Quorum
-from thinwire.averaging.quorum_words import OFFER_BYTES
+from thinwire.averaging.quorum_messages import OFFER_BYTES
+from thinwire.averaging.round_context import Delivery, Progress
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import block_int8, float32

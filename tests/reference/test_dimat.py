@@ -19,10 +19,10 @@ from tests.reference.small_models import build
 from thinwire.averaging.mixing import Edges, Exponential, Neighbours, OnePeerExponential, Ring
 from thinwire.errors import NonFiniteError
 from thinwire.methods import dimat, local_sgd
-from thinwire.sync.matched_merge import MatchedMerge, Parameters
-from thinwire.sync.matching import permute
+from thinwire.methods.dimat.matched_merge import MatchedMerge, Parameters
+from thinwire.methods.dimat.matching import permute
+from thinwire.methods.dimat.permutation_graph import find_permutations
 from thinwire.sync.method import Method
-from thinwire.sync.permutation_graph import find_permutations
 from thinwire.sync.updates import InnerStep
 from thinwire.sync.views import PseudoGradient
 from thinwire.transport.loopback import LoopbackTransport

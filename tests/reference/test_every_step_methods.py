@@ -16,7 +16,7 @@ from tests.reference.small_models import build, loss_of
 from thinwire.averaging.low_rank import orthonormal
 from thinwire.averaging.weighted import MedianNormClip
 from thinwire.codecs import chunked_top_k, dct_top_k, top_k
-from thinwire.codecs.memory import ErrorFeedback, MomentumCorrection
+from thinwire.codecs.error_feedback import ErrorFeedback, MomentumCorrection
 from thinwire.methods import all_reduce, demo, dgc, power_sgd, sparse_loco
 from thinwire.sync.method import Method
 from thinwire.transport.loopback import LoopbackTransport

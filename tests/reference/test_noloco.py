@@ -11,13 +11,13 @@ import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.plain_replicas import Replica, adamw, assert_all_same, mean_of, train
 from tests.reference.small_models import build
-from thinwire.averaging.delivery import Average
 from thinwire.averaging.mixing import RandomPairs
+from thinwire.averaging.round_context import Average
 from thinwire.codecs import block_int8, float32
 from thinwire.methods import co2, diloco, noloco, slowmo
 from thinwire.methods.noloco import largest_pull
 from thinwire.sync.consensus import ConsensusStep, SlowWeightsAndPseudoGradient
-from thinwire.sync.outer import HeavyBall
+from thinwire.sync.outer_optimizer import HeavyBall
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind
 from thinwire.transport.recording import RecordingTransport

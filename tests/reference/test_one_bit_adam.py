@@ -10,13 +10,13 @@ import torch
 import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
-from thinwire.averaging.delivery import Delivery
 from thinwire.averaging.exchange import cheapest, shard_bounds
+from thinwire.averaging.round_context import Delivery
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import by_name, float32, sign
 from thinwire.errors import NonFiniteError
 from thinwire.methods import all_reduce, one_bit_adam
-from thinwire.sync.adam_state import equaliser
+from thinwire.sync.adam_momentum_view import equaliser
 from thinwire.sync.in_flight import launch
 from thinwire.sync.schedule import Round
 from thinwire.transport.recording import RecordingTransport

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from thinwire.averaging.attacks import ATTACKS, Attack, attack
-from thinwire.averaging.flag import FlagAggregator
-from thinwire.averaging.krum import Bulyan, Krum, MultiKrum
-from thinwire.averaging.robust import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
+from thinwire.averaging.aggregation_rules import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
 from thinwire.averaging.weighted import MedianNormClip, WeightedMean, token_weight
+from thinwire.methods.robust.attacks import ATTACKS, Attack, attack
+from thinwire.methods.robust.flag import FlagAggregator
+from thinwire.methods.robust.krum import Bulyan, Krum, MultiKrum
 
 Rows = list[list[float]]
 

@@ -9,8 +9,8 @@ from torch import nn
 import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
-from thinwire.averaging.attacks import attack_script
 from thinwire.methods import all_reduce, robust
+from thinwire.methods.robust.attacks import attack_script
 from thinwire.transport.faulty import FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport
 

@@ -11,7 +11,7 @@ from tests.reference.small_models import build, loss_of
 from tests.reference.test_one_bit_adam import Plain, adamw, options, squeeze
 from thinwire.codecs import float32
 from thinwire.methods import all_reduce, one_bit_adam, zero_one_adam
-from thinwire.sync.adam_state import equaliser
+from thinwire.sync.adam_momentum_view import equaliser
 from thinwire.sync.phases import DoublingIntervals
 from thinwire.transport.recording import RecordingTransport
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.averaging.attacks import ATTACKS, LONE_ATTACKS, Lie, attack, attack_script, largest_hidden_shift
-from thinwire.averaging.delivery import Delivery
 from thinwire.averaging.exchange import AllGather
+from thinwire.averaging.round_context import Delivery
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import by_name
+from thinwire.methods.robust.attacks import ATTACKS, LONE_ATTACKS, Lie, attack, attack_script, largest_hidden_shift
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.faulty import FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld

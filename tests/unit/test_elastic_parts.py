@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from thinwire import methods
-from thinwire.averaging.agreed import AgreedMean, agreed
-from thinwire.averaging.delivery import Delivery
+from thinwire.averaging.elastic_mean import AgreedMean, agreed
 from thinwire.averaging.exchange import AllGather, TwoPhase
-from thinwire.averaging.quorum_words import Offer, with_offer
+from thinwire.averaging.quorum_messages import Offer, with_offer
+from thinwire.averaging.round_context import Delivery
 from thinwire.averaging.topology import Peers
 from thinwire.cli.elastic_run import _new
 from thinwire.codecs import float32
-from thinwire.codecs.memory import ErrorFeedback
+from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.errors import ConnectError, Stopped, WorkerFailed
 from thinwire.sync.elastic import elastic
 from thinwire.training.config import TrainConfig, resolve

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from thinwire.averaging.delivery import Average, Wait
+from thinwire.averaging.round_context import Average, Wait
 from thinwire.averaging.straggler import Straggler
 from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost
 from thinwire.sync.in_flight import launch

@@ -9,7 +9,7 @@ from torch import nn
 import thinwire
 from thinwire.errors import CheckpointError
 from thinwire.sync.elastic import global_tensors
-from thinwire.sync.inner_memory import inner_tensors, load_inner_tensors
+from thinwire.sync.inner_optimizer_state import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.elastic.kept_state import KeptState, kept_path, newest_kept
 from thinwire.training.global_state import tensors_sha256

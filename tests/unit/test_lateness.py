@@ -12,19 +12,19 @@ import thinwire
 from tests.reference.late_replicas import control, train_late
 from tests.reference.loops import same, values, wrap
 from tests.reference.small_models import build, loss_of
-from thinwire.averaging.delivery import Average, Progress
+from thinwire.averaging.round_context import Average, Progress
 from thinwire.codecs import float32
 from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, PayloadError, PeerLost
 from thinwire.methods import decoupled_diloco
 from thinwire.sync import global_parameters
+from thinwire.sync.catch_up import PaceMaker
 from thinwire.sync.fragments import BlockParameters, Pattern
-from thinwire.sync.keeping import KeepingOuterStep
-from thinwire.sync.outer import PlainSGD
-from thinwire.sync.pace_maker import PaceMaker
+from thinwire.sync.late_outer_step import KeepingOuterStep
+from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.sync.schedule import Round
+from thinwire.sync.uncounted_work import Work
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient
-from thinwire.sync.work import Work
 from thinwire.transport.faulty import Fault, FaultyTransport
 from thinwire.transport.loopback import LoopbackWorld
 

@@ -10,7 +10,7 @@ import thinwire
 from thinwire.averaging.exchange import AllGather, TwoPhase
 from thinwire.codecs import NAMES, by_name, e3m0, float32
 from thinwire.methods import diloco, streaming_diloco
-from thinwire.sync.outer import PlainSGD
+from thinwire.sync.outer_optimizer import PlainSGD
 
 
 class Tensors(nn.Module):

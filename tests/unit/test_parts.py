@@ -15,7 +15,7 @@ from tests.reference.small_models import build
 from thinwire.errors import CheckpointError, DesyncError
 from thinwire.methods import all_reduce, diloco, local_sgd, recipe, streaming_diloco
 from thinwire.sync.engine import check_agreement
-from thinwire.sync.outer import HeavyBall, Nesterov, PlainSGD
+from thinwire.sync.outer_optimizer import HeavyBall, Nesterov, PlainSGD
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import InnerStep, OuterStep
 

@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from tests.convnets import Mlp, MlpMixer, ResNet
-from thinwire.sync.matching import permute
-from thinwire.sync.permutation_graph import find_permutations
+from thinwire.methods.dimat.matching import permute
+from thinwire.methods.dimat.permutation_graph import find_permutations
 
 IMAGES = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 ROWS = torch.randn(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

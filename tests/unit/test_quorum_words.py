@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import thinwire
 from tests.reference.late_replicas import train_late
-from thinwire.averaging.delivery import Progress
-from thinwire.averaging.quorum_words import (
+from thinwire.averaging.quorum_messages import (
     OFFER_BYTES,
     Offer,
     Verdict,
@@ -23,6 +22,7 @@ from thinwire.averaging.quorum_words import (
     with_offer,
     with_verdict,
 )
+from thinwire.averaging.round_context import Progress
 from thinwire.codecs import float32
 from thinwire.errors import PayloadError
 from thinwire.methods import decoupled_diloco

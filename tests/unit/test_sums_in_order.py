@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from thinwire.averaging import gram as gram_module
-from thinwire.averaging.columns import sorting_network
+from thinwire.averaging.coordinate_sort import sorting_network
 from thinwire.averaging.eigen import eigenvectors
 from thinwire.averaging.gram import combine, gram, norms
 

@@ -13,7 +13,7 @@ from tests.reference.loops import steps, values, wrap
 from tests.reference.small_models import build
 from thinwire.averaging.star import Star
 from thinwire.codecs import float32, top_k
-from thinwire.codecs.memory import Shift
+from thinwire.codecs.error_feedback import Shift
 from thinwire.errors import CheckpointError, DesyncError, TransportError
 from thinwire.methods import ef21
 from thinwire.sync.views import Gradient

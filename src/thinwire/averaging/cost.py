@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.averaging.delivery import Delivery, Steps, Wait
+from thinwire.averaging.encode_stage import codec_at
 from thinwire.averaging.exchange import AllGather, Exchange, Shapes, TwoPhase, laid_out, numel_of
 from thinwire.averaging.gossip import Gossip
-from thinwire.averaging.hop import codec_at
 from thinwire.averaging.low_rank import LowRank
+from thinwire.averaging.round_context import Delivery, Steps, Wait
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Topology
 from thinwire.transport.base import Received

@@ -16,13 +16,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from thinwire.averaging.bound_hops import BoundHops
-from thinwire.averaging.decoding import check_finite, decode, mean_of
-from thinwire.averaging.delivery import Average, Delivery, Steps, Wait
-from thinwire.averaging.hop import Hop, Ramp, ShardedHop, codec_at, most_bytes
-from thinwire.averaging.robust import Aggregate
+from thinwire.averaging.aggregation_rules import Aggregate
+from thinwire.averaging.encode_stage import Hop, Ramp, ShardedHop, codec_at, most_bytes
+from thinwire.averaging.exchange_state import BoundHops
+from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
+from thinwire.averaging.round_context import Average, Delivery, Steps, Wait
 from thinwire.codecs.base import Codec, NeedsLayout
-from thinwire.codecs.memory import Memory
+from thinwire.codecs.error_feedback import Memory
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Pending
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.delivery import Delivery, Steps
 from thinwire.averaging.exchange import AllGather, BoundExchange, Shapes
 from thinwire.averaging.mixing import MixingGraph, mixing_row
+from thinwire.averaging.round_context import Delivery, Steps
 from thinwire.codecs.base import Codec
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.delivery import Average, Delivery, Steps
 from thinwire.averaging.exchange import AllGather, BoundExchange, Shapes, TwoPhase, cheapest
+from thinwire.averaging.round_context import Average, Delivery, Steps
 from thinwire.codecs import float32
 from thinwire.errors import CheckpointError
 from thinwire.shared_random import derive_seed

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from thinwire.averaging.bound_hops import BoundHops
-from thinwire.averaging.decoding import decode, refuse_non_finite
-from thinwire.averaging.delivery import Average, Delivery, Progress, Steps, Wait
+from thinwire.averaging.encode_stage import Hop
 from thinwire.averaging.exchange import BoundExchange, Shapes, laid_out
-from thinwire.averaging.hop import Hop
-from thinwire.averaging.quorum_words import (
+from thinwire.averaging.exchange_state import BoundHops
+from thinwire.averaging.mean_of_payloads import decode, refuse_non_finite
+from thinwire.averaging.quorum_messages import (
     OFFER_BYTES,
     Offer,
     Verdict,
@@ -27,6 +26,7 @@ from thinwire.averaging.quorum_words import (
     with_offer,
     with_verdict,
 )
+from thinwire.averaging.round_context import Average, Delivery, Progress, Steps, Wait
 from thinwire.averaging.straggler import Straggler
 from thinwire.averaging.weighted import WeightedMean
 from thinwire.codecs.base import Codec

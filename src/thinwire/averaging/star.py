@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.averaging.bound_hops import BoundHops
-from thinwire.averaging.decoding import check_finite, decode, mean_of
-from thinwire.averaging.delivery import Average, Delivery, Steps, Wait
+from thinwire.averaging.encode_stage import Hop, Ramp, most_bytes
 from thinwire.averaging.exchange import BoundExchange, Shapes, code_for, numel_of
-from thinwire.averaging.hop import Hop, Ramp, most_bytes
+from thinwire.averaging.exchange_state import BoundHops
+from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
+from thinwire.averaging.round_context import Average, Delivery, Steps, Wait
 from thinwire.codecs.base import Codec
-from thinwire.codecs.memory import Memory, Shift
+from thinwire.codecs.error_feedback import Memory, Shift
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Received
 

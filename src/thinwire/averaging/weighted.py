@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.averaging.aggregation_rules import check_stack, require
 from thinwire.averaging.gram import combine, norms
-from thinwire.averaging.robust import check_stack, require
 
 # Directions that cancel to less than this share leave nothing but rounding errors of float32.
 _LEAST_DIRECTION = 2.0**-20

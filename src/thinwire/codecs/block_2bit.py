@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs import codebook2
-from thinwire.codecs.rows import BlockCodec
+from thinwire.codecs.block_codec import BlockCodec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs import nibbles
+from thinwire.codecs.block_codec import BlockCodec
 from thinwire.codecs.fusion import Fused
-from thinwire.codecs.rows import BlockCodec
 from thinwire.errors import NonFiniteError, PayloadError
 
 _SMALLEST_PEAK = 2.0**-100  # keeps the scale and its reciprocal normal numbers, which no device flushes to zero

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.rows import check_payload, elements_at_once, flatten, num_rows
+from thinwire.codecs.block_codec import check_payload, elements_at_once, flatten, num_rows
 from thinwire.codecs.top_k_rows import TopKRow
 from thinwire.codecs.values import RowFormat, check_format
 

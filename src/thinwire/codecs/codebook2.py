@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.codecs import bit_rows
+from thinwire.codecs import bit_packing
 from thinwire.codecs.ordered_sum import ordered_sum
 from thinwire.errors import NonFiniteError, PayloadError
 
@@ -35,7 +35,7 @@ def row_bytes(count: int) -> int:
         >>> row_bytes(64)
         24
     """
-    return _MEANS_BYTES + bit_rows.packed_bytes(count, width=2)
+    return _MEANS_BYTES + bit_packing.packed_bytes(count, width=2)
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
         counts.append(inside.sum(dim=1, keepdim=True).clamp_min_(1))
     means = torch.cat(sums, dim=1) / torch.cat(counts, dim=1).to(torch.float64)
     stored = means.masked_fill_(is_unusable, torch.inf).to(torch.bfloat16).view(torch.uint8)
-    return torch.cat((stored, bit_rows.pack(codes, width=2)), dim=1)
+    return torch.cat((stored, bit_packing.pack(codes, width=2)), dim=1)
 
 
 def decode(data: torch.Tensor, *, count: int, name: str) -> torch.Tensor:
@@ -86,7 +86,7 @@ def decode(data: torch.Tensor, *, count: int, name: str) -> torch.Tensor:
         raise NonFiniteError(f"{name}: a block held NaN, infinity or a magnitude of 2**127 or more")
     if not fine:
         raise PayloadError(f"{name}: the mean of a bin is NaN, -infinity or above 2**127: never sent")
-    codes = bit_rows.unpack(data[:, _MEANS_BYTES:].contiguous(), count=count, width=2, name=name)
+    codes = bit_packing.unpack(data[:, _MEANS_BYTES:].contiguous(), count=count, width=2, name=name)
     return means.gather(1, codes)
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from thinwire.codecs import dct
-from thinwire.codecs.rows import check_payload, elements_at_once, flatten, num_rows
+from thinwire.codecs.block_codec import check_payload, elements_at_once, flatten, num_rows
 from thinwire.codecs.top_k_rows import TopKRow
 from thinwire.codecs.values import RowFormat, check_format
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.rows import check_payload, flatten, num_rows
+from thinwire.codecs.block_codec import check_payload, flatten, num_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,9 +46,9 @@ from typing import Literal
 import torch
 
 from thinwire.codecs import nibbles
+from thinwire.codecs.block_codec import BlockCodec
 from thinwire.codecs.counter_random import counter_keys, random_bits
 from thinwire.codecs.fusion import Fused
-from thinwire.codecs.rows import BlockCodec
 from thinwire.errors import NonFiniteError, PayloadError
 
 BLOCK = nibbles.BLOCK

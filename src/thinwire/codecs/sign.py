@@ -21,9 +21,9 @@ from typing import Literal
 
 import torch
 
-from thinwire.codecs import bit_rows
+from thinwire.codecs import bit_packing
+from thinwire.codecs.block_codec import check_payload, elements_at_once, flatten, num_rows
 from thinwire.codecs.ordered_sum import ordered_sum
-from thinwire.codecs.rows import check_payload, elements_at_once, flatten, num_rows
 from thinwire.errors import NonFiniteError, PayloadError
 
 _SCALE_BYTES = 4
@@ -138,7 +138,7 @@ class Sign:
             narrow = part.to(torch.float32)
             wide = narrow.to(torch.float64)
             sums.append(ordered_sum(wide.abs() if self.scale == "mean" else wide * wide))
-            bits.append(bit_rows.pack_bits(narrow < 0))
+            bits.append(bit_packing.pack_bits(narrow < 0))
         mean = ordered_sum(torch.cat(sums, dim=1)) / torch.full_like(sums[0], x.shape[1])
         scale = (mean if self.scale == "mean" else mean.sqrt()).to(torch.float32)
         scale = scale.masked_fill_(~scale.isfinite(), torch.inf)
@@ -151,7 +151,7 @@ class Sign:
             raise NonFiniteError(f"{self.name}: a block held NaN, infinity, or magnitudes beyond float32")
         if not fine:
             raise PayloadError(f"{self.name}: a block's scale is negative or NaN: never sent")
-        bits = bit_rows.unpack_bits(data[:, _SCALE_BYTES:].contiguous(), count=count, name=self.name)
+        bits = bit_packing.unpack_bits(data[:, _SCALE_BYTES:].contiguous(), count=count, name=self.name)
         return torch.where(bits.bool(), -scale, scale)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.codecs.block_codec import check_size_at_most, num_rows
 from thinwire.codecs.indices import (
     decode_indices,
     encode_indices,
@@ -15,7 +16,6 @@ from thinwire.codecs.indices import (
     max_index_bytes,
     num_indices,
 )
-from thinwire.codecs.rows import check_size_at_most, num_rows
 from thinwire.codecs.values import bits_per_value, decode_values, encode_values, value_bytes
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.rows import flatten
+from thinwire.codecs.block_codec import flatten
 from thinwire.codecs.selection import at_least, magnitude_bits
 from thinwire.codecs.sparse_payload import decode_chosen, encode_chosen, expected_bits_per_element, max_bytes
 from thinwire.codecs.values import ValueFormat, check_format

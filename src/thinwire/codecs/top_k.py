@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from thinwire.codecs import selection as choose
-from thinwire.codecs.rows import flatten
+from thinwire.codecs.block_codec import flatten
 from thinwire.codecs.sparse_payload import decode_chosen, encode_chosen, expected_bits_per_element, max_bytes
 from thinwire.codecs.values import ValueFormat, check_format
 

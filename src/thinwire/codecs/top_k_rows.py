@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import bit_rows
+from thinwire.codecs import bit_packing
 from thinwire.codecs.selection import largest_of_rows, magnitude_bits
 from thinwire.codecs.values import decode_values, encode_values, value_bytes
 from thinwire.errors import PayloadError
@@ -38,7 +38,7 @@ class TopKRow:
     @property
     def index_bytes(self) -> int:
         """Bytes of a row's indices."""
-        return bit_rows.packed_bytes(self.count, width=self.index_bits)
+        return bit_packing.packed_bytes(self.count, width=self.index_bits)
 
     @property
     def row_bytes(self) -> int:
@@ -48,7 +48,7 @@ class TopKRow:
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Encode float32 `(rows, size)` to uint8 `(rows, row_bytes)`."""
         chosen = largest_of_rows(magnitude_bits(x), count=self.count)
-        packed = bit_rows.pack(chosen, width=self.index_bits)
+        packed = bit_packing.pack(chosen, width=self.index_bits)
         return torch.cat((packed, encode_values(x.gather(1, chosen), values=self.values)), dim=1)
 
     def decode(self, data: torch.Tensor, *, name: str) -> torch.Tensor:
@@ -59,7 +59,7 @@ class TopKRow:
             NonFiniteError: The sender's tensor held NaN, infinity, or more than the format can carry.
         """
         packed = data[:, : self.index_bytes].contiguous()
-        chosen = bit_rows.unpack(packed, count=self.count, width=self.index_bits, name=name)
+        chosen = bit_packing.unpack(packed, count=self.count, width=self.index_bits, name=name)
         if not bool((chosen[:, 1:] > chosen[:, :-1]).all() & (chosen[:, -1:] < self.size).all()):
             raise PayloadError(f"{name}: indices of a chunk do not ascend, or are {self.size} or more: never sent")
         found = decode_values(data[:, self.index_bytes :], count=self.count, values=self.values, name=name)

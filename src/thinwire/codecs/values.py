@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import torch
 
 from thinwire.codecs import codebook2
-from thinwire.codecs.rows import num_rows
+from thinwire.codecs.block_codec import num_rows
 from thinwire.errors import NonFiniteError, PayloadError
 
 ValueFormat = Literal["float16", "bfloat16", "float32"]

@@ -9,7 +9,7 @@ from thinwire.membership.proposal import Proposal, Shelf, round_of
 
 
 class ElasticSeat:
-    """Implements `thinwire.averaging.agreed.Seat`.
+    """Implements `thinwire.averaging.elastic_mean.Seat`.
 
     Args:
         council: What the coordinator says.

@@ -40,7 +40,7 @@ from thinwire.methods.about import About
 from thinwire.sync.delayed import DelayedOuterStep, TakenPseudoGradient
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer import OuterOptimizer, PlainSGD, StaleHeavyBall
+from thinwire.sync.outer_optimizer import OuterOptimizer, PlainSGD, StaleHeavyBall
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.sharded_outer import ShardedMomentum
 from thinwire.sync.updates import OuterStep, Update

@@ -38,9 +38,9 @@ from thinwire.codecs import Codec, e3m0
 from thinwire.methods.about import About
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.sync.fragments import Pattern
-from thinwire.sync.keeping import KeepingOuterStep
+from thinwire.sync.late_outer_step import KeepingOuterStep
 from thinwire.sync.method import Method
-from thinwire.sync.outer import Nesterov
+from thinwire.sync.outer_optimizer import Nesterov
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.views import PseudoGradient
 

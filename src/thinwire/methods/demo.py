@@ -17,7 +17,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import AllGather, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import dct_top_k, float32
-from thinwire.codecs.memory import ErrorFeedback
+from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.about import About
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep

@@ -20,7 +20,7 @@ from thinwire.methods.about import About
 from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer import Nesterov, OuterOptimizer
+from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient

@@ -20,7 +20,7 @@ what it computed, not what its code made of it; the difference is the code's err
 from __future__ import annotations
 
 from thinwire.averaging.exchange import Exchange, cheapest
-from thinwire.averaging.nothing import Nothing
+from thinwire.averaging.no_exchange import Nothing
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.about import About
@@ -28,7 +28,7 @@ from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.sync.eager import EagerOuterStep, OwnFirst
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer import Nesterov
+from thinwire.sync.outer_optimizer import Nesterov
 from thinwire.sync.views import OwnPseudoGradient
 
 ABOUT = About(

@@ -31,7 +31,7 @@ from typing import Literal
 from thinwire.averaging.exchange import AllGather, Exchange, cheapest
 from thinwire.averaging.topology import AllReplicas, Participation, Topology
 from thinwire.codecs import Codec, float32, top_k
-from thinwire.codecs.memory import Shift
+from thinwire.codecs.error_feedback import Shift
 from thinwire.methods.about import About
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep

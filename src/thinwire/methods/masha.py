@@ -30,12 +30,12 @@ from thinwire.averaging.exchange import AllGather, Exchange, cheapest
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, Sign, float32, random_k, top_k
-from thinwire.codecs.memory import ErrorFeedback, Memory
+from thinwire.codecs.error_feedback import ErrorFeedback, Memory
 from thinwire.methods.about import About
 from thinwire.methods.ef21 import check_contractive
+from thinwire.sync.closure_methods import Operator
 from thinwire.sync.extragradient import Extragradient
 from thinwire.sync.method import Method
-from thinwire.sync.oracle import Operator
 from thinwire.sync.schedule import RandomRefresh
 
 ABOUT = About(

@@ -20,11 +20,11 @@ from __future__ import annotations
 from thinwire.averaging.exchange import AllGather, Exchange, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, block_2bit, float32
-from thinwire.codecs.memory import ErrorFeedback
+from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.about import About
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer import Nesterov
+from thinwire.sync.outer_optimizer import Nesterov
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient

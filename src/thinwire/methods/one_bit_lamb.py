@@ -30,7 +30,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
-from thinwire.codecs.memory import ErrorFeedback
+from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.about import About
 from thinwire.sync.lamb import FrozenLamb
 from thinwire.sync.method import Method

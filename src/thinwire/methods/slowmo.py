@@ -21,7 +21,7 @@ from thinwire.codecs import Codec, float32
 from thinwire.methods.about import About
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer import HeavyBall
+from thinwire.sync.outer_optimizer import HeavyBall
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient

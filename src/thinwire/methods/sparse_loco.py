@@ -19,11 +19,11 @@ from thinwire.averaging.exchange import AllGather, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.averaging.weighted import MedianNormClip
 from thinwire.codecs import chunked_top_k, float32
-from thinwire.codecs.memory import ErrorFeedback
+from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.about import About
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.outer import PlainSGD
+from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient

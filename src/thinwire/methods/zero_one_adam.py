@@ -30,10 +30,10 @@ Between two exchanges replicas differ. `global_parameters()` gives p'; steps aft
 from __future__ import annotations
 
 from thinwire.averaging.exchange import TwoPhase, cheapest
-from thinwire.averaging.nothing import Nothing
+from thinwire.averaging.no_exchange import Nothing
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
-from thinwire.codecs.memory import ErrorFeedback
+from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.about import About
 from thinwire.sync.method import Method
 from thinwire.sync.phases import DoublingIntervals

@@ -16,7 +16,7 @@ from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.mixing import Neighbours
-from thinwire.averaging.nothing import Nothing
+from thinwire.averaging.no_exchange import Nothing
 from thinwire.averaging.quorum import Quorum
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas

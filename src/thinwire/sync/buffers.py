@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Delivery
 from thinwire.averaging.exchange import TwoPhase
+from thinwire.averaging.round_context import Delivery
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import float32
 from thinwire.sync.in_flight import launch

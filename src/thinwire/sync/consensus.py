@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.sync.global_parameters import load_waiting
-from thinwire.sync.outer import HeavyBall
+from thinwire.sync.outer_optimizer import HeavyBall
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundOuterStep, OuterStep
 from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient

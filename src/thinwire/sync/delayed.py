@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Average
-from thinwire.sync.outer import OuterOptimizer
+from thinwire.averaging.round_context import Average
+from thinwire.sync.outer_optimizer import OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundOuterStep, OuterStep, check_pseudo_gradients
 from thinwire.sync.views import BoundPseudoGradient, BoundView, PseudoGradient

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from thinwire.averaging.agreed import Seat, agreed
+from thinwire.averaging.elastic_mean import Seat, agreed
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import AllReplicas, Peers
 from thinwire.errors import CheckpointError
 from thinwire.sync.engine import Engine
-from thinwire.sync.gathered import GatheredPseudoGradient, Pieces
-from thinwire.sync.keeping import KeepingOuterStep
+from thinwire.sync.late_outer_step import KeepingOuterStep
 from thinwire.sync.method import Method
+from thinwire.sync.sharded_replica_view import GatheredPseudoGradient, Pieces
 from thinwire.sync.updates import OuterStep, Update
 from thinwire.sync.views import PseudoGradient
 

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Average, Delivery
 from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
+from thinwire.averaging.round_context import Average, Delivery
 from thinwire.averaging.topology import Peers
 from thinwire.errors import DeadlineExceeded, ThinwireError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.shared_random import derive_seed
 from thinwire.sync.agreement import check_agreement
+from thinwire.sync.catch_up import FollowedPace, Pace, PaceMaker
+from thinwire.sync.closure_methods import BoundProgram
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine_state import EngineState
 from thinwire.sync.in_flight import InFlight, launch
 from thinwire.sync.method import Method
-from thinwire.sync.oracle import BoundProgram
-from thinwire.sync.pace_maker import FollowedPace, Pace, PaceMaker
 from thinwire.sync.schedule import Round, needed_for
 from thinwire.sync.statistics import SyncStatistics
-from thinwire.sync.work import Work
+from thinwire.sync.uncounted_work import Work
 from thinwire.transport.base import Transport, step_aside
 
 # The rest is for what the receiver does afterwards, and for steps that are quicker than the median.

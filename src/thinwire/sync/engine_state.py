@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.delivery import Average
 from thinwire.averaging.exchange import BoundExchange
+from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError, DesyncError
 from thinwire.events import RoundMark
+from thinwire.sync.catch_up import Pace, PaceMaker
 from thinwire.sync.flight_state import flight_from_state, flight_to_state
 from thinwire.sync.in_flight import InFlight
 from thinwire.sync.method import Method
-from thinwire.sync.pace_maker import Pace, PaceMaker
 from thinwire.sync.schedule import Round
+from thinwire.sync.uncounted_work import Work
 from thinwire.sync.updates import BoundUpdate
 from thinwire.sync.views import BoundView
-from thinwire.sync.work import Work
 from thinwire.transport.base import Transport
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.compat import kind_of
 from thinwire.errors import CheckpointError
-from thinwire.sync.oracle import BoundOperator, Program
+from thinwire.sync.closure_methods import BoundOperator, Program
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundView
 

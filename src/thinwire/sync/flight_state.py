@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.sync.in_flight import Arrived
 from thinwire.sync.schedule import Round
 

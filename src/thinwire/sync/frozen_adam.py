@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
-from thinwire.sync.adam_state import check_adam
+from thinwire.sync.adam_momentum_view import check_adam
 from thinwire.sync.momenta import BoundMomentum
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundView

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from thinwire.averaging.delivery import Average, Steps, Wait
+from thinwire.averaging.round_context import Average, Steps, Wait
 from thinwire.errors import DeadlineExceeded
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Pending, Received

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.codecs.ordered_sum import ordered_sum
 from thinwire.errors import CheckpointError
-from thinwire.sync.adam_state import Slot, check_adam
+from thinwire.sync.adam_momentum_view import Slot, check_adam
 from thinwire.sync.momenta import BoundMomentum
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundView

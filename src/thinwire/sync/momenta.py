@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import CheckpointError
-from thinwire.sync.adam_state import AdamState, Slot, check_adam, equaliser
+from thinwire.sync.adam_momentum_view import AdamState, Slot, check_adam, equaliser
 from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, Gradient

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.agreed import Seat
+from thinwire.averaging.elastic_mean import Seat
 from thinwire.compat import EagerOptimizer
 from thinwire.sync.buffers import average_tensors, saved_buffers
+from thinwire.sync.closure_methods import repeatable
+from thinwire.sync.consistency_check import agree
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine import Engine
 from thinwire.sync.method import Method
-from thinwire.sync.oracle import repeatable
 from thinwire.sync.schedule import Round
-from thinwire.sync.setup import agree
 from thinwire.sync.statistics import SyncStatistics
 from thinwire.sync.wrapping import STATE_VERSION, check_parameters, check_state
 from thinwire.transport.base import Transport

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs.memory import Vectors
-from thinwire.sync.outer import OuterOptimizer
+from thinwire.codecs.error_feedback import Vectors
+from thinwire.sync.outer_optimizer import OuterOptimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

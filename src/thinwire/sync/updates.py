@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
 from thinwire.sync.global_parameters import load_vectors
-from thinwire.sync.outer import OuterOptimizer
+from thinwire.sync.outer_optimizer import OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundGradient, BoundView
 

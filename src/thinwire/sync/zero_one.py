@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
-from thinwire.sync.adam_state import AdamState, Slot, check_adam
+from thinwire.sync.adam_momentum_view import AdamState, Slot, check_adam
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.momenta import BoundMomentum, Momentum
 from thinwire.sync.schedule import Round

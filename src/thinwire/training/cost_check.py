@@ -15,7 +15,7 @@ from thinwire.averaging.cost import measure_exchange, most_members, sent_bytes_o
 from thinwire.averaging.exchange import AllGather, Exchange, Shapes, cheapest, numel_of
 from thinwire.averaging.gossip import Gossip
 from thinwire.codecs import float32
-from thinwire.codecs.memory import Shift
+from thinwire.codecs.error_feedback import Shift
 from thinwire.errors import PayloadError
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.sync.engine import Engine
 from thinwire.sync.schedule import Round
 from thinwire.training.line_file import LineFile

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
-from thinwire.sync.unit_rules import FUNCTIONS, METHODS, MODULES, Call, Flow, Units, has_tensor
+from thinwire.methods.dimat.unit_rules import FUNCTIONS, METHODS, MODULES, Call, Flow, Units, has_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from thinwire.sync.permutation_graph import Observation, PermutationGraph
+from thinwire.methods.dimat.permutation_graph import Observation, PermutationGraph
 
 # what a product of two deviations counts for at least: below, a unit counts as one that never changes
 MIN_DEVIATIONS = 1e-7

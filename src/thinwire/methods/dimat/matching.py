@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from thinwire.errors import MissingExtra, NonFiniteError
-from thinwire.sync.batch_norm import has_statistics, reset_statistics
-from thinwire.sync.correlation import correlations
-from thinwire.sync.permutation_graph import Axis, PermutationGroup, find_permutations
+from thinwire.methods.dimat.batch_norm import has_statistics, reset_statistics
+from thinwire.methods.dimat.correlation import correlations
+from thinwire.methods.dimat.permutation_graph import Axis, PermutationGroup, find_permutations
 from thinwire.transport.shards import local_shard
 
 MergeMethod = Literal["activations", "weights", "none"]

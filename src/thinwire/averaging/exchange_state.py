@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from thinwire.averaging.hop import Hop
+from thinwire.averaging.encode_stage import Hop
 from thinwire.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.averaging.columns import mean_around, middle_of, over_sorted_columns
+from thinwire.averaging.aggregation_rules import check_num_bad, check_stack, require
+from thinwire.averaging.coordinate_sort import mean_around, middle_of, over_sorted_columns
 from thinwire.averaging.gram import combine, gram
-from thinwire.averaging.robust import check_num_bad, check_stack, require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

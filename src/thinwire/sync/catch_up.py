@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from thinwire.averaging.delivery import Progress
+from thinwire.averaging.round_context import Progress
 from thinwire.errors import PayloadError
 from thinwire.sync.schedule import Round
-from thinwire.sync.work import Work
+from thinwire.sync.uncounted_work import Work
 
 # So many inner steps are a measure of speed, and so much faster must the others be to count as faster.
 _LEAST_STEPS = 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.memory import BoundMemory
+from thinwire.codecs.error_feedback import BoundMemory
 from thinwire.errors import NonFiniteError
 from thinwire.shared_random import derive_seed
 

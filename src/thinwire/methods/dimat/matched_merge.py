@@ -9,14 +9,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
-from thinwire.sync.batch_norm import reset_statistics
+from thinwire.methods.dimat.batch_norm import reset_statistics
+from thinwire.methods.dimat.matching import MergeMethod, assign, check_whole, match_and_merge
+from thinwire.methods.dimat.permutation_graph import find_permutations
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import GlobalParameters
-from thinwire.sync.matching import MergeMethod, assign, check_whole, match_and_merge
-from thinwire.sync.permutation_graph import find_permutations
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundView
 from thinwire.transport.shards import flatten, local_shard, unflatten_into

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.delivery import Average, Delivery, Steps
 from thinwire.averaging.exchange import Shapes
+from thinwire.averaging.round_context import Average, Delivery, Steps
 from thinwire.errors import CheckpointError
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.sync.delayed import BoundDelayedOuterStep
-from thinwire.sync.outer import OuterOptimizer
+from thinwire.sync.outer_optimizer import OuterOptimizer
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundOuterStep, OuterStep, check_pseudo_gradients
 from thinwire.sync.views import BoundView

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from thinwire.averaging.columns import mean_around, mean_of, middle_of, over_sorted_columns
+from thinwire.averaging.coordinate_sort import mean_around, mean_of, middle_of, over_sorted_columns
 from thinwire.averaging.gram import combine
 
 

@@ -32,8 +32,8 @@ from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.mixing import Complete, MixingGraph, Neighbours, Ring, Torus
 from thinwire.codecs import float32
 from thinwire.methods.about import About
-from thinwire.sync.matched_merge import Batches, MatchedMerge, Parameters
-from thinwire.sync.matching import MergeMethod
+from thinwire.methods.dimat.matched_merge import Batches, MatchedMerge, Parameters
+from thinwire.methods.dimat.matching import MergeMethod
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Staggered
 

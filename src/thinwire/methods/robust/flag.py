@@ -23,9 +23,9 @@ from typing import Literal
 
 import torch
 
+from thinwire.averaging.aggregation_rules import check_stack
 from thinwire.averaging.eigen import Matrix, eigenvectors
 from thinwire.averaging.gram import combine, gram
-from thinwire.averaging.robust import check_stack
 
 Lengths = Literal["median", "unit", "given"]
 LENGTHS: tuple[Lengths, ...] = ("median", "unit", "given")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.averaging.delivery import Progress
+from thinwire.averaging.round_context import Progress
 from thinwire.averaging.weighted import token_weight
 from thinwire.errors import PayloadError
 

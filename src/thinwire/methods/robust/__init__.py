@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from thinwire.averaging.aggregation_rules import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
 from thinwire.averaging.exchange import AllGather
-from thinwire.averaging.flag import FlagAggregator
-from thinwire.averaging.krum import Bulyan, Krum, MultiKrum
-from thinwire.averaging.robust import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.about import About
+from thinwire.methods.robust.flag import FlagAggregator
+from thinwire.methods.robust.krum import Bulyan, Krum, MultiKrum
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from thinwire.averaging.delivery import Average
+from thinwire.averaging.round_context import Average
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import GlobalParameters, checksum
