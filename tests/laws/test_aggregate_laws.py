@@ -11,8 +11,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.averaging.aggregation_rules import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
-from thinwire.averaging.weighted import MedianNormClip, WeightedMean, token_weight
+from thinwire.averaging.aggregation_rules import (
+    Aggregate,
+    CoordinateMedian,
+    MeaMed,
+    Mean,
+    MedianNormClip,
+    Phocas,
+    TrimmedMean,
+    WeightedMean,
+    token_weight,
+)
 from thinwire.methods.robust.flag import FlagAggregator
 from thinwire.methods.robust.krum import Bulyan, Krum, MultiKrum
 

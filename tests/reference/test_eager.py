@@ -14,7 +14,7 @@ from tests.reference.small_models import build
 from thinwire.codecs import block_int8, float32
 from thinwire.errors import CheckpointError
 from thinwire.methods import diloco, eager
-from thinwire.sync.eager import EagerOuterStep, OwnFirst
+from thinwire.methods.eager import EagerOuterStep, OwnFirst
 from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.transport.loopback import single
 

@@ -15,8 +15,7 @@ from thinwire.averaging.mixing import RandomPairs
 from thinwire.averaging.round_context import Average
 from thinwire.codecs import block_int8, float32
 from thinwire.methods import co2, diloco, noloco, slowmo
-from thinwire.methods.noloco import largest_pull
-from thinwire.sync.consensus import ConsensusStep, SlowWeightsAndPseudoGradient
+from thinwire.methods.noloco import ConsensusStep, SlowWeightsAndPseudoGradient, largest_pull
 from thinwire.sync.outer_optimizer import HeavyBall
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Kind

@@ -9,8 +9,17 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from thinwire.averaging.aggregation_rules import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
-from thinwire.averaging.weighted import MedianNormClip, WeightedMean, token_weight
+from thinwire.averaging.aggregation_rules import (
+    Aggregate,
+    CoordinateMedian,
+    MeaMed,
+    Mean,
+    MedianNormClip,
+    Phocas,
+    TrimmedMean,
+    WeightedMean,
+    token_weight,
+)
 from thinwire.methods.robust.attacks import ATTACKS, Attack, attack
 from thinwire.methods.robust.flag import FlagAggregator
 from thinwire.methods.robust.krum import Bulyan, Krum, MultiKrum

@@ -12,7 +12,7 @@ from tests.reference.test_one_bit_adam import Plain, adamw, options, squeeze
 from thinwire.codecs import float32
 from thinwire.methods import all_reduce, one_bit_adam, zero_one_adam
 from thinwire.sync.adam_momentum_view import equaliser
-from thinwire.sync.phases import DoublingIntervals
+from thinwire.sync.schedule import DoublingIntervals
 from thinwire.transport.recording import RecordingTransport
 
 SHORT = {"variance_steps": 11, "variance_updates": 2, "local_doubling_steps": 3, "max_local_steps": 4}

@@ -8,8 +8,7 @@ import torch
 
 from thinwire.codecs import e3m0
 from thinwire.codecs.base import Codec
-from thinwire.codecs.counter_random import counter_keys, random_bits
-from thinwire.codecs.e3m0 import _stochastic
+from thinwire.codecs.e3m0 import _stochastic, counter_keys, random_bits
 
 
 def wide(numel: int, *, seed: int, spread: float = 6.0) -> torch.Tensor:

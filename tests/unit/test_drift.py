@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from thinwire.events import Transfer, TransferLog
-from thinwire.sync.phases import WarmUp
-from thinwire.sync.schedule import EveryStep, Schedule, Staggered
+from thinwire.sync.schedule import EveryStep, Schedule, Staggered, WarmUp
 from thinwire.training.drift import Drift, Watch, Window, sending, whole_intervals
 
 EXPECTED_S = 0.4

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
+from thinwire.averaging.quorum import Straggler
 from thinwire.averaging.round_context import Average, Wait
-from thinwire.averaging.straggler import Straggler
 from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost
 from thinwire.sync.in_flight import launch
 from thinwire.sync.schedule import Round

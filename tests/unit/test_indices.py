@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.codecs.indices import (
+from thinwire.codecs.sparse_payload import (
     HEADER_BYTES,
     Bytes,
     Indices,

@@ -11,8 +11,14 @@ from torch import nn
 from benchmarks.methods.images import accuracy, convnet, load_digits, loss, train
 from tests.convnets import Mlp, MlpMixer, ResNet
 from thinwire.errors import MissingExtra, NonFiniteError
-from thinwire.methods.dimat.batch_norm import reset_statistics
-from thinwire.methods.dimat.matching import assign, match_activations, match_and_merge, match_weights, permute
+from thinwire.methods.dimat.matching import (
+    assign,
+    match_activations,
+    match_and_merge,
+    match_weights,
+    permute,
+    reset_statistics,
+)
 from thinwire.methods.dimat.permutation_graph import find_permutations
 
 HALVES = {0: 0.5, 1: 0.5}

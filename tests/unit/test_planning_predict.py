@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from tests.laws.test_schedule_laws import staggered
 from thinwire import simulate
 from thinwire.methods import recipe
+from thinwire.methods.eager import OwnFirst
 from thinwire.planning import predict as predict_module
 from thinwire.planning.cluster import Machine
 from thinwire.planning.predict import Prediction, alone, coding_s, inner_step_s, predict
 from thinwire.planning.virtual import Traffic
-from thinwire.sync.eager import OwnFirst
-from thinwire.sync.phases import WarmUp
-from thinwire.sync.schedule import EveryStep, Prefetched, RandomRefresh, Staggered
+from thinwire.sync.schedule import EveryStep, Prefetched, RandomRefresh, Staggered, WarmUp
 
 
 def traffic(

@@ -10,8 +10,8 @@ import torch
 
 from thinwire.averaging import gram as gram_module
 from thinwire.averaging.coordinate_sort import sorting_network
-from thinwire.averaging.eigen import eigenvectors
 from thinwire.averaging.gram import combine, gram, norms
+from thinwire.methods.robust.flag import eigenvectors
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 15])

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from thinwire.averaging.aggregation_rules import WeightedMean
 from thinwire.averaging.encode_stage import Hop, Ramp
 from thinwire.averaging.exchange import AllGather, BoundExchange, Exchange, Shapes, TwoPhase, laid_out
 from thinwire.averaging.exchange_state import BoundHops
@@ -21,7 +22,6 @@ from thinwire.averaging.gram import norms
 from thinwire.averaging.mean_of_payloads import decode
 from thinwire.averaging.quorum_messages import OFFER_BYTES, Offer, read_offer, with_offer
 from thinwire.averaging.round_context import Average, Delivery, Progress, Steps, Wait
-from thinwire.averaging.weighted import WeightedMean
 from thinwire.codecs.base import Codec
 from thinwire.errors import NonFiniteError
 from thinwire.transport.base import Pending

@@ -7,11 +7,13 @@ nothing is ever left on the wire, and who is behind by many rounds can still tak
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from thinwire.averaging.aggregation_rules import WeightedMean
 from thinwire.averaging.encode_stage import Hop
 from thinwire.averaging.exchange import BoundExchange, Shapes, laid_out
 from thinwire.averaging.exchange_state import BoundHops
@@ -27,12 +29,68 @@ from thinwire.averaging.quorum_messages import (
     with_verdict,
 )
 from thinwire.averaging.round_context import Average, Delivery, Progress, Steps, Wait
-from thinwire.averaging.straggler import Straggler
-from thinwire.averaging.weighted import WeightedMean
 from thinwire.codecs.base import Codec
-from thinwire.errors import PayloadError
+from thinwire.errors import DeadlineExceeded, PayloadError, ThinwireError
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Envelope, Pending, Received
+
+_LOOK_S = 0.005
+
+
+class Straggler:
+    """One late member of one closed round, as a transfer that is done when it has been answered.
+
+    Nothing is sent to a member before it asks, so that a replica that sleeps has no mail piling up for it, and what it
+    gets says how far the others are when it wakes, not when it fell asleep.
+
+    Args:
+        peer: The member.
+        pending: What it still has to send.
+        check: Raises where what it sent is not what it must be.
+        answer: Starts to send the mean.
+    """
+
+    def __init__(
+        self, pending: Pending, *, peer: int, check: Callable[[Received], None], answer: Callable[[], Pending]
+    ) -> None:
+        self.peer = peer
+        self._pending: Pending | None = pending
+        self._check = check
+        self._answer = answer
+        self._sent: Pending | None = None
+        self._failure: ThinwireError | None = None
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Take the member in if it has come, and tell whether its answer is out."""
+        with self._lock:  # the round's thread and that of a later round may look at the same time
+            try:
+                if self._pending is not None and self._pending.done():
+                    received = self._pending.wait(deadline_s=0.0)
+                    assert received is not None
+                    self._pending = None
+                    self._check(received)
+                    self._sent = self._answer()
+                return self._failure is not None or (self._sent is not None and self._sent.done())
+            except ThinwireError as failure:
+                self._failure = failure
+                return True
+
+    def wait(self, *, deadline_s: float) -> None:
+        """See `Pending.wait`."""
+        end_s = time.monotonic() + deadline_s
+        while not self.done():
+            if time.monotonic() > end_s:
+                raise DeadlineExceeded(
+                    f"replica {self.peer} did not ask for a closed round within {deadline_s:.3g} s, the deadline that "
+                    f"follows from measured times; see the log there"
+                )
+            time.sleep(_LOOK_S)
+        if self._failure is not None:
+            raise self._failure
+        assert self._sent is not None
+        self._sent.wait(deadline_s=deadline_s)
+
 
 Found = dict[int, tuple[Offer, torch.Tensor, int]]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.averaging.aggregation_rules import token_weight
 from thinwire.averaging.round_context import Progress
-from thinwire.averaging.weighted import token_weight
 from thinwire.errors import PayloadError
 
 _OFFER = struct.Struct("<QQQ")

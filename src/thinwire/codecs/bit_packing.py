@@ -108,3 +108,37 @@ def unpack(packed: torch.Tensor, *, count: int, width: int, name: str) -> torch.
     for place in range(width):
         numbers += bits[..., place].to(torch.int64) << place
     return numbers
+
+
+NIBBLES_PER_BLOCK = 64
+NIBBLE_BYTES = NIBBLES_PER_BLOCK // 2
+
+
+def pack_nibbles(codes: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Pack codes below 16.
+
+    Args:
+        codes: uint8, `(rows, 64)`, each 0 to 15.
+        out: uint8, `(rows, 32)`, any strides; is overwritten.
+    """
+    out.copy_(torch.add(codes[:, :NIBBLE_BYTES], codes[:, NIBBLE_BYTES:], alpha=16))
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes of packed bytes.
+
+    Args:
+        packed: uint8, `(rows, 32)`, any strides.
+
+    Returns:
+        uint8, `(rows, 64)`, each 0 to 15.
+
+    Example:
+        >>> codes = torch.arange(64, dtype=torch.uint8).remainder(16).view(1, 64)
+        >>> packed = torch.empty(1, 32, dtype=torch.uint8)
+        >>> pack_nibbles(codes, out=packed)
+        >>> torch.equal(unpack_nibbles(packed), codes)
+        True
+    """
+    packed = packed.contiguous()  # one strided read instead of two
+    return torch.cat((packed.bitwise_and(15), packed.bitwise_right_shift(4)), dim=1)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import nibbles
+from thinwire.codecs.bit_packing import NIBBLES_PER_BLOCK, pack_nibbles, unpack_nibbles
 from thinwire.codecs.block_codec import BlockCodec
 from thinwire.codecs.fusion import Fused
 from thinwire.errors import NonFiniteError, PayloadError
@@ -65,7 +65,7 @@ class BlockInt(BlockCodec):
     @property
     def block(self) -> int:
         """256 or 64 elements share a scale."""
-        return 256 if self.bits == 8 else nibbles.BLOCK
+        return 256 if self.bits == 8 else NIBBLES_PER_BLOCK
 
     @property
     def _scale_dtype(self) -> torch.dtype:
@@ -155,7 +155,7 @@ def _to_bytes(x: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None
 
 
 def _to_nibbles(x: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None:
-    nibbles.pack(_integers(x, inverse).bitwise_and_(15).view(torch.uint8), out=out)
+    pack_nibbles(_integers(x, inverse).bitwise_and_(15).view(torch.uint8), out=out)
 
 
 def _from_bytes(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
@@ -165,7 +165,7 @@ def _from_bytes(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) ->
 
 def _from_nibbles(packed: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
     # two's complement: flipping the sign bit counts from -8, and 8 less is the number
-    out.copy_(nibbles.unpack(packed).bitwise_xor_(8).view(torch.int8).sub_(8))
+    out.copy_(unpack_nibbles(packed).bitwise_xor_(8).view(torch.int8).sub_(8))
     out.mul_(scale)
 
 

@@ -10,7 +10,7 @@ A tensor of more than two dimensions counts as a matrix: the first dimension by 
 always `chunk` and a shorter one.
 
 Wire format: tensor by tensor; in a tensor the equal chunks in row-major order, then those of the shorter parts (right
-edge, bottom edge, corner); a chunk is a row of `thinwire.codecs.top_k_rows`, of its coefficients in row-major order,
+edge, bottom edge, corner); a chunk is a row of `thinwire.codecs.chunked_top_k`, of its coefficients in row-major order,
 with k coefficients or all there are. Sizes follow from the shapes alone.
 
 Nothing is zero in what is decoded. `is_sparse` is true all the same in the sense that matters to an exchange: replicas
@@ -31,7 +31,7 @@ import torch
 
 from thinwire.codecs import dct
 from thinwire.codecs.block_codec import check_payload, elements_at_once, flatten, num_rows
-from thinwire.codecs.top_k_rows import TopKRow
+from thinwire.codecs.chunked_top_k import TopKRow
 from thinwire.codecs.values import RowFormat, check_format
 
 _LARGEST_CHUNK = 1024

@@ -45,14 +45,68 @@ from typing import Literal
 
 import torch
 
-from thinwire.codecs import nibbles
+from thinwire.codecs.bit_packing import NIBBLE_BYTES, NIBBLES_PER_BLOCK, pack_nibbles, unpack_nibbles
 from thinwire.codecs.block_codec import BlockCodec
-from thinwire.codecs.counter_random import counter_keys, random_bits
 from thinwire.codecs.fusion import Fused
 from thinwire.errors import NonFiniteError, PayloadError
+from thinwire.shared_random import derive_seed
 
-BLOCK = nibbles.BLOCK
-ROW_BYTES = 1 + nibbles.BYTES
+# Each step's shift, and what it multiplies by: odd, with bits set without pattern. Chosen for this file; tests
+# hold what comes out of them.
+_STEPS = ((15, 0x6C8E9CF5), (13, 0x3C6EF36B), (16, 0x2545F491))
+
+
+def counter_keys(seed: int, *, start: int, device: torch.device) -> torch.Tensor:
+    """Return the keys of the stream `seed` from counter `start` on.
+
+    Args:
+        seed: Selects the stream; any integer.
+        start: The first counter.
+        device: Where the random bits will be computed.
+
+    Returns:
+        int32, `(3,)`: two keys and the low 32 bits of `start`; its high bits are part of the keys.
+    """
+    word = derive_seed(seed, "counter", start >> 32)
+    values = [_as_int32(word), _as_int32(word >> 32), _as_int32(start)]
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def random_bits(keys: torch.Tensor, *, count: int) -> torch.Tensor:
+    """Return 23 random bits for each of `count` counters in a row.
+
+    Three rounds of xor, shift and multiply. The second key enters between them: without it, two streams would be the
+    same numbers in another order. Good enough for rounding, no cryptography. All arithmetic is on 32-bit words and
+    wraps, so every device computes the same bits.
+
+    Args:
+        keys: From `counter_keys`.
+        count: How many, below 2**31.
+
+    Returns:
+        int32, `(count,)`, each in [0, 2**23).
+    """
+    word = torch.arange(count, dtype=torch.int32, device=keys.device)
+    word = word.add_(keys[2]).bitwise_xor_(keys[0])
+    for step, (shift, multiplier) in enumerate(_STEPS):
+        if step == 1:
+            word = word.bitwise_xor_(keys[1])
+        word = word.bitwise_xor_(_shift_right(word, shift)).mul_(multiplier)
+    word = word.bitwise_xor_(_shift_right(word, 16))
+    return _shift_right(word, 9)
+
+
+def _shift_right(word: torch.Tensor, bits: int) -> torch.Tensor:
+    # int32 shifts copy the sign into the top; the mask makes the shift a logical one
+    return word.bitwise_right_shift(bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _as_int32(value: int) -> int:
+    return (value & 0xFFFFFFFF) - ((value & 0x80000000) << 1)
+
+
+BLOCK = NIBBLES_PER_BLOCK
+ROW_BYTES = 1 + NIBBLE_BYTES
 
 _SMALLEST_EXPONENT = 8  # code 1 is then 2**-125: a normal number
 _NON_FINITE = 255
@@ -151,7 +205,7 @@ def _nearest(x: torch.Tensor, rows: torch.Tensor) -> None:
     codes = torch.maximum(codes, is_nonzero)
     # lt_ in place gives 0 and 1 in the tensor's own dtype; comparing into bools takes four times as long on a CPU
     is_negative = top.lt_(0).to(torch.uint8).bitwise_and_(is_nonzero)
-    nibbles.pack(codes.add_(is_negative, alpha=8), out=rows[:, 1:])
+    pack_nibbles(codes.add_(is_negative, alpha=8), out=rows[:, 1:])
     rows[:, :1] = exponent.masked_fill_(peak < 2, 0)
 
 
@@ -174,7 +228,7 @@ def _stochastic(x: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None
     fixed = fixed.mul_(raw.clamp_max_(1)).add_(random_bits(keys, count=x.numel()).view(x.shape))
     codes = fixed.bitwise_right_shift_(_MANTISSA_BITS).masked_fill_(unusable, 0)
     signs = bits.bitwise_right_shift(28).bitwise_and_(8).mul_(codes.clamp(max=1))
-    nibbles.pack(codes.add_(signs).to(torch.uint8), out=rows[:, 1:])
+    pack_nibbles(codes.add_(signs).to(torch.uint8), out=rows[:, 1:])
     rows[:, :1] = exponent
 
 
@@ -186,7 +240,7 @@ def _values(rows: torch.Tensor, out: torch.Tensor) -> None:
     """
     exponent = rows[:, :1].to(torch.int32)
     unit = (exponent - 6).clamp_(min=0).bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)
-    codes = nibbles.unpack(rows[:, 1:])
+    codes = unpack_nibbles(rows[:, 1:])
     is_negative = codes.bitwise_right_shift(3).view(torch.int8)
     one = torch.ones((), dtype=torch.uint8, device=rows.device)
     magnitude = torch.bitwise_left_shift(one, codes.bitwise_and_(7)).bitwise_right_shift_(1).view(torch.int8)

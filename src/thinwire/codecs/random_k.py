@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from thinwire.codecs.block_codec import check_payload, flatten, num_rows
-from thinwire.codecs.indices import Indices
 from thinwire.codecs.selection import magnitude_bits
+from thinwire.codecs.sparse_payload import Indices
 from thinwire.codecs.top_k import check_density, num_kept
 from thinwire.codecs.values import ValueFormat, bits_per_value, check_format, decode_values, encode_values, value_bytes
 from thinwire.errors import PayloadError

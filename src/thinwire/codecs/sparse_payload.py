@@ -1,22 +1,171 @@
 """The payload of a codec that sends some elements: which they are, and then their values.
 
-Wire format: the set of indices as `thinwire.codecs.indices` says, then the values in ascending order of their indices
+Wire format: the set of indices as `encode_indices` says, then the values in ascending order of their indices
 as one row of `thinwire.codecs.values`. A tensor without elements is a payload without bytes.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from thinwire.codecs.block_codec import check_size_at_most, num_rows
-from thinwire.codecs.indices import (
-    decode_indices,
-    encode_indices,
-    expected_bits_per_index,
-    max_index_bytes,
-    num_indices,
-)
 from thinwire.codecs.values import bits_per_value, decode_values, encode_values, value_bytes
+from thinwire.errors import PayloadError
+
+HEADER_BYTES = 5
+_GROUP = 256
+_NUM_PARAMETERS = 48
+
+Bytes = npt.NDArray[np.uint8]
+Indices = npt.NDArray[np.int64]
+
+
+def encode_indices(indices: Indices, *, numel: int) -> Bytes:
+    """Encode a set of indices.
+
+    Args:
+        indices: int64, `(count,)`, strictly ascending, each in [0, `numel`).
+        numel: Elements to choose from.
+
+    Returns:
+        uint8, at most `max_index_bytes(count, numel=numel)`.
+
+    Example:
+        >>> encode_indices(np.array([3, 70], dtype=np.int64), numel=100).tolist()
+        [2, 0, 0, 0, 0, 4, 35, 33]
+    """
+    count = len(indices)
+    gaps = np.diff(indices, prepend=-1) - 1
+    parameters = _best_parameters(gaps)
+    widths = np.repeat(parameters, _GROUP)[:count]
+    high_parts = gaps >> widths
+    high = np.zeros(int(high_parts.sum()) + count, dtype=np.uint8)
+    high[np.cumsum(high_parts) + np.arange(count)] = 1
+    low = np.zeros(int(widths.sum()), dtype=np.uint8)
+    for place, wide, at in _low_places(parameters, widths):
+        low[at] = gaps[wide] >> place & 1
+    header = np.frombuffer(count.to_bytes(HEADER_BYTES, "little"), dtype=np.uint8)
+    packed = (np.packbits(part, bitorder="little") for part in (low, high))
+    return np.concatenate((header, parameters.astype(np.uint8), *packed))
+
+
+def decode_indices(data: Bytes, *, numel: int, name: str) -> Indices:
+    """Decode a set of indices.
+
+    Args:
+        data: uint8, exactly the bytes of `encode_indices`.
+        numel: Elements to choose from.
+        name: The codec's name, for messages.
+
+    Returns:
+        int64, `(count,)`, strictly ascending, each in [0, `numel`).
+
+    Raises:
+        PayloadError: The bytes are no such set.
+    """
+    count = num_indices(data, numel=numel, name=name)
+    num_groups = -(-count // _GROUP)
+    body = data[HEADER_BYTES + num_groups :]
+    parameters = data[HEADER_BYTES : HEADER_BYTES + num_groups].astype(np.int64)
+    _check(len(parameters) == num_groups and bool((parameters < _NUM_PARAMETERS).all()), "parameters", name=name)
+    widths = np.repeat(parameters, _GROUP)[:count]
+    num_low_bits = int(widths.sum())
+    split = -(-num_low_bits // 8)
+    _check(len(body) >= split, f"{count} gaps in {len(body)} bytes", name=name)
+    ones = np.flatnonzero(np.unpackbits(body[split:], bitorder="little"))
+    _check(len(ones) == count, f"{len(ones)} gaps instead of {count}", name=name)
+    length = int(ones[-1]) + 1 if count else 0
+    _check(-(-length // 8) == len(body) - split, "bytes follow the last gap", name=name)
+    bits = np.unpackbits(body[:split], bitorder="little")
+    _check(not bits[num_low_bits:].any(), "a bit that fills up a byte is not zero", name=name)
+    gaps = np.diff(ones, prepend=-1) - 1
+    # in floating point first, which does not overflow: a gap's low part is below 2**48, and so are those of a payload
+    _check(float((gaps * 2.0**widths).sum()) <= numel, "its gaps lead out of the tensor", name=name)
+    gaps <<= widths
+    for place, wide, at in _low_places(parameters, widths):
+        gaps[wide] += bits[at].astype(np.int64) << place
+    _check(bool((gaps < numel).all()), "its gaps lead out of the tensor", name=name)
+    _check(float(gaps.sum(dtype=np.float64)) <= numel, "its gaps lead out of the tensor", name=name)
+    indices: Indices = np.cumsum(gaps + 1) - 1
+    _check(count == 0 or int(indices[-1]) < numel, "its gaps lead out of the tensor", name=name)
+    return indices
+
+
+def num_indices(data: Bytes, *, numel: int, name: str) -> int:
+    """Return how many indices a payload says it starts with.
+
+    Raises:
+        PayloadError: The payload has no whole header, or its number is above `numel`.
+    """
+    _check(len(data) >= HEADER_BYTES, f"its header has {HEADER_BYTES} bytes, got {len(data)}", name=name)
+    count = int.from_bytes(data[:HEADER_BYTES].tobytes(), "little")
+    _check(count <= numel, f"{count} indices of {numel} elements", name=name)
+    return count
+
+
+def max_index_bytes(count: int, *, numel: int) -> int:
+    """Return the most bytes that `count` or fewer indices of `numel` elements take, wherever they are.
+
+    Example:
+        >>> max_index_bytes(10, numel=1000), max_index_bytes(900, numel=1000)
+        (18, 135)
+    """
+    # the sum of all gaps is at most numel - count, and with one parameter for all groups it would be this; fewer bits
+    # for fewer indices, whatever the parameter; two parts each end at a byte
+    bits = min(count * (parameter + 1) + (numel - count >> parameter) for parameter in range(_NUM_PARAMETERS))
+    return HEADER_BYTES - (-count // _GROUP) + (bits + 14) // 8
+
+
+def expected_bits_per_index(density: float) -> float:
+    """Return the bits an index costs in the limit of many, at positions that are uniformly random.
+
+    Example:
+        >>> [round(expected_bits_per_index(density), 2) for density in (0.5, 0.1, 0.01, 0.001)]
+        [2.03, 4.79, 8.14, 11.53]
+    """
+    if density >= 1:
+        return 1.0 + 8 / _GROUP
+    # a high part's zeros are geometric too: E[zeros + 1] = 1 / (1 - (1 - density)**(2**r))
+    codes = (r - 1 / math.expm1(2**r * math.log1p(-density)) for r in range(_NUM_PARAMETERS))
+    return min(codes) + 8 / _GROUP
+
+
+def _best_parameters(gaps: Indices) -> Indices:
+    """Return for each group the smallest of the parameters with the fewest bits."""
+    starts = np.arange(0, len(gaps), _GROUP)
+    if not len(starts):
+        return starts
+    sizes = np.diff(starts, append=len(gaps))
+    best = np.zeros(len(starts), dtype=np.int64)
+    rest = gaps.copy()
+    least = np.add.reduceat(rest, starts)
+    # bits as a function of the parameter are convex, so a parameter that helps no group is followed by none that does
+    for parameter in range(1, _NUM_PARAMETERS):
+        rest >>= 1
+        bits = np.add.reduceat(rest, starts) + sizes * parameter
+        is_less = bits < least
+        if not is_less.any():
+            break
+        best[is_less], least[is_less] = parameter, bits[is_less]
+    return best
+
+
+def _low_places(parameters: Indices, widths: Indices) -> Iterator[tuple[int, Indices, Indices]]:
+    """Yield each bit of the low parts: its place in a gap, the gaps that have it, and where it stands in the stream."""
+    starts = np.cumsum(widths) - widths
+    for place in range(int(parameters.max(initial=0))):
+        wide = np.flatnonzero(widths > place)
+        yield place, wide, starts[wide] + place
+
+
+def _check(is_fine: bool, what: str, *, name: str) -> None:
+    if not is_fine:
+        raise PayloadError(f"{name}: {what}: never sent")
 
 
 def max_bytes(numel: int, *, count: int, values: str) -> int:

@@ -13,7 +13,7 @@ from thinwire.methods.co2 import co2
 from thinwire.methods.decoupled_diloco import decoupled_diloco
 from thinwire.methods.demo import demo
 from thinwire.methods.dgc import dgc
-from thinwire.methods.diloco import diloco
+from thinwire.methods.diloco import default_outer_lr, diloco
 from thinwire.methods.dimat import dimat
 from thinwire.methods.eager import eager
 from thinwire.methods.ef21 import ef21, ef21_step_size
@@ -24,7 +24,6 @@ from thinwire.methods.noloco import noloco
 from thinwire.methods.one_bit_adam import one_bit_adam
 from thinwire.methods.one_bit_lamb import one_bit_lamb
 from thinwire.methods.options import options_of, parse_options
-from thinwire.methods.outer_learning_rate import default_outer_lr
 from thinwire.methods.power_sgd import power_sgd
 from thinwire.methods.robust import robust
 from thinwire.methods.slowmo import slowmo

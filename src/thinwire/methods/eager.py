@@ -19,17 +19,26 @@ what it computed, not what its code made of it; the difference is the code's err
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
 from thinwire.averaging.exchange import Exchange, cheapest
 from thinwire.averaging.no_exchange import Nothing
+from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.methods.about import About
-from thinwire.methods.outer_learning_rate import default_outer_lr
-from thinwire.sync.eager import EagerOuterStep, OwnFirst
+from thinwire.methods.diloco import default_outer_lr
 from thinwire.sync.fragments import Pattern
+from thinwire.sync.global_parameters import load_vectors, load_waiting
 from thinwire.sync.method import Method
-from thinwire.sync.outer_optimizer import Nesterov
-from thinwire.sync.views import OwnPseudoGradient
+from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
+from thinwire.sync.schedule import Round, Staggered
+from thinwire.sync.updates import BoundOuterStep, OuterStep
+from thinwire.sync.views import BoundOwnPseudoGradient, BoundView, OwnPseudoGradient
 
 ABOUT = About(
     paper="arXiv 2502.12996",
@@ -83,3 +92,125 @@ def eager(
         last_exchange=lambda num_replicas: cheapest(float32(), num_replicas=num_replicas),
         has_common_value=False,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnFirst:
+    """Two rounds at every launch: channel 0 travels for a whole interval, channel 1 stays here and is applied at once.
+
+    Channel 0 of the launch before is applied right before channel 1: both make one outer step.
+
+    Args:
+        sync_interval: H, at least 1.
+
+    Example:
+        >>> [(r.channel, r.launch_step, r.apply_step) for r in OwnFirst(sync_interval=5).applies(10, num_fragments=1)]
+        [(0, 5, 10), (1, 10, 10)]
+    """
+
+    sync_interval: int
+
+    def __post_init__(self) -> None:
+        """Check the range."""
+        Staggered(sync_interval=self.sync_interval)
+
+    def check(self, *, num_fragments: int, num_replicas: int) -> None:
+        """Every number of fragments and replicas fits."""
+
+    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return both rounds of each fragment that is due."""
+        late = Staggered(sync_interval=self.sync_interval, overlap_steps=self.sync_interval)
+        return [
+            replace(round, id=2 * round.id + channel, channel=channel, apply_step=step if channel else round.apply_step)
+            for round in late.launches(step, num_fragments=num_fragments)
+            for channel in (0, 1)
+        ]
+
+    def applies(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
+        """Return what was launched an interval ago and is here by now, then what stays here."""
+        where = {"num_fragments": num_fragments, "replica": replica}
+        arrived = [round for round in self.launches(step - self.sync_interval, **where) if round.channel == 0]
+        return [*arrived, *(round for round in self.launches(step, **where) if round.channel == 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerOuterStep:
+    """An outer step with the replica's own fresh pseudo-gradient and the others' of an interval ago.
+
+        d = (1/M) Delta_me(t) + (1/M) sum over the others of Delta(t - H)
+        value = OuterOpt(value, d)
+
+    Args:
+        optimizer: Moves the replica's global parameters.
+        num_replicas: M.
+        lr: Of the last step, by which a round that is still in flight at the end is taken in, without momentum.
+    """
+
+    optimizer: OuterOptimizer
+    num_replicas: int
+    lr: float
+
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundEagerOuterStep:
+        """See `Update.bind`."""
+        # not those below it, which send something else in channel 0
+        if type(view) is not BoundOwnPseudoGradient:
+            raise ValueError(
+                "EagerOuterStep() applies a replica's own pseudo-gradients before the others', which only "
+                "OwnPseudoGradient() reads; use that as the view"
+            )
+        return BoundEagerOuterStep(self, view, outer=OuterStep(optimizer=self.optimizer).bind(view))
+
+
+class BoundEagerOuterStep:
+    """See `EagerOuterStep`."""
+
+    def __init__(self, spec: EagerOuterStep, view: BoundView, *, outer: BoundOuterStep) -> None:
+        self._spec = spec
+        self._parameters = view.parameters
+        self._outer = outer
+        self._own = [torch.zeros_like(value) for value in view.parameters.values]
+        self._arrived: dict[int, torch.Tensor] = {}
+
+    @property
+    def replaces_inner_step(self) -> bool:
+        """Never: it comes after the inner steps."""
+        return False
+
+    def apply(self, round: Round, average: Average) -> None:
+        """See `BoundUpdate.apply`: what all have sent waits for what this replica has made since, and comes first."""
+        fragment = round.fragment
+        if round.channel == 0:
+            self._arrived[fragment] = average.mean
+            return
+        fresh, own = average.mean, self._own[fragment]
+        # what it sent an interval ago is in the mean, and was taken in then
+        step = (fresh - own.to(fresh.device)).div_(self._spec.num_replicas)
+        arrived = self._arrived.pop(fragment, None)
+        if arrived is not None:
+            step.add_(arrived)
+        own.copy_(fresh)
+        self._outer.apply(round, replace(average, mean=step))
+
+    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+        """Set the global value and the local one to the mean of all local ones, and take in what was in flight.
+
+        Each replica has taken in its own share of that round already, a part in M of the mean.
+        """
+        value = self._parameters.values[fragment]
+        value.copy_(mean)
+        arrived = self._arrived.pop(fragment, None)
+        if arrived is not None:
+            value.sub_(arrived.to(value.device), alpha=self._spec.lr * (1 - 1 / self._spec.num_replicas))
+        self._parameters.blend_into_locals(fragment, blend=0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the momenta, and what this replica sent last, by fragment; and means that wait for the next step."""
+        own = {str(fragment): sent for fragment, sent in enumerate(self._own)}
+        arrived = {str(fragment): mean for fragment, mean in self._arrived.items()}
+        return {"momenta": self._outer.state_dict(), "own": own, "arrived": arrived}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `BoundUpdate.load_state_dict`."""
+        self._outer.load_state_dict(state["momenta"])
+        load_vectors(state["own"], self._own, what="last pseudo-gradient of its own")
+        self._arrived = load_waiting(state["arrived"], self._parameters, what="mean")

@@ -27,15 +27,25 @@ moments, and never steps. What we do where the public code differs or is silent:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
 from thinwire.averaging.exchange import TwoPhase, cheapest
+from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
+from thinwire.codecs.ordered_sum import ordered_sum
+from thinwire.errors import CheckpointError
 from thinwire.methods.about import About
-from thinwire.sync.lamb import FrozenLamb
+from thinwire.sync.adam_momentum_view import BoundMomentum, Momentum, Slot, check_adam
 from thinwire.sync.method import Method
-from thinwire.sync.momenta import Momentum
-from thinwire.sync.phases import WarmUp
+from thinwire.sync.schedule import Round, WarmUp
+from thinwire.sync.views import BoundView
+from thinwire.transport.shards import local_shard, of_all_shards
 
 ABOUT = About(
     paper="arXiv 2104.06069",
@@ -97,3 +107,171 @@ def one_bit_lamb(
         exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), momenta),
         update=lambda num_replicas: update,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenLamb:
+    """LAMB's step in channel 0; in channel 1 one along the mean momentum, with coefficients that follow frozen ones.
+
+    Norms and ratios are those of whole layers: where ranks hold shards (FSDP2), each tells the others of its replica a
+    number or two for each parameter and step.
+
+    Args:
+        coeff_beta: Decay of the average of a layer's coefficient over the warm-up, in [0, 1).
+        coeff_range: The least and the largest coefficient.
+        factor_range: The least and the largest factor on the frozen coefficient.
+        factor_threshold: By which share the factor may change in a step, in (0, 1).
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    coeff_beta: float = 0.9
+    coeff_range: tuple[float, float] = (0.01, 10.0)
+    factor_range: tuple[float, float] = (0.5, 4.0)
+    factor_threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.coeff_beta < 1:
+            raise ValueError(f"coeff_beta must be in [0, 1), got {self.coeff_beta}; 0.9 is usual")
+        if not 0 < self.factor_threshold < 1:
+            raise ValueError(f"factor_threshold must be in (0, 1), got {self.factor_threshold}; 0.1 is usual")
+        for name, (least, largest) in (("coeff_range", self.coeff_range), ("factor_range", self.factor_range)):
+            if not 0 < least <= 1 <= largest:
+                raise ValueError(f"{name} must hold 1 and start above 0, got {least} to {largest}")
+
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundFrozenLamb:
+        """See `Update.bind`."""
+        if not isinstance(view, BoundMomentum):
+            raise ValueError("FrozenLamb() applies mean momenta, but the view reads others; use Momentum() as the view")
+        if not isinstance(check_adam(inner), torch.optim.AdamW):
+            raise ValueError(
+                "LAMB decays weights as AdamW does, but the inner optimizer is Adam, which adds decay to the gradient; "
+                "give torch.optim.AdamW"
+            )
+        return BoundFrozenLamb(self, view)
+
+
+class BoundFrozenLamb:
+    """See `FrozenLamb`. Coefficients and factors stay on the device, so that no step waits for it."""
+
+    def __init__(self, spec: FrozenLamb, view: BoundMomentum) -> None:
+        self._spec = spec
+        self._view = view
+        self._coefficients = [_number(0.0, like=parameter) for parameter in view.adam.parameters]
+        self._factors = [_number(1.0, like=parameter) for parameter in view.adam.parameters]
+        self._fresh: dict[int, torch.Tensor] = {}
+
+    @property
+    def replaces_inner_step(self) -> bool:
+        """Always."""
+        return True
+
+    def apply(self, round: Round, average: Average) -> None:
+        """See `BoundUpdate.apply`."""
+        with torch.no_grad():
+            if round.channel == 0:
+                self._view.gradients.write(round, average.mean)
+                for index, slot in enumerate(self._view.adam.slots()):
+                    if slot.group is not None and slot.own_gradient() is not None:
+                        self._warm_step(index, slot)
+            else:
+                for index, slot, part in self._view.received(average.mean):
+                    if slot.parameter.numel():  # of the whole: a rank with an empty shard speaks to the others too
+                        self._frozen_step(index, slot, part)
+
+    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+        """There is no final exchange."""
+        raise NotImplementedError("momenta are exchanged at every step; nothing is left for a final exchange")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return coefficients, factors and fresh variances, and the view's factors."""
+        return self._view.state_dict() | {
+            "coefficients": _told(self._coefficients),
+            "factors": _told(self._factors),
+            "fresh": {str(index): variance for index, variance in self._fresh.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `BoundUpdate.load_state_dict`."""
+        if set(state) != set(self.state_dict()) or len(state["coefficients"]) != len(self._coefficients):
+            raise CheckpointError("the checkpoint is of another update or model than this 1-bit LAMB's")
+        parameters = self._view.adam.parameters
+        for index, variance in state["fresh"].items():
+            if int(index) >= len(parameters) or variance.shape != local_shard(parameters[int(index)]).shape:
+                raise CheckpointError(
+                    f"the checkpoint's variance of parameter {index} has another shape than this run's"
+                )
+        self._view.load_state_dict(state)
+        for own, saved in ((self._coefficients, state["coefficients"]), (self._factors, state["factors"])):
+            for number, value in zip(own, saved.tolist(), strict=True):
+                number.fill_(value)
+        self._fresh = {int(i): v.to(parameters[int(i)].device, copy=True) for i, v in state["fresh"].items()}
+
+    def _warm_step(self, index: int, slot: Slot) -> None:
+        slot.begin()
+        slot.count_step()
+        gradient, (beta1, beta2) = slot.gradient(), slot.betas
+        slot.first.lerp_(gradient, 1 - beta1)
+        slot.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        update = slot.first.to(torch.float32) / _denominator(slot.second, eps=slot.eps)
+        update.add_(slot.value, alpha=slot.decoupled_decay)
+        weight, length = _norms(slot, slot.value, update)
+        found = (weight / length).clamp(*self._spec.coeff_range)
+        coefficient = torch.where((weight > 0) & (length > 0), found, 1.0)
+        average, beta = self._coefficients[index], self._spec.coeff_beta
+        average.copy_(torch.where(coefficient == 1, average, beta * average + (1 - beta) * coefficient))
+        slot.value.sub_(update.mul_(slot.lr * coefficient))
+
+    def _frozen_step(self, index: int, slot: Slot, mean: torch.Tensor) -> None:
+        beta1, beta2 = slot.betas
+        fresh = self._fresh.get(index)
+        if fresh is None:
+            fresh = self._fresh[index] = slot.second.to(torch.float32, copy=True)
+        # the mean gradient that would have led from the last mean momentum to this one
+        gradient = (mean - slot.first.to(torch.float32) * beta1).div_(1 - beta1)
+        fresh.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        slot.first.copy_(mean)
+        slot.count_step()
+        denominator = _denominator(slot.second, eps=slot.eps)
+        step = slot.first.to(torch.float32) / denominator
+        update = step.add(slot.value, alpha=slot.decoupled_decay)
+        ratios = (denominator / _denominator(fresh, eps=slot.eps)).masked_fill_(slot.is_dead(), 0)
+        largest = ratios.max() if ratios.numel() else _number(0.0, like=ratios)
+        ratio = of_all_shards(largest.to(torch.float64), parameter=slot.parameter).max()
+        self._follow(index, ratio, share=_share(slot, step, update))
+        frozen = self._coefficients[index]
+        coefficient = torch.where(frozen > 0, frozen, 1.0) * self._factors[index]
+        slot.value.sub_(update.mul_(slot.lr * coefficient))
+
+    def _follow(self, index: int, ratio: torch.Tensor, *, share: torch.Tensor) -> None:
+        factor, threshold = self._factors[index], self._spec.factor_threshold
+        wanted = torch.where(ratio > 0, ratio, 1.0) * share + (1 - share)
+        wanted = wanted.clamp(*self._spec.factor_range)
+        factor.copy_(torch.minimum(torch.maximum(wanted, factor * (1 - threshold)), factor * (1 + threshold)))
+
+
+def _denominator(variance: torch.Tensor, *, eps: float) -> torch.Tensor:
+    return variance.to(torch.float32).sqrt().add_(eps)
+
+
+def _norms(slot: Slot, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return the lengths of what a whole parameter's tensors are, in float64, the same bits everywhere."""
+    own = [ordered_sum(tensor.reshape(1, -1).to(torch.float64).square()).reshape(()) for tensor in tensors]
+    squares = [of_all_shards(square, parameter=slot.parameter) for square in own]
+    return [ordered_sum(square.reshape(1, -1)).sqrt().reshape(()) for square in squares]
+
+
+def _share(slot: Slot, step: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """Return how much of an update is not weight decay, at most 1."""
+    own, length = _norms(slot, step, update)
+    return torch.where(length > 0, (own / length).clamp(max=1.0), 1.0)
+
+
+def _number(value: float, *, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=like.device)
+
+
+def _told(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([number.cpu() for number in numbers]) if numbers else torch.zeros(0, dtype=torch.float64)

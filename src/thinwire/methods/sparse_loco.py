@@ -15,9 +15,9 @@ residuals.
 
 from __future__ import annotations
 
+from thinwire.averaging.aggregation_rules import MedianNormClip
 from thinwire.averaging.exchange import AllGather, cheapest
 from thinwire.averaging.topology import AllReplicas
-from thinwire.averaging.weighted import MedianNormClip
 from thinwire.codecs import chunked_top_k, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.methods.about import About

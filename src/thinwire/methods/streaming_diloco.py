@@ -30,7 +30,7 @@ from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, e3m0
 from thinwire.methods.about import About
-from thinwire.methods.outer_learning_rate import default_outer_lr
+from thinwire.methods.diloco import default_outer_lr
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer

@@ -29,15 +29,26 @@ Between two exchanges replicas differ. `global_parameters()` gives p'; steps aft
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
 from thinwire.averaging.exchange import TwoPhase, cheapest
 from thinwire.averaging.no_exchange import Nothing
+from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
+from thinwire.errors import CheckpointError
 from thinwire.methods.about import About
+from thinwire.sync.adam_momentum_view import AdamState, BoundMomentum, Momentum, Slot, check_adam
+from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.method import Method
-from thinwire.sync.phases import DoublingIntervals
-from thinwire.sync.zero_one import LocalAdam, LocalMomentum
+from thinwire.sync.schedule import DoublingIntervals, Round
+from thinwire.sync.views import BoundGradient, BoundView, Gradient
+from thinwire.transport.shards import flatten, unflatten_into
 
 ABOUT = About(
     paper="arXiv 2202.06009",
@@ -85,3 +96,236 @@ def zero_one_adam(
         exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), coded, coded, Nothing()),
         update=lambda num_replicas: LocalAdam(),
     )
+
+
+# As `DoublingIntervals` numbers them.
+DENSE, GRADIENT, SUM, LOCAL = range(4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalMomentum(Momentum):
+    """Gradients in channels 0 (dense) and 1 (to be coded); in channel 2 the momenta of local steps, summed.
+
+    The sum is `u = sum_j lr_j m_j / (1 - beta1^j)` over the steps since the last exchange, this one's among them.
+    Channel 3 sends nothing. Dead elements and magnitudes are dealt with as in `Momentum`, but by the variance, which is
+    always the same on all replicas.
+    """
+
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalMomentum:
+        """See `View.bind`."""
+        gradients = Gradient(hash_interval=self.hash_interval).bind(model)
+        adam = AdamState(check_adam(inner), gradients.parameters.parameters[0])
+        last = LastExchanged(model, gradients.parameters.fragments)
+        return BoundLocalMomentum(gradients, adam, last, hash_interval=self.hash_interval)
+
+
+class LastExchanged(GlobalParameters):
+    """The parameters after the last exchange, kept from the first local step on; before it, the model's own are.
+
+    Attributes:
+        total: u, what the local steps since then add up to: float32, `(numel,)`; None before the first one.
+    """
+
+    def __init__(self, model: nn.Module, fragments: tuple[tuple[str, ...], ...]) -> None:
+        super().__init__(model, fragments, has_values=False)
+        self.total: torch.Tensor | None = None
+
+    def forget_locals(self) -> bool:
+        """See `GlobalParameters.forget_locals`; what decay and learning rates say of these steps is the same on all."""
+        self.total = None if self.total is None else torch.zeros_like(self.total)
+        return super().forget_locals()
+
+    def keep(self) -> None:
+        """Take the model's present parameters, where none are kept yet."""
+        if not self._has_values:
+            self._has_values = True
+            self.read_locals()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take values back, or that there are none."""
+        self._has_values = bool(state)
+        self.values = [torch.zeros(self.numel(0))] if state else []
+        super().load_state_dict(state)
+
+
+class BoundLocalMomentum(BoundMomentum):
+    """See `LocalMomentum`.
+
+    Attributes:
+        last: The parameters after the last exchange, and what the local steps since add up to.
+        counts: How many gradients each parameter's momentum has taken in, and how many its variance.
+    """
+
+    def __init__(self, gradients: BoundGradient, adam: AdamState, last: LastExchanged, *, hash_interval: int) -> None:
+        super().__init__(gradients, adam)
+        self.parameters = self.last = last
+        self._hash_interval = hash_interval
+        self.counts = [[0, 0] for _ in adam.parameters]
+
+    def shapes(self, *, fragment: int, channel: int) -> tuple[torch.Size, ...]:
+        """See `BoundView.shapes`."""
+        return () if channel == LOCAL else super().shapes(fragment=fragment, channel=channel)
+
+    def read(self, round: Round) -> torch.Tensor:
+        """See `BoundView.read`."""
+        if round.channel == DENSE:
+            return self.gradients.read(round)
+        if round.channel == LOCAL:
+            return torch.zeros(0)
+        return self._filled(self._gradient if round.channel == GRADIENT else self._next_total)
+
+    def reference_hash(self, round: Round) -> int:
+        """Hash the parameters that all replicas share at every `hash_interval`-th step."""
+        if round.channel == LOCAL or round.launch_step % self._hash_interval:
+            return 0
+        return checksum(self.last.values[0] if self.last.values else flatten(self.last.locals(0)).cpu())
+
+    def parts_of_total(self) -> list[torch.Tensor]:
+        """Return each parameter's part of u, to read and to write."""
+        if self.last.total is None:
+            self.last.total = torch.zeros(self.last.numel(0), device=self.adam.slots()[0].value.device)
+        return list(self.parts(self.last.total))
+
+    def _magnitude(self, slot: Slot) -> torch.Tensor:
+        return slot.second.sqrt()
+
+    def _gradient(self, index: int, slot: Slot, into: torch.Tensor) -> None:
+        # decay in the gradient is the same on all replicas and need not be sent
+        found = slot.own_gradient()
+        if found is not None:
+            into.copy_(found)
+
+    def _next_total(self, index: int, slot: Slot, into: torch.Tensor) -> None:
+        momentum = slot.first.to(torch.float32).lerp(slot.gradient().to(torch.float32), 1 - slot.betas[0])
+        into.copy_(momentum).mul_(slot.lr / (1 - slot.betas[0] ** (self.counts[index][0] + 1)))
+        if self.last.total is not None:
+            into.add_(self.parts_of_total()[index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalAdam:
+    """Adam's step with mean gradients, dense or coded; then steps of each replica's own, and their mean.
+
+    With a dense gradient the variance and the momentum move, with a coded one the momentum alone. In the second phase
+    the variance is frozen. At an exchange there the local steps are undone and `p = p' - u / (sqrt(v) + eps)` is done
+    from the last exchanged parameters p', with the mean u; the momentum becomes `u / sum(lr)`.
+    """
+
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalAdam:
+        """See `Update.bind`."""
+        if not isinstance(view, BoundLocalMomentum):
+            raise ValueError(
+                "LocalAdam() applies sums of momenta, but the view reads others; use LocalMomentum() as the view"
+            )
+        check_adam(inner)
+        return BoundLocalAdam(view)
+
+
+class BoundLocalAdam:
+    """See `LocalAdam`."""
+
+    def __init__(self, view: BoundLocalMomentum) -> None:
+        self._view = view
+        # by parameter, since the last exchange: the sum of learning rates, and what decoupled decay has left
+        self._rates = [0.0 for _ in view.adam.parameters]
+        self._shares = [1.0 for _ in view.adam.parameters]
+
+    @property
+    def replaces_inner_step(self) -> bool:
+        """Always."""
+        return True
+
+    def apply(self, round: Round, average: Average) -> None:
+        """See `BoundUpdate.apply`."""
+        with torch.no_grad():
+            if round.channel == DENSE:
+                self._view.gradients.write(round, average.mean)
+                self._dense_step()
+            elif round.channel == GRADIENT:
+                for index, slot, part in self._view.received(average.mean):
+                    self._step(index, slot, slot.with_decay(part.to(slot.first.dtype)))
+            else:
+                self._view.last.keep()
+                if round.channel == LOCAL:
+                    self._local_step()
+                else:
+                    self._exchanged_step(average.mean)
+
+    def merge(self, fragment: int, mean: torch.Tensor) -> None:
+        """There is no final exchange."""
+        raise NotImplementedError("this method's exchanges follow its own intervals; there is no final one")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sum of local steps, what belongs to it, and the view's factors."""
+        total = {} if self._view.last.total is None else {"total": self._view.last.total}
+        return self._view.state_dict() | total | {
+            "counts": torch.tensor(self._view.counts, dtype=torch.int64).reshape(-1, 2),
+            "rates": torch.tensor(self._rates, dtype=torch.float64),
+            "shares": torch.tensor(self._shares, dtype=torch.float64),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `BoundUpdate.load_state_dict`."""
+        if set(state) - {"total"} != set(self.state_dict()) - {"total"}:
+            raise CheckpointError("the checkpoint is of another update than 0/1 Adam's; resume with its method")
+        if len(state["counts"]) != len(self._rates):
+            raise CheckpointError(
+                f"the checkpoint counts steps of {len(state['counts'])} parameters, this run has {len(self._rates)}"
+            )
+        self._view.load_state_dict(state)
+        self._view.counts = state["counts"].tolist()
+        self._rates, self._shares = state["rates"].tolist(), state["shares"].tolist()
+        self._view.last.total = None
+        if "total" in state:
+            device = self._view.adam.parameters[0].device
+            self._view.last.total = state["total"].to(device, torch.float32).clone()
+
+    def _dense_step(self) -> None:
+        for index, slot in enumerate(self._view.adam.slots()):
+            found = slot.own_gradient() if slot.group is not None else None
+            if found is None:
+                continue
+            slot.begin()
+            gradient = slot.with_decay(found)
+            beta2 = slot.betas[1]
+            slot.second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            self._view.counts[index][1] += 1
+            self._step(index, slot, gradient)
+
+    def _step(self, index: int, slot: Slot, gradient: torch.Tensor) -> None:
+        counts = self._view.counts[index]
+        counts[0] += 1
+        slot.count_step()
+        slot.first.lerp_(gradient, 1 - slot.betas[0])
+        slot.descend(steps=counts[0], updates=counts[1])
+
+    def _local_step(self) -> None:
+        parts = self._view.parts_of_total()
+        for index, slot in enumerate(self._view.adam.slots()):
+            if slot.has_moments:
+                gradient = slot.gradient().masked_fill(slot.is_dead(), 0)
+                self._step(index, slot, gradient)
+                parts[index].add_(slot.first, alpha=slot.lr / (1 - slot.betas[0] ** self._view.counts[index][0]))
+                self._count_rate(index, slot)
+
+    def _exchanged_step(self, mean: torch.Tensor) -> None:
+        value = self._view.last.values[0].to(mean.device)
+        bases = list(self._view.parts(value))
+        for index, slot, part in self._view.received(mean):
+            counts = self._view.counts[index]
+            counts[0] += 1
+            slot.count_step()
+            self._count_rate(index, slot)
+            if self._rates[index] > 0:
+                slot.first.copy_(part * ((1 - slot.betas[0] ** counts[0]) / self._rates[index]))
+            base = bases[index].mul_(self._shares[index])
+            base.addcdiv_(part, slot.denominator(updates=counts[1]).to(torch.float32), value=-1)
+            self._rates[index], self._shares[index] = 0.0, 1.0
+        self._view.last.values[0].copy_(value)
+        unflatten_into(value, self._view.last.locals(0))
+        if self._view.last.total is not None:
+            self._view.last.total.zero_()
+
+    def _count_rate(self, index: int, slot: Slot) -> None:
+        self._rates[index] += slot.lr
+        self._shares[index] *= 1 - slot.lr * slot.decoupled_decay

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from thinwire.errors import DesyncError, PayloadError
+from thinwire.sync.schedule import Round
 from thinwire.transport.base import Envelope, Kind, Transport
 from thinwire.transport.shards import local_shard
 
@@ -129,3 +130,27 @@ def _value_digest(tensors: Sequence[torch.Tensor]) -> str:
 def _as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     parts = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def check_agreement(hashes: Mapping[int, int], *, round: Round) -> None:
+    """Hold the replicas' hashes of their global values against each other.
+
+    Raises:
+        DesyncError: They differ; names the replicas that are not with the majority, or all where there is none.
+    """
+    counts: dict[int, list[int]] = {}
+    for replica, value in hashes.items():
+        counts.setdefault(value, []).append(replica)
+    if len(counts) <= 1:
+        return
+    largest = max(counts.values(), key=len)
+    odd = sorted(set(hashes) - set(largest))
+    if 2 * len(largest) <= len(hashes):
+        odd = sorted(hashes)
+    names = ", ".join(str(replica) for replica in odd)
+    who = f"replica {names} disagrees with the others" if len(odd) == 1 else f"replicas {names} disagree"
+    raise DesyncError(
+        f"{who} about the global parameters of fragment {round.fragment}, or what is remembered of them, in round "
+        f"{round.id}; something changed them outside the optimizer, a replica went on after a failed round, or the "
+        f"hosts run different code; resume from a checkpoint before that"
+    )

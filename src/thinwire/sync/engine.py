@@ -18,9 +18,9 @@ from thinwire.averaging.topology import Peers
 from thinwire.errors import DeadlineExceeded, ThinwireError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.shared_random import derive_seed
-from thinwire.sync.agreement import check_agreement
 from thinwire.sync.catch_up import FollowedPace, Pace, PaceMaker
 from thinwire.sync.closure_methods import BoundProgram
+from thinwire.sync.consistency_check import check_agreement
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine_state import EngineState
 from thinwire.sync.in_flight import InFlight, launch

@@ -13,14 +13,43 @@ from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError, DesyncError
 from thinwire.events import RoundMark
 from thinwire.sync.catch_up import Pace, PaceMaker
-from thinwire.sync.flight_state import flight_from_state, flight_to_state
-from thinwire.sync.in_flight import InFlight
+from thinwire.sync.in_flight import Arrived, InFlight
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round
 from thinwire.sync.uncounted_work import Work
 from thinwire.sync.updates import BoundUpdate
 from thinwire.sync.views import BoundView
 from thinwire.transport.base import Transport
+
+
+def flight_to_state(round: Round, average: Average) -> dict[str, Any]:
+    """Return a round and its result; how far others were then is forgotten, since all go on from one step."""
+    state: dict[str, Any] = {
+        "id": round.id,
+        "mean": average.mean,
+        "round": {
+            "id": round.id,
+            "fragment": round.fragment,
+            "launch_step": round.launch_step,
+            "apply_step": round.apply_step,
+            "channel": round.channel,
+        },
+    }
+    if average.parts:
+        state["parts"] = {str(replica): part for replica, part in average.parts.items()}
+    if average.members:
+        state |= {"members": list(average.members), "is_counted": average.is_counted}
+    return state
+
+
+def flight_from_state(state: Mapping[str, Any]) -> Arrived:
+    """Take back what `flight_to_state` returned."""
+    parts = {int(replica): part.clone() for replica, part in state.get("parts", {}).items()}
+    average = Average(
+        mean=state["mean"].clone(), reference_hashes={}, parts=parts, members=tuple(state.get("members", ())),
+        is_counted=state.get("is_counted", True),
+    )  # fmt: skip
+    return Arrived(average, round=Round(**state["round"]))
 
 
 class EngineState:

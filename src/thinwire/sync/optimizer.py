@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,19 +11,82 @@ import torch
 from torch import nn
 
 from thinwire.averaging.elastic_mean import Seat
+from thinwire.averaging.exchange import TwoPhase
+from thinwire.averaging.round_context import Delivery
+from thinwire.averaging.topology import Peers
+from thinwire.codecs import float32
 from thinwire.compat import EagerOptimizer
-from thinwire.sync.buffers import average_tensors, saved_buffers
+from thinwire.errors import CheckpointError
 from thinwire.sync.closure_methods import repeatable
 from thinwire.sync.consistency_check import agree
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine import Engine
+from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round
 from thinwire.sync.statistics import SyncStatistics
-from thinwire.sync.wrapping import STATE_VERSION, check_parameters, check_state
-from thinwire.transport.base import Transport
+from thinwire.transport.base import Kind, Transport
 from thinwire.transport.loopback import single
-from thinwire.transport.shards import drop_gathered
+from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
+
+STATE_VERSION = 1
+_STATE_KEYS = {"version", "inner", "sync", "steps_done", "buffer_rounds", "gradient_rounds"}
+
+
+def check_state(state_dict: dict[str, Any]) -> None:
+    """Refuse what is no state of a `DistributedOptimizer`.
+
+    Raises:
+        CheckpointError: Something is missing, or it is of another version.
+    """
+    if missing := _STATE_KEYS - set(state_dict):
+        raise CheckpointError(f"this is no state of a DistributedOptimizer; it lacks {sorted(missing)}")
+    if state_dict["version"] != STATE_VERSION:
+        raise CheckpointError(f"the state has version {state_dict['version']}; this thinwire reads {STATE_VERSION}")
+
+
+def check_parameters(model: nn.Module, inner: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that steps what is not the model's.
+
+    Raises:
+        ValueError: Says how many parameters, and what to do.
+    """
+    stepped = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    foreign = stepped - {id(parameter) for parameter in model.parameters()}
+    if foreign:
+        raise ValueError(
+            f"the inner optimizer holds {len(foreign)} parameters that are not the model's, so they would never be "
+            f"exchanged; build it from model.parameters()"
+        )
+
+
+def saved_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Return a model's floating buffers that are part of its state; others are caches."""
+    saved = model.state_dict(keep_vars=True)
+    return [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
+
+
+def average_tensors(tensors: Sequence[torch.Tensor], *, transport: Transport, number: int, deadline_s: float) -> None:
+    """Replace tensors by their mean over the replicas, and wait for it.
+
+    Args:
+        tensors: Floating, of any shapes, the same on all replicas.
+        transport: Joins the replicas.
+        number: The same on all replicas, another one for every call.
+        deadline_s: Seconds until a peer counts as hung.
+
+    Raises:
+        TransportError: A replica did not take part.
+    """
+    me = transport.replica
+    delivery = Delivery(
+        peers=Peers(me=me, members=tuple(range(transport.num_replicas))), transport=transport, round_id=number,
+        kind=Kind.BUFFERS,
+    )  # fmt: skip
+    steps = TwoPhase(codec=float32()).steps(flatten(tensors), delivery)
+    round = Round(id=number, fragment=0, launch_step=0, apply_step=0)
+    flight = launch(steps, round=round, deadline_s=deadline_s, in_background=transport.runs_in_background)
+    unflatten_into(flight.result().mean, tensors)
 
 
 class DistributedOptimizer(EagerOptimizer):

@@ -18,7 +18,7 @@ from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import JoinedOptimizer
-from thinwire.sync.phases import WarmUp
+from thinwire.sync.schedule import WarmUp
 from thinwire.training.config import TrainConfig, check_values, flag
 from thinwire.training.models import PRESETS, build_model
 

@@ -132,7 +132,7 @@ def count_rounds(schedule: Schedule, *, num_fragments: int, num_steps: int) -> C
         num_steps: Inner steps of the run.
 
     Example:
-        >>> from thinwire.sync.phases import WarmUp
+        >>> from thinwire.sync.schedule import WarmUp
         >>> sorted(count_rounds(WarmUp(warmup_steps=100), num_fragments=1, num_steps=500).items())
         [((0, 0), 100), ((1, 0), 400)]
     """

@@ -11,8 +11,7 @@ from torch import nn
 
 from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
-from thinwire.methods.dimat.batch_norm import reset_statistics
-from thinwire.methods.dimat.matching import MergeMethod, assign, check_whole, match_and_merge
+from thinwire.methods.dimat.matching import MergeMethod, assign, check_whole, match_and_merge, reset_statistics
 from thinwire.methods.dimat.permutation_graph import find_permutations
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
