@@ -44,10 +44,10 @@ def lead(crew: Any, config: Any) -> dict[str, float]:
     """Train and move the model as the leading rank."""
     import torch
 
-    from thinwire.sync.sharded_replica_view import GatheredPseudoGradient
+    from thinwire.sync.sharded_replica_view import ShardedReplicaPseudoGradient
 
     model, inner = crew.assemble(config, vocab_size=VOCAB)
-    parameters = GatheredPseudoGradient(pieces=crew).cut(model)
+    parameters = ShardedReplicaPseudoGradient(pieces=crew).cut(model)
     momenta = [torch.zeros_like(value).add_(1) for value in parameters.values]
     tokens = torch.randint(0, VOCAB, (ROWS, SEQ_LEN + 1))
 

@@ -23,7 +23,14 @@ import torch.distributed as dist
 import zmq
 
 from thinwire.averaging.mean_of_payloads import decode as decode_part
-from thinwire.averaging.quorum_messages import Offer, Verdict, read_offer, read_verdict, with_offer, with_verdict
+from thinwire.averaging.quorum_messages import (
+    MeanHeader,
+    PartHeader,
+    read_mean_header,
+    read_part_header,
+    with_mean_header,
+    with_part_header,
+)
 from thinwire.averaging.round_context import Progress
 from thinwire.codecs.registry import NAMES, by_name
 from thinwire.errors import ConnectError, PayloadError, ThinwireError
@@ -104,7 +111,7 @@ def read_part(raw: bytes) -> None:
     """Read a part of an elastic round, in the code that the first byte says."""
     codec = by_name(NAMES[raw[0] % len(NAMES)]) if raw else by_name(NAMES[0])
     try:
-        offer, coded = read_offer(_vector(raw[1:]), step=1000, what="a part")
+        offer, coded = read_part_header(_vector(raw[1:]), step=1000, what="a part")
         found = decode_part(codec, coded, numel=NUMEL, peer=1, what="a part")
     except ThinwireError:
         return
@@ -114,7 +121,7 @@ def read_part(raw: bytes) -> None:
 def read_quorum_word(raw: bytes) -> None:
     """Read a verdict of a quorum."""
     try:
-        read_verdict(_vector(raw), num_replicas=3, server=1, least=2, step=10, what="a verdict")
+        read_mean_header(_vector(raw), num_replicas=3, server=1, least=2, step=10, what="a verdict")
     except ThinwireError:
         return
 
@@ -473,14 +480,14 @@ def _frames() -> list[bytes]:
 
 
 def _parts() -> list[bytes]:
-    offer, vector = Offer(num_tokens=64, num_steps=2, has_part=True), torch.linspace(-1, 1, NUMEL)
+    offer, vector = PartHeader(num_tokens=64, num_steps=2, has_part=True), torch.linspace(-1, 1, NUMEL)
     coded = [by_name(name).encode(vector, seed=0) for name in NAMES]
-    return [bytes([number]) + bytes(with_offer(offer, part).numpy()) for number, part in enumerate(coded)]
+    return [bytes([number]) + bytes(with_part_header(offer, part).numpy()) for number, part in enumerate(coded)]
 
 
 def _verdicts() -> list[bytes]:
-    verdict = Verdict(members=(0, 1), progress=Progress(step=12, closed_step=11))
-    return [bytes(with_verdict(verdict, torch.ones(4, dtype=torch.uint8), num_replicas=3).numpy())]
+    verdict = MeanHeader(members=(0, 1), progress=Progress(step=12, closed_step=11))
+    return [bytes(with_mean_header(verdict, torch.ones(4, dtype=torch.uint8), num_replicas=3).numpy())]
 
 
 def _states() -> list[bytes]:

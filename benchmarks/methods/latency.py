@@ -21,7 +21,7 @@ import torch
 
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.mixing import RandomPairs
-from thinwire.averaging.round_context import Delivery
+from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import AllReplicas, Topology
 from thinwire.codecs import float32
 from thinwire.transport.base import Envelope, Received
@@ -73,7 +73,7 @@ def synchronise(topology: Topology, draw: Draw, *, num_replicas: int, round_id: 
         bound = exchange.bind([[torch.Size([NUMEL])]], replica=replica, num_replicas=num_replicas)
         end: Any = End(wire, replica)
         steps = bound.steps(
-            torch.full((NUMEL,), float(replica)), Delivery(peers=peers, transport=end, round_id=round_id)
+            torch.full((NUMEL,), float(replica)), RoundContext(peers=peers, transport=end, round_id=round_id)
         )
         waiting[replica] = (steps, next(steps, None))
     while waiting:

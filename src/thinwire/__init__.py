@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from thinwire import codecs, lab, methods
     from thinwire.errors import ThinwireError
     from thinwire.sync.method import Method
-    from thinwire.sync.multi_optimizer import JoinedOptimizer
+    from thinwire.sync.multi_optimizer import MultiOptimizer
     from thinwire.sync.optimizer import DistributedOptimizer
     from thinwire.training.watching import watch
     from thinwire.transport.connect import connect
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DistributedOptimizer": "thinwire.sync.optimizer",
     "FaultyTransport": "thinwire.transport.faulty",
-    "JoinedOptimizer": "thinwire.sync.multi_optimizer",
+    "MultiOptimizer": "thinwire.sync.multi_optimizer",
     "LoopbackTransport": "thinwire.transport.loopback",
     "LoopbackWorld": "thinwire.transport.loopback",
     "Method": "thinwire.sync.method",
@@ -49,10 +49,10 @@ _MODULES = ("codecs", "lab", "methods")
 __all__ = [
     "DistributedOptimizer",
     "FaultyTransport",
-    "JoinedOptimizer",
     "LoopbackTransport",
     "LoopbackWorld",
     "Method",
+    "MultiOptimizer",
     "RecordingTransport",
     "ThinwireError",
     "__version__",

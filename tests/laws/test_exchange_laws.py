@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.averaging.exchange import AllGather, TwoPhase, cheapest, shard_bounds
-from thinwire.averaging.round_context import Delivery
+from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Participation, Peers
 from thinwire.codecs import NAMES, by_name, float32
@@ -37,7 +37,7 @@ def average(exchange, tensors, *, hashes=None, topology=None):
         everyone = range(transport.num_replicas)
         peers = (topology or AllReplicas()).peers(round_id=0, me=transport.replica, alive=everyone)
         reference_hash = hashes[transport.replica] if hashes else 0
-        delivery = Delivery(
+        delivery = RoundContext(
             peers=peers, transport=recording, round_id=0, seed=transport.replica, reference_hash=reference_hash
         )
         steps = exchange.steps(tensors[transport.replica], delivery)

@@ -18,7 +18,7 @@ from thinwire.membership.own_pace import OwnPace
 from thinwire.membership.protocol import VERSION, decode, encode
 from thinwire.membership.rounds import grace_steps
 from thinwire.simulate.clock import Clock
-from thinwire.sync.catch_up import FollowedPace
+from thinwire.sync.catch_up import ElasticCatchUp
 from thinwire.sync.engine import Engine
 from thinwire.sync.schedule import Round, Schedule
 from thinwire.training.elastic.own_work import OwnWork
@@ -182,7 +182,7 @@ class Runner:
             slack_steps=setting.overlap_steps / 4, now=now,
         )  # fmt: skip
         patience = grace_steps(sync_interval=setting.schedule.sync_interval, overlap_steps=setting.overlap_steps)
-        self.engine._pace_maker = FollowedPace(
+        self.engine._pace_maker = ElasticCatchUp(
             known=lambda: council.view.step, reached=lambda: self.engine._reached_step, patience_steps=patience,
             aim=pace.aim if setting.has_own_pace else lambda reached: 0,
         )  # fmt: skip

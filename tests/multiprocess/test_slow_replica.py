@@ -13,7 +13,7 @@ from processes import run, values
 
 import thinwire
 from tests.reference.small_models import build, loss_of
-from thinwire.averaging.quorum_messages import OFFER_BYTES
+from thinwire.averaging.quorum_messages import PART_HEADER_BYTES
 from thinwire.methods import decoupled_diloco
 
 pytestmark = pytest.mark.multiprocess
@@ -43,7 +43,9 @@ def train_beside_a_slow_one(until: int, fast_s: float, slow_s: float, sleeps: li
     trained_s = time.monotonic() - begun_s
     optimizer.close(final_exchange=True)
     statistics = optimizer.statistics
-    small = [t for t in transport.log if t.direction == "sent" and t.kind == "round" and t.payload_bytes == OFFER_BYTES]
+    small = [
+        t for t in transport.log if t.direction == "sent" and t.kind == "round" and t.payload_bytes == PART_HEADER_BYTES
+    ]
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(("thinwire-", "round-"))]
     errors = [t.error for t in transport.log if t.error]
     with optimizer.global_parameters():

@@ -13,8 +13,8 @@ from tests.reference.late_replicas import reference, train_late
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build
 from thinwire.averaging.quorum import Quorum
-from thinwire.averaging.quorum_messages import OFFER_BYTES
-from thinwire.averaging.round_context import Delivery, Progress
+from thinwire.averaging.quorum_messages import PART_HEADER_BYTES
+from thinwire.averaging.round_context import Progress, RoundContext
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import block_int8, float32
@@ -87,7 +87,9 @@ def test_a_replica_that_is_behind_by_more_than_an_interval_takes_all_means_in_an
         ((0, 1, 2), [12, 12, 5], [13, 13, 5]),
     ]
     check(script, found, ends=[14, 14, 6])
-    assert found[2]["sent"] == [OFFER_BYTES + size for size in (CODEC.payload_bytes(8), 0, CODEC.payload_bytes(8))]
+    assert found[2]["sent"] == [
+        PART_HEADER_BYTES + size for size in (CODEC.payload_bytes(8), 0, CODEC.payload_bytes(8))
+    ]
 
 
 def test_a_slow_replica_sends_its_part_ahead_and_waits_only_for_results():
@@ -142,7 +144,7 @@ def test_lengths_are_averaged_tensor_by_tensor_but_not_of_biases_and_embeddings(
     def replica_main(transport):
         me = transport.replica
         bound = exchange.bind([shapes], replica=me, num_replicas=3)
-        delivery = Delivery(
+        delivery = RoundContext(
             peers=Peers(me=me, members=(0, 1, 2)), transport=transport, round_id=0, step=9, num_tokens=work[me][0],
             num_steps=work[me][1],
         )  # fmt: skip

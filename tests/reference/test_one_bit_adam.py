@@ -11,7 +11,7 @@ import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
 from thinwire.averaging.exchange import cheapest, shard_bounds
-from thinwire.averaging.round_context import Delivery
+from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import by_name, float32, sign
 from thinwire.errors import NonFiniteError
@@ -212,7 +212,7 @@ def test_what_was_received_and_the_errors_add_up_to_all_that_came_in():
         exchange = spec.bind([[torch.Size([1009])]], replica=me, num_replicas=3)
         received = torch.zeros(1009, dtype=torch.float64)
         for number, vectors in enumerate(inputs):
-            delivery = Delivery(peers=Peers(me=me, members=(0, 1, 2)), transport=transport, round_id=number)
+            delivery = RoundContext(peers=Peers(me=me, members=(0, 1, 2)), transport=transport, round_id=number)
             round = Round(id=number, fragment=0, launch_step=1, apply_step=1)
             flight = launch(
                 exchange.steps(vectors[me].clone(), delivery), round=round, deadline_s=5, in_background=False

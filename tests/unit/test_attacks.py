@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from thinwire.averaging.exchange import AllGather
-from thinwire.averaging.round_context import Delivery
+from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import by_name
-from thinwire.methods.robust.attacks import ATTACKS, LONE_ATTACKS, Lie, attack, attack_script, largest_hidden_shift
+from thinwire.methods.robust.attacks import (
+    ATTACKS,
+    LONE_ATTACKS,
+    PayloadAttack,
+    attack,
+    attack_script,
+    largest_hidden_shift,
+)
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.faulty import FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld
@@ -96,7 +103,7 @@ def test_a_liar_moves_the_mean_of_all_others_alike_and_only_in_rounds(name: Any,
         assert list(peers.others) == others
         means = []
         for kind in (Kind.ROUND, Kind.BUFFERS):
-            delivery = Delivery(peers=peers, transport=end, round_id=5, kind=kind)
+            delivery = RoundContext(peers=peers, transport=end, round_id=5, kind=kind)
             steps = AllGather(codec=codec).steps(tensors[transport.replica], delivery)
             wait = next(steps)
             received = [pending.wait(deadline_s=1) for pending in wait.receives]
@@ -108,7 +115,7 @@ def test_a_liar_moves_the_mean_of_all_others_alike_and_only_in_rounds(name: Any,
 
     results = world.run(replica_main)
     true = torch.stack([codec.decode(codec.encode(row), numel=numel) for row in tensors])
-    lie = Lie(name=name, codec=codec, strength=0.5, seed=0, replica=2)(
+    lie = PayloadAttack(name=name, codec=codec, strength=0.5, seed=0, replica=2)(
         codec.encode(tensors[2]), Envelope(kind=Kind.ROUND, round_id=5, codec_id=codec.wire_id, numel=numel)
     )
     told = true.clone()

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from thinwire import methods
-from thinwire.averaging.elastic_mean import AgreedMean, agreed
+from thinwire.averaging.elastic_mean import ElasticMean, elastic_mean
 from thinwire.averaging.exchange import AllGather, TwoPhase
-from thinwire.averaging.quorum_messages import Offer, with_offer
-from thinwire.averaging.round_context import Delivery
+from thinwire.averaging.quorum_messages import PartHeader, with_part_header
+from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.cli.elastic_run import _new
 from thinwire.codecs import float32
@@ -147,14 +147,14 @@ def mean_of(
     parts = {}
     for member, vector in vectors.items():
         num_tokens, num_steps = offers[member]
-        offer = Offer(num_tokens=num_tokens, num_steps=num_steps, has_part=True)
-        parts[member] = with_offer(offer, float32().encode(vector, seed=0))
+        offer = PartHeader(num_tokens=num_tokens, num_steps=num_steps, has_part=True)
+        parts[member] = with_part_header(offer, float32().encode(vector, seed=0))
     found: list[str] = []
     numel = next(iter(vectors.values())).numel()
     seat = FixedSeat(parts, rejected=[] if rejected is None else rejected)
-    exchange = AgreedMean(codec=float32(), seat=seat, preserve_norm=preserve_norm, find=found.append)
+    exchange = ElasticMean(codec=float32(), seat=seat, preserve_norm=preserve_norm, find=found.append)
     bound = exchange.with_directions([[True]]).bind([[torch.Size([numel])]], replica=0, num_replicas=3)
-    delivery = Delivery(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
+    delivery = RoundContext(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
     steps = bound.steps(torch.zeros(numel), delivery)
     next(steps)
     try:
@@ -199,18 +199,18 @@ def test_a_replica_that_has_trained_nothing_counts_nothing() -> None:
 
 def test_exchanges_that_remember_are_refused() -> None:
     seat = FixedSeat({})
-    assert agreed(TwoPhase(codec=float32()), seat=seat, preserve_norm=False, find=print).codec == float32()
+    assert elastic_mean(TwoPhase(codec=float32()), seat=seat, preserve_norm=False, find=print).codec == float32()
     with pytest.raises(ValueError, match="replicas cannot come and go"):
-        agreed(AllGather(codec=float32(), memory=ErrorFeedback()), seat=seat, preserve_norm=False, find=print)
+        elastic_mean(AllGather(codec=float32(), memory=ErrorFeedback()), seat=seat, preserve_norm=False, find=print)
     with pytest.raises(ValueError, match=r"most_length must be at least 1, got 0\.5"):
-        AgreedMean(codec=float32(), most_length=0.5)
+        ElasticMean(codec=float32(), most_length=0.5)
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "local_sgd", "slowmo"])
 def test_methods_that_average_pseudo_gradients_have_elastic_variants(name: str) -> None:
     method = elastic(getattr(methods, name)(), seat=FixedSeat({0: torch.zeros(1), 5: torch.zeros(1)}))
     assert method.topology.peers(round_id=0, me=5, alive=[0]).members == (0, 5)
-    assert type(method.exchanges(3)[0]) is AgreedMean
+    assert type(method.exchanges(3)[0]) is ElasticMean
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "noloco", "co2", "sparse_loco", "decoupled_diloco"])

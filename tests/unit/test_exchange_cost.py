@@ -16,7 +16,7 @@ from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.mixing import Neighbours, RandomPairs, Ring
-from thinwire.averaging.round_context import Average, Delivery, Steps, Wait
+from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Participation, Peers, Topology
 from thinwire.codecs import bfloat16, dct_top_k, e3m0, float32
@@ -112,7 +112,7 @@ def counted(exchange: Exchange, topology: Topology, *, num_replicas: int) -> int
         peers = topology.peers(round_id=0, me=transport.replica, alive=range(num_replicas))
         bound = exchange.bind([SHAPES], replica=transport.replica, num_replicas=num_replicas)
         tensor = torch.randn(48 * 20 + 48, generator=torch.Generator().manual_seed(transport.replica))
-        steps = bound.steps(tensor, Delivery(peers=peers, transport=recording, round_id=0, step=10_000))
+        steps = bound.steps(tensor, RoundContext(peers=peers, transport=recording, round_id=0, step=10_000))
         round = Round(id=0, fragment=0, launch_step=1, apply_step=1)
         launch(steps, round=round, deadline_s=5, in_background=False).result()
         return recording.log.totals("sent").payload_bytes
@@ -162,7 +162,7 @@ class Deaf(AllGather):
     def bind(self, shapes: Any, *, replica: int, num_replicas: int) -> Any:
         return self
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         peers: Peers = delivery.peers
         expected = delivery.receiving(bfloat16(), numel=tensor.numel())
         awaited = (0, 3) if peers.me else ()

@@ -36,11 +36,11 @@ def train(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], steps
 def test_it_steps_as_its_parts_do_and_goes_on_from_its_state() -> None:
     apart, joint = build("transformer"), build("transformer")
     expected = train(apart, parts_of(apart), range(1, 9))
-    joined = thinwire.JoinedOptimizer(parts_of(joint))
+    joined = thinwire.MultiOptimizer(parts_of(joint))
     train(joint, [joined], range(1, 5))
     saved = copy.deepcopy((joint.state_dict(), joined.state_dict()))
     again = build("transformer", seed=3)
-    resumed = thinwire.JoinedOptimizer(parts_of(again))
+    resumed = thinwire.MultiOptimizer(parts_of(again))
     again.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     for model, optimizer in ((joint, joined), (again, resumed)):
@@ -50,7 +50,7 @@ def test_it_steps_as_its_parts_do_and_goes_on_from_its_state() -> None:
 
 def test_a_scheduler_reaches_all_parts_and_a_closure_runs_once() -> None:
     model = build("transformer")
-    joined = thinwire.JoinedOptimizer(parts_of(model))
+    joined = thinwire.MultiOptimizer(parts_of(model))
     scheduler = torch.optim.lr_scheduler.LambdaLR(joined, lambda step: 0.5**step)
     calls = []
 
@@ -73,15 +73,15 @@ def test_parameters_in_two_parts_and_later_groups_are_refused() -> None:
     num_parameters = len(list(model.parameters()))
     for second, num_shared in ((everything, num_parameters), (torch.optim.SGD(some, lr=1), 4)):
         with pytest.raises(ValueError) as found:
-            thinwire.JoinedOptimizer([matrices, others, second])
+            thinwire.MultiOptimizer([matrices, others, second])
         assert str(found.value) == (
             f"{num_shared} of {num_parameters} parameters are given more than once, and would be stepped as often; "
             f"leave each in one part alone, such as matrices in Muon's and all others in AdamW's"
         )
     for parts in ([], [torch.optim.SGD([{"params": []}], lr=1)]):
         with pytest.raises(ValueError, match=f"{len(parts)} parts hold no parameter; give at least one optimizer"):
-            thinwire.JoinedOptimizer(parts)
-    joined = thinwire.JoinedOptimizer(parts_of(model))
+            thinwire.MultiOptimizer(parts)
+    joined = thinwire.MultiOptimizer(parts_of(model))
     with pytest.raises(ValueError, match="takes no more groups"):
         joined.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
 
@@ -90,7 +90,7 @@ def test_muon_gets_the_blocks_matrices_and_adamw_all_else() -> None:
     model = build("transformer")
     config = TrainConfig(inner_optimizer="muon", lr=0.01)
     inner = make_inner_optimizer(config, model)
-    assert isinstance(inner, thinwire.JoinedOptimizer)
+    assert isinstance(inner, thinwire.MultiOptimizer)
     muon, adamw = inner.parts
     assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
     hidden = {id(p) for group in muon.param_groups for p in group["params"]}
@@ -131,7 +131,7 @@ def test_vectors_do_not_decay_and_frozen_parameters_are_in_no_group(inner_optimi
 def test_muloco_with_muon_inside_trains_replicas_that_agree() -> None:
     def replica_main(transport: LoopbackTransport) -> list[torch.Tensor]:
         model = build("transformer")
-        inner = thinwire.JoinedOptimizer(parts_of(model))
+        inner = thinwire.MultiOptimizer(parts_of(model))
         optimizer = thinwire.DistributedOptimizer(model, inner, method=muloco(sync_interval=3), transport=transport)
         for step in range(1, 10):
             loss_of(model, step=step, replica=transport.replica).backward()

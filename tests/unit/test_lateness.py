@@ -17,12 +17,12 @@ from thinwire.codecs import float32
 from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, PayloadError, PeerLost
 from thinwire.methods import decoupled_diloco
 from thinwire.sync import global_parameters
-from thinwire.sync.catch_up import PaceMaker
+from thinwire.sync.catch_up import QuorumCatchUp
 from thinwire.sync.fragments import BlockParameters, Pattern
-from thinwire.sync.late_outer_step import KeepingOuterStep
+from thinwire.sync.late_outer_step import LateOuterStep
 from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.sync.schedule import Round
-from thinwire.sync.uncounted_work import Work
+from thinwire.sync.uncounted_work import UncountedWork
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient
 from thinwire.transport.faulty import Fault, FaultyTransport
@@ -51,7 +51,7 @@ def moved_model(dtype):
 def test_what_was_not_counted_keeps_its_distance_from_the_global_value_bit_for_bit(dtype):
     model, view, start = moved_model(dtype)
     trained, mean = values(model), torch.linspace(-1, 1, 8)
-    update = KeepingOuterStep(optimizer=PlainSGD(lr=0.5), blend=0.25).bind(view)
+    update = LateOuterStep(optimizer=PlainSGD(lr=0.5), blend=0.25).bind(view)
     update.apply(ROUND, Average(mean=mean.clone(), reference_hashes={}, members=(0,), is_counted=False))
     names = view.parameters.fragments[0]
     sizes = [dict(model.named_parameters())[name].numel() for name in names]
@@ -64,7 +64,7 @@ def test_what_was_not_counted_keeps_its_distance_from_the_global_value_bit_for_b
 
 def test_what_was_counted_is_blended_as_ever():
     found = []
-    for kind in (KeepingOuterStep, OuterStep):
+    for kind in (LateOuterStep, OuterStep):
         model, view, _ = moved_model(torch.float32)
         update = kind(optimizer=PlainSGD(lr=0.5), blend=0.25).bind(view)
         update.apply(ROUND, Average(mean=torch.linspace(-1, 1, 8), reference_hashes={}, members=(0, 1)))
@@ -76,7 +76,7 @@ def test_a_model_in_shards_is_refused(monkeypatch):
     view = PseudoGradient().bind(build("linear"))
     monkeypatch.setattr(global_parameters, "local_shard", lambda tensor: tensor[:1])
     with pytest.raises(ValueError, match="with a quorum a replica is one rank"):
-        KeepingOuterStep(optimizer=PlainSGD()).bind(view)
+        LateOuterStep(optimizer=PlainSGD()).bind(view)
 
 
 def test_at_the_end_nothing_is_left_on_the_wire_and_all_hold_one_model():
@@ -190,8 +190,8 @@ def test_a_dead_replica_ends_the_run_by_name_also_where_a_quorum_is_left():
 
 
 def test_the_others_are_as_fast_as_they_were_over_some_steps_of_ones_own():
-    work = Work(num_fragments=1)
-    others, launched = PaceMaker(work, drift_steps=1000), Round(id=0, fragment=0, launch_step=0, apply_step=0)
+    work = UncountedWork(num_fragments=1)
+    others, launched = QuorumCatchUp(work, drift_steps=1000), Round(id=0, fragment=0, launch_step=0, apply_step=0)
 
     def heard(step, *, after, is_counted=False):
         for _ in range(after):
@@ -213,7 +213,7 @@ def test_the_others_are_as_fast_as_they_were_over_some_steps_of_ones_own():
 
 
 def test_work_is_counted_up_to_the_launch_of_the_round_that_counted_it():
-    work = Work(num_fragments=2)
+    work = UncountedWork(num_fragments=2)
     rounds = [replace(ROUND, id=number) for number in range(3)]
     work.add_step(num_tokens=10)
     work.launch(rounds[0])
@@ -225,12 +225,12 @@ def test_work_is_counted_up_to_the_launch_of_the_round_that_counted_it():
     saved = copy.deepcopy(work.state_dict())
     work.settle(rounds[1], is_counted=True)
     assert (work.since(0), work.since(1)) == ((5, 1), (35, 3))
-    again = Work(num_fragments=2)
+    again = UncountedWork(num_fragments=2)
     again.load_state_dict(saved)
     again.settle(rounds[1], is_counted=True)
     assert again.state_dict() == work.state_dict()
     with pytest.raises(CheckpointError, match="the work of 2 fragments, this run has 3"):
-        Work(num_fragments=3).load_state_dict(saved)
+        UncountedWork(num_fragments=3).load_state_dict(saved)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_stepping_aside_lets_the_others_go_on_as_far_as_they_can():
 
 def test_others_that_are_said_to_be_further_than_they_can_be_are_not_followed() -> None:
     """A replica would pass over all the steps up to there."""
-    others = PaceMaker(Work(num_fragments=1), drift_steps=60)
+    others = QuorumCatchUp(UncountedWork(num_fragments=1), drift_steps=60)
     launched = Round(id=3, fragment=0, launch_step=40, apply_step=42)
     others.hear(launched, Progress(step=100, closed_step=99), False)
     with pytest.raises(PayloadError, match=r"round 3 of step 40: .* at step 18446744073709551615, .* 100 at most"):

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 import thinwire
 from tests.reference.late_replicas import train_late
 from thinwire.averaging.quorum_messages import (
-    OFFER_BYTES,
-    Offer,
-    Verdict,
-    read_offer,
-    read_verdict,
-    verdict_bytes,
-    with_offer,
-    with_verdict,
+    PART_HEADER_BYTES,
+    MeanHeader,
+    PartHeader,
+    mean_header_bytes,
+    read_mean_header,
+    read_part_header,
+    with_mean_header,
+    with_part_header,
 )
 from thinwire.averaging.round_context import Progress
 from thinwire.codecs import float32
@@ -38,15 +38,15 @@ def raw(layout: str, *numbers: int, then: torch.Tensor = PART) -> torch.Tensor:
 
 @given(tokens=st.integers(1, 1 << 50), steps=st.integers(1, 1000))
 def test_an_offer_comes_back_with_its_part(tokens: int, steps: int) -> None:
-    offer = Offer(num_tokens=tokens * steps, num_steps=steps, has_part=True)
-    found, part = read_offer(with_offer(offer, PART), step=1000, what="round 0")
+    offer = PartHeader(num_tokens=tokens * steps, num_steps=steps, has_part=True)
+    found, part = read_part_header(with_part_header(offer, PART), step=1000, what="round 0")
     assert found == offer and torch.equal(part, PART) and part.storage_offset() == 0
     assert found.weight == tokens * steps * tokens * steps / steps
 
 
 def test_a_question_is_an_offer_without_a_part() -> None:
-    found, part = read_offer(with_offer(Offer(), None), step=1, what="round 0")
-    assert found == Offer() and found.weight == 0 and part.numel() == 0
+    found, part = read_part_header(with_part_header(PartHeader(), None), step=1, what="round 0")
+    assert found == PartHeader() and found.weight == 0 and part.numel() == 0
 
 
 @pytest.mark.parametrize(
@@ -63,21 +63,23 @@ def test_a_question_is_an_offer_without_a_part() -> None:
 )
 def test_an_offer_that_cannot_be_is_refused(payload: torch.Tensor, words: str) -> None:
     with pytest.raises(PayloadError, match=f"round 7 from replica 2: .*{words}"):
-        read_offer(payload, step=9, what="round 7 from replica 2")
+        read_part_header(payload, step=9, what="round 7 from replica 2")
 
 
 def test_who_may_train_on_at_a_step_may_offer_more_steps_than_that() -> None:
-    assert read_offer(raw("<QQQ", 1, 99, 10), step=None, what="round 0")[0].num_steps == 10
+    assert read_part_header(raw("<QQQ", 1, 99, 10), step=None, what="round 0")[0].num_steps == 10
     with pytest.raises(PayloadError, match="offers 4 tokens of 5 steps; the replicas"):
-        read_offer(raw("<QQQ", 1, 4, 5), step=None, what="round 0")
+        read_part_header(raw("<QQQ", 1, 4, 5), step=None, what="round 0")
 
 
 @given(members=st.sets(st.integers(0, 129)), closed=st.integers(0, 1 << 40), ahead=st.integers(5, 100))
 def test_a_verdict_comes_back_with_its_mean(members: set[int], closed: int, ahead: int) -> None:
-    verdict = Verdict(members=tuple(sorted(members | {3})), progress=Progress(step=closed + ahead, closed_step=closed))
-    payload = with_verdict(verdict, PART, num_replicas=130)
-    assert payload.numel() == verdict_bytes(130) + PART.numel() == 16 + 24 + 13
-    found, mean = read_verdict(payload, num_replicas=130, server=3, least=1, step=5, what="round 0")
+    verdict = MeanHeader(
+        members=tuple(sorted(members | {3})), progress=Progress(step=closed + ahead, closed_step=closed)
+    )
+    payload = with_mean_header(verdict, PART, num_replicas=130)
+    assert payload.numel() == mean_header_bytes(130) + PART.numel() == 16 + 24 + 13
+    found, mean = read_mean_header(payload, num_replicas=130, server=3, least=1, step=5, what="round 0")
     assert found == verdict and torch.equal(mean, PART) and mean.storage_offset() == 0
 
 
@@ -96,7 +98,7 @@ def test_a_verdict_comes_back_with_its_mean(members: set[int], closed: int, ahea
 )
 def test_a_verdict_that_cannot_be_is_refused(payload: torch.Tensor, words: str) -> None:
     with pytest.raises(PayloadError, match=f"round 7 from replica 0: .*{words}"):
-        read_verdict(payload, num_replicas=3, server=0, least=2, step=9, what="round 7 from replica 0")
+        read_mean_header(payload, num_replicas=3, server=0, least=2, step=9, what="round 7 from replica 0")
 
 
 def run_with(lie: Any, *, liar: int, holds: Any = ()) -> None:
@@ -143,7 +145,7 @@ def test_who_only_asked_cannot_be_in_the_mean() -> None:
 
 def test_who_asks_before_a_round_is_closed_is_refused() -> None:
     def lie(payload: torch.Tensor) -> None:
-        payload[:OFFER_BYTES] = 0
+        payload[:PART_HEADER_BYTES] = 0
 
     with pytest.raises(PayloadError, match="it has no part, but offers 0 tokens and"):
         run_with(lie, liar=2)

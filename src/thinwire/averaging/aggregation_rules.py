@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from thinwire.averaging.coordinate_sort import mean_around, mean_of, middle_of, over_sorted_columns
+from thinwire.averaging.coordinate_sort import mean_around, mean_of, median_of, over_sorted_columns
 from thinwire.averaging.gram import combine, norms
 
 
@@ -101,7 +101,7 @@ class CoordinateMedian:
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         """See `Aggregate.__call__`."""
         check_stack(self, stack)
-        return over_sorted_columns(stack, middle_of)
+        return over_sorted_columns(stack, median_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ class MeaMed:
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         """See `Aggregate.__call__`."""
         num_kept = check_stack(self, stack) - self.num_bad
-        return over_sorted_columns(stack, lambda values: mean_around(values, middle_of(values), num_kept=num_kept))
+        return over_sorted_columns(stack, lambda values: mean_around(values, median_of(values), num_kept=num_kept))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

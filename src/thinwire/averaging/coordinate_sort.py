@@ -83,7 +83,7 @@ def mean_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
     return divided(total, len(values))
 
 
-def middle_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
+def median_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the median of sorted rows as float64: the middle one, or the mean of the two in the middle."""
     middle = len(values) // 2
     return mean_of(values[middle : middle + 1] if len(values) % 2 else values[middle - 1 : middle + 1])

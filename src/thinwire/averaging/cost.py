@@ -12,7 +12,7 @@ from thinwire.averaging.encode_stage import codec_at
 from thinwire.averaging.exchange import AllGather, Exchange, Shapes, TwoPhase, laid_out, numel_of
 from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.low_rank import LowRank
-from thinwire.averaging.round_context import Delivery, Steps, Wait
+from thinwire.averaging.round_context import RoundContext, Steps, Wait
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Topology
 from thinwire.transport.base import Received
@@ -103,7 +103,7 @@ def _time_rounds(
         rounds = []
         for me, (one, vector) in enumerate(zip(bound, vectors, strict=True)):
             peers = replace(topology.peers(round_id=number, me=me, alive=range(num_replicas)), absent=())
-            delivery = Delivery(
+            delivery = RoundContext(
                 peers=peers, transport=world.transports[me], round_id=number, step=_LATE_STEP + number
             )  # fmt: skip
             rounds.append(one.steps(vector.clone(), delivery))

@@ -15,13 +15,13 @@ from typing import Protocol
 import torch
 
 from thinwire.averaging.aggregation_rules import WeightedMean
-from thinwire.averaging.encode_stage import Hop, Ramp
+from thinwire.averaging.encode_stage import EncodeStage, Ramp
 from thinwire.averaging.exchange import AllGather, BoundExchange, Exchange, Shapes, TwoPhase, laid_out
-from thinwire.averaging.exchange_state import BoundHops
+from thinwire.averaging.exchange_state import ExchangeState
 from thinwire.averaging.gram import norms
 from thinwire.averaging.mean_of_payloads import decode
-from thinwire.averaging.quorum_messages import OFFER_BYTES, Offer, read_offer, with_offer
-from thinwire.averaging.round_context import Average, Delivery, Progress, Steps, Wait
+from thinwire.averaging.quorum_messages import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
+from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.errors import NonFiniteError
 from thinwire.transport.base import Pending
@@ -32,7 +32,7 @@ MOST_LENGTH = 3.0
 _MOST_MAGNITUDE = 1e30
 
 
-class AgreedParts(Protocol):
+class DecidedParts(Protocol):
     """What a round came to, the same at every replica that applies it."""
 
     @property
@@ -51,16 +51,16 @@ class AgreedParts(Protocol):
         ...
 
 
-class Proposed(Pending, Protocol):
+class ProposedPart(Pending, Protocol):
     """A part that was offered; once its `wait` has returned, there is what was agreed on."""
 
     @property
-    def agreed(self) -> AgreedParts | None:
+    def agreed(self) -> DecidedParts | None:
         """What was agreed on."""
         ...
 
 
-class Seat(Protocol):
+class ElasticSession(Protocol):
     """A replica's seat in the council of an elastic run."""
 
     def active(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class Seat(Protocol):
     def propose(
         self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int,
         bad_parts: int = 0,
-    ) -> Proposed:  # fmt: skip
+    ) -> ProposedPart:  # fmt: skip
         """Offer a part, None for none, and take part in what is agreed on.
 
         Args:
@@ -105,7 +105,7 @@ class Seat(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgreedMean:
+class ElasticMean:
     """Everyone offers its part; the mean is that of the parts which a council chose, the same for all.
 
     Parts of replicas that trained equally count the same, bit for bit as in `AllGather`; else each counts by the tokens
@@ -126,7 +126,7 @@ class AgreedMean:
     """
 
     codec: Codec
-    seat: Seat | None = field(default=None, compare=False, repr=False)
+    seat: ElasticSession | None = field(default=None, compare=False, repr=False)
     preserve_norm: bool = False
     most_length: float = MOST_LENGTH
     find: Callable[[str], None] = field(default=lambda text: None, compare=False, repr=False)
@@ -137,27 +137,29 @@ class AgreedMean:
         if not self.most_length >= 1:
             raise ValueError(f"most_length must be at least 1, got {self.most_length}; infinity shortens nothing")
 
-    def with_directions(self, directions: Sequence[Sequence[bool]]) -> AgreedMean:
+    def with_directions(self, directions: Sequence[Sequence[bool]]) -> ElasticMean:
         """Return the exchange for fragments of tensors with and without a direction of their own."""
         return replace(self, directions=tuple(map(tuple, directions)))
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         """See `Exchange.bind`."""
-        return _BoundAgreedMean(self, shapes)
+        return _BoundElasticMean(self, shapes)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""
-        return (num_replicas - 1) * (OFFER_BYTES + self.codec.payload_bytes(numel))
+        return (num_replicas - 1) * (PART_HEADER_BYTES + self.codec.payload_bytes(numel))
 
 
-def agreed(exchange: Exchange, *, seat: Seat, preserve_norm: bool, find: Callable[[str], None]) -> AgreedMean:
+def elastic_mean(
+    exchange: Exchange, *, seat: ElasticSession, preserve_norm: bool, find: Callable[[str], None]
+) -> ElasticMean:
     """Return the exchange that a council takes the place of all peers in.
 
     Args:
         exchange: The method's own.
         seat: This replica's.
-        preserve_norm: See `AgreedMean`.
-        find: See `AgreedMean`.
+        preserve_norm: See `ElasticMean`.
+        find: See `ElasticMean`.
 
     Raises:
         ValueError: It remembers what it sent, combines parts otherwise than by their mean, or is no all-gather.
@@ -171,33 +173,33 @@ def agreed(exchange: Exchange, *, seat: Seat, preserve_norm: bool, find: Callabl
             f"{exchange!r} depends on who sent what before, or on each replica's own part, so replicas cannot come and "
             f"go; for elastic runs take diloco, streaming-diloco, local-sgd or slowmo, with a codec without memory"
         )
-    return AgreedMean(codec=codec, seat=seat, preserve_norm=preserve_norm, find=find)
+    return ElasticMean(codec=codec, seat=seat, preserve_norm=preserve_norm, find=find)
 
 
-class _BoundAgreedMean(BoundHops):
-    """See `AgreedMean`; nothing is remembered."""
+class _BoundElasticMean(ExchangeState):
+    """See `ElasticMean`; nothing is remembered."""
 
-    _spec: AgreedMean
+    _spec: ElasticMean
 
-    def __init__(self, spec: AgreedMean, shapes: Sequence[Shapes]) -> None:
-        super().__init__(spec, [{"out": Hop(laid_out(spec.codec, tensors))} for tensors in shapes])
+    def __init__(self, spec: ElasticMean, shapes: Sequence[Shapes]) -> None:
+        super().__init__(spec, [{"out": EncodeStage(laid_out(spec.codec, tensors))} for tensors in shapes])
         self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
         self._own_bad, self._others_bad = _BadParts(), _BadParts()
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
-        seat, codec = self._spec.seat, self._hops[delivery.fragment]["out"].codec(delivery.step)
+        seat, codec = self._spec.seat, self._stages[delivery.fragment]["out"].codec(delivery.step)
         assert seat is not None, "bound without a seat"
         numel, device, part, bad_parts = tensor.numel(), tensor.device, None, 0
         if not seat.is_decided(delivery.round_id):
             bad_parts, _ = self._own_bad.note(delivery.peers.me, delivery, is_finite=_is_finite(tensor))
         if not seat.is_decided(delivery.round_id) and not bad_parts:
-            offer = Offer(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
-            part = with_offer(offer, codec.encode(tensor, seed=delivery.seed).cpu())
+            offer = PartHeader(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
+            part = with_part_header(offer, codec.encode(tensor, seed=delivery.seed).cpu())
         del tensor  # while the round is in flight, only its payload takes memory
         proposed = seat.propose(
             part, round_id=delivery.round_id, launch_step=delivery.step, reference_hash=delivery.reference_hash,
-            most_bytes=OFFER_BYTES + codec.payload_bytes(numel), bad_parts=bad_parts,
+            most_bytes=PART_HEADER_BYTES + codec.payload_bytes(numel), bad_parts=bad_parts,
         )  # fmt: skip
         del part
         yield Wait(receives=(proposed,))
@@ -212,12 +214,18 @@ class _BoundAgreedMean(BoundHops):
         )  # fmt: skip
 
     def _mean(
-        self, parts: Mapping[int, torch.Tensor], codec: Codec, *, numel: int, device: torch.device, delivery: Delivery
+        self,
+        parts: Mapping[int, torch.Tensor],
+        codec: Codec,
+        *,
+        numel: int,
+        device: torch.device,
+        delivery: RoundContext,
     ) -> tuple[torch.Tensor, dict[int, float]]:
         what = delivery.describe()
         decoded, weights, steps = {}, {}, {}
         for member, raw in parts.items():
-            offer, coded = read_offer(raw, step=None, what=f"{what} from replica {member}")
+            offer, coded = read_part_header(raw, step=None, what=f"{what} from replica {member}")
             vector = self._decoded(codec, coded.to(device), numel=numel, peer=member, what=what)
             bad_parts, since = self._others_bad.note(member, delivery, is_finite=vector is not None)
             if vector is None:
@@ -284,7 +292,7 @@ class _BadParts:
             int, dict[int, tuple[int, int]]
         ] = {}  # by replica and fragment: how many, and the first round
 
-    def note(self, replica: int, delivery: Delivery, *, is_finite: bool) -> tuple[int, int]:
+    def note(self, replica: int, delivery: RoundContext, *, is_finite: bool) -> tuple[int, int]:
         """Take in a part; return how many bad ones there are of all fragments, and the round of the first."""
         found = self._found.setdefault(replica, {})
         if is_finite:

@@ -1,4 +1,4 @@
-"""One hop of an exchange: a code, and what the sender remembers of it."""
+"""One stage of an exchange: a code, and what the sender remembers of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs.base import Codec
-from thinwire.codecs.error_feedback import BoundMemory
+from thinwire.codecs.error_feedback import BoundSenderMemory
 from thinwire.errors import NonFiniteError
 from thinwire.shared_random import derive_seed
 
@@ -50,15 +50,15 @@ def most_bytes(code: Codec | Ramp, numel: int) -> int:
     return max(codec.payload_bytes(numel) for codec in codecs)
 
 
-class Hop:
-    """Encodes for one hop.
+class EncodeStage:
+    """Encodes for one stage.
 
     Args:
         code: The code.
         memory: What stands before it; None for nothing.
     """
 
-    def __init__(self, code: Codec | Ramp, memory: BoundMemory | None = None) -> None:
+    def __init__(self, code: Codec | Ramp, memory: BoundSenderMemory | None = None) -> None:
         self._code = code
         self._memory = memory
 
@@ -113,8 +113,8 @@ class Hop:
             self._memory.load_state_dict(state)
 
 
-class ShardedHop(Hop):
-    """A hop on which a vector leaves in parts, one an owner; what is remembered is the whole vector's."""
+class ShardedEncodeStage(EncodeStage):
+    """A stage on which a vector leaves in parts, one an owner; what is remembered is the whole vector's."""
 
     def encode_shards(
         self, x: torch.Tensor, bounds: Mapping[int, tuple[int, int]], *, step: int, seed: int

@@ -17,12 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from thinwire.averaging.aggregation_rules import Aggregate
-from thinwire.averaging.encode_stage import Hop, Ramp, ShardedHop, codec_at, most_bytes
-from thinwire.averaging.exchange_state import BoundHops
+from thinwire.averaging.encode_stage import EncodeStage, Ramp, ShardedEncodeStage, codec_at, most_bytes
+from thinwire.averaging.exchange_state import ExchangeState
 from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
-from thinwire.averaging.round_context import Average, Delivery, Steps, Wait
+from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec, NeedsLayout
-from thinwire.codecs.error_feedback import Memory
+from thinwire.codecs.error_feedback import SenderMemory
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Pending
 
@@ -37,7 +37,7 @@ class BoundExchange(Protocol):
         """Whether anything is remembered from one round to the next."""
         ...
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         """Return the generator that averages `tensor` over the peers.
 
         Args:
@@ -129,7 +129,7 @@ class AllGather:
     """
 
     codec: Codec | Ramp
-    memory: Memory | None = None
+    memory: SenderMemory | None = None
     keeps_parts: bool = False
     aggregate: Aggregate | None = None
 
@@ -137,27 +137,31 @@ class AllGather:
         """See `Exchange.bind`."""
         if self.aggregate is not None:
             self.aggregate.check(num_replicas)
-        hops = [
-            {"out": Hop(code_for(self.codec, tensors), self.memory.bind(numel_of(tensors)) if self.memory else None)}
+        stages = [
+            {
+                "out": EncodeStage(
+                    code_for(self.codec, tensors), self.memory.bind(numel_of(tensors)) if self.memory else None
+                )
+            }
             for tensors in shapes
         ]
-        return _BoundAllGather(self, hops)
+        return _BoundAllGather(self, stages)
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
-        return self.through(Hop(self.codec), tensor, delivery)
+        return self.through(EncodeStage(self.codec), tensor, delivery)
 
-    def through(self, hop: Hop, tensor: torch.Tensor, delivery: Delivery) -> Steps:
-        """Return the generator of a round whose payloads pass a hop."""
+    def through(self, stage: EncodeStage, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+        """Return the generator of a round whose payloads pass a stage."""
         numel, device, peers, transport = tensor.numel(), tensor.device, delivery.peers, delivery.transport
-        codec = hop.codec(delivery.step)
+        codec = stage.codec(delivery.step)
         expected = delivery.receiving(codec, numel=numel)
         sources = [peer for peer in peers.senders if peer != peers.me]
         receives = tuple(transport.receive(source=peer, envelope=expected) for peer in sources)
         sends: tuple[Pending, ...] = ()
         kept: dict[int, torch.Tensor] = {}
         if peers.me in peers.senders:
-            own = hop.encode(tensor, step=delivery.step, seed=delivery.seed)
+            own = stage.encode(tensor, step=delivery.step, seed=delivery.seed)
             envelope, on_host, kept = delivery.sending(own, codec=codec, numel=numel), own.cpu(), {peers.me: own}
             sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
         del tensor  # while the round is in flight, only its payload takes memory
@@ -178,7 +182,7 @@ class AllGather:
             check_finite(mean, codec, payloads, what=what)
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
         hashes[peers.me] = delivery.reference_hash
-        return Average(mean=hop.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
+        return Average(mean=stage.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""
@@ -203,8 +207,8 @@ class TwoPhase:
     """
 
     codec: Codec | Ramp
-    memory: Memory | None = None
-    owner_memory: Memory | None = None
+    memory: SenderMemory | None = None
+    owner_memory: SenderMemory | None = None
 
     def __post_init__(self) -> None:
         """Refuse codes whose mean would be cut a second time."""
@@ -217,22 +221,24 @@ class TwoPhase:
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         """See `Exchange.bind`."""
-        hops = []
+        stages = []
         for tensors in shapes:
             numel = numel_of(tensors)
             block = codec_at(self.codec, 1).block
             start, stop = shard_bounds(numel, num_shards=num_replicas, block=block)[replica]
             out = self.memory.bind(numel) if self.memory else None
             mean = self.owner_memory.bind(stop - start) if self.owner_memory else None
-            hops.append({"out": ShardedHop(self.codec, out), "mean": Hop(self.codec, mean)})
-        return _BoundTwoPhase(self, hops)
+            stages.append({"out": ShardedEncodeStage(self.codec, out), "mean": EncodeStage(self.codec, mean)})
+        return _BoundTwoPhase(self, stages)
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
-        return self.through(ShardedHop(self.codec), Hop(self.codec), tensor, delivery)
+        return self.through(ShardedEncodeStage(self.codec), EncodeStage(self.codec), tensor, delivery)
 
-    def through(self, out: ShardedHop, back: Hop, tensor: torch.Tensor, delivery: Delivery) -> Steps:
-        """Return the generator of a round whose parts pass the hop `out`, and their means the hop `back`."""
+    def through(
+        self, out: ShardedEncodeStage, back: EncodeStage, tensor: torch.Tensor, delivery: RoundContext
+    ) -> Steps:
+        """Return the generator of a round whose parts pass the stage `out`, and their means the stage `back`."""
         flat, device, peers, transport = tensor.reshape(-1), tensor.device, delivery.peers, delivery.transport
         codec, what, me = out.codec(delivery.step), delivery.describe(), delivery.peers.me
         if peers.absent:
@@ -310,21 +316,21 @@ def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, 
     return list(pairwise(cuts))
 
 
-class _BoundAllGather(BoundHops):
+class _BoundAllGather(ExchangeState):
     _spec: AllGather
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
-        return self._spec.through(self._hops[delivery.fragment]["out"], tensor, delivery)
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+        return self._spec.through(self._stages[delivery.fragment]["out"], tensor, delivery)
 
 
-class _BoundTwoPhase(BoundHops):
+class _BoundTwoPhase(ExchangeState):
     _spec: TwoPhase
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
-        hops = self._hops[delivery.fragment]
-        out = hops["out"]
-        assert isinstance(out, ShardedHop)
-        return self._spec.through(out, hops["mean"], tensor, delivery)
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+        stages = self._stages[delivery.fragment]
+        out = stages["out"]
+        assert isinstance(out, ShardedEncodeStage)
+        return self._spec.through(out, stages["mean"], tensor, delivery)
 
 
 def numel_of(shapes: Shapes) -> int:

@@ -1,4 +1,4 @@
-"""What an exchange remembers between rounds, by fragment and hop."""
+"""What an exchange remembers between rounds, by fragment and stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from thinwire.averaging.encode_stage import Hop
+from thinwire.averaging.encode_stage import EncodeStage
 from thinwire.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 _MEMORIES = {"out": "what was not sent yet", "mean": "what the owner of a part remembers of its means"}
 
 
-class BoundHops:
-    """What an exchange remembers, by fragment and hop."""
+class ExchangeState:
+    """What an exchange remembers, by fragment and stage."""
 
-    def __init__(self, spec: Exchange, hops: Sequence[Mapping[str, Hop]]) -> None:
+    def __init__(self, spec: Exchange, stages: Sequence[Mapping[str, EncodeStage]]) -> None:
         self._spec = spec
-        self._hops = hops
+        self._stages = stages
 
     @property
     def has_memory(self) -> bool:
         """See `BoundExchange.has_memory`."""
-        return any(hop.has_memory for hops in self._hops for hop in hops.values())
+        return any(stage.has_memory for stages in self._stages for stage in stages.values())
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""
@@ -34,16 +34,16 @@ class BoundHops:
     def shared_hash(self, fragment: int) -> int:
         """See `BoundExchange.shared_hash`."""
         found = 0
-        for hop in self._hops[fragment].values():
-            if hop.shared is not None:
-                found = zlib.crc32(hop.shared.cpu().numpy().tobytes(), found)
+        for stage in self._stages[fragment].values():
+            if stage.shared is not None:
+                found = zlib.crc32(stage.shared.cpu().numpy().tobytes(), found)
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """See `BoundExchange.state_dict`."""
         return {
-            str(fragment): {name: hop.state_dict() for name, hop in hops.items() if hop.has_memory}
-            for fragment, hops in enumerate(self._hops)
+            str(fragment): {name: stage.state_dict() for name, stage in stages.items() if stage.has_memory}
+            for fragment, stages in enumerate(self._stages)
             if self.has_memory
         }
 
@@ -55,9 +55,9 @@ class BoundHops:
                 f"the checkpoint remembers {_names(state)} of its exchanges, this run {_names(own)}; resume with its "
                 f"method"
             )
-        for fragment, hops in state.items():
-            for name, vectors in hops.items():
-                self._hops[int(fragment)][name].load_state_dict(vectors)
+        for fragment, stages in state.items():
+            for name, vectors in stages.items():
+                self._stages[int(fragment)][name].load_state_dict(vectors)
 
     def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
         """See `BoundExchange.adopt`: what a replica remembers of its own sending stays with it.
@@ -66,16 +66,16 @@ class BoundHops:
         where the number of replicas is another.
         """
         anew = []
-        for fragment, hops in enumerate(self._hops):
-            for name, hop in hops.items():
+        for fragment, stages in enumerate(self._stages):
+            for name, stage in stages.items():
                 saved = state.get(str(fragment), {}).get(name)
-                if hop.has_memory and saved is not None and is_own and name == "out" and hop.shared is None:
-                    hop.load_state_dict(saved)
-                elif hop.has_memory:
-                    hop.forget()
+                if stage.has_memory and saved is not None and is_own and name == "out" and stage.shared is None:
+                    stage.load_state_dict(saved)
+                elif stage.has_memory:
+                    stage.forget()
                     anew.append(f"fragment {fragment}: {_MEMORIES[name]}")
         return tuple(anew)
 
 
 def _names(state: Mapping[str, Any]) -> str:
-    return ", ".join(f"{fragment}/{name}" for fragment, hops in state.items() for name in hops) or "nothing"
+    return ", ".join(f"{fragment}/{name}" for fragment, stages in state.items() for name in stages) or "nothing"

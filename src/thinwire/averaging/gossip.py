@@ -10,7 +10,7 @@ import torch
 
 from thinwire.averaging.exchange import AllGather, BoundExchange, Shapes
 from thinwire.averaging.mixing import MixingGraph, mixing_row
-from thinwire.averaging.round_context import Delivery, Steps
+from thinwire.averaging.round_context import RoundContext, Steps
 from thinwire.codecs.base import Codec
 
 
@@ -54,7 +54,7 @@ class BoundGossip:
         """Never: values are sent, and nothing is dropped from them."""
         return False
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
         me, members = delivery.peers.me, delivery.peers.members
         row = mixing_row(self._graph, round_id=delivery.round_id, me=me, alive=range(self._num_replicas))

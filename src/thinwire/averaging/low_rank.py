@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from thinwire.averaging.exchange import AllGather, BoundExchange, Shapes, TwoPhase, cheapest
-from thinwire.averaging.round_context import Average, Delivery, Steps
+from thinwire.averaging.round_context import Average, RoundContext, Steps
 from thinwire.codecs import float32
 from thinwire.errors import CheckpointError
 from thinwire.shared_random import derive_seed
@@ -114,7 +114,7 @@ class _BoundLowRank:
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         return self._inner.sent_bytes(numel, num_replicas=num_replicas)
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         matrices, right = self._matrices[delivery.fragment], self._right[delivery.fragment]
         thin, dense = _thin(matrices), [matrix for matrix in matrices if not matrix.is_thin]
         whole = self._residuals[delivery.fragment].to(tensor.device).add_(tensor)

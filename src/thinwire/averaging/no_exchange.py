@@ -9,25 +9,25 @@ from typing import Any
 import torch
 
 from thinwire.averaging.exchange import Shapes
-from thinwire.averaging.round_context import Average, Delivery, Steps
+from thinwire.averaging.round_context import Average, RoundContext, Steps
 from thinwire.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nothing:
+class NoExchange:
     """Send nothing. For the local steps of a method that does the inner step itself; its result is no mean."""
 
-    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundNothing:
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundNoExchange:
         """See `Exchange.bind`."""
-        return BoundNothing()
+        return BoundNoExchange()
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """Return 0."""
         return 0
 
 
-class BoundNothing:
-    """See `Nothing`."""
+class BoundNoExchange:
+    """See `NoExchange`."""
 
     @property
     def has_memory(self) -> bool:
@@ -38,7 +38,7 @@ class BoundNothing:
         """Nothing is remembered."""
         return 0
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         """Return a generator that ends at once."""
         yield from ()
         return Average(mean=tensor, reference_hashes={delivery.peers.me: delivery.reference_hash})

@@ -14,21 +14,21 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from thinwire.averaging.aggregation_rules import WeightedMean
-from thinwire.averaging.encode_stage import Hop
+from thinwire.averaging.encode_stage import EncodeStage
 from thinwire.averaging.exchange import BoundExchange, Shapes, laid_out
-from thinwire.averaging.exchange_state import BoundHops
+from thinwire.averaging.exchange_state import ExchangeState
 from thinwire.averaging.mean_of_payloads import decode, refuse_non_finite
 from thinwire.averaging.quorum_messages import (
-    OFFER_BYTES,
-    Offer,
-    Verdict,
-    read_offer,
-    read_verdict,
-    verdict_bytes,
-    with_offer,
-    with_verdict,
+    PART_HEADER_BYTES,
+    MeanHeader,
+    PartHeader,
+    mean_header_bytes,
+    read_mean_header,
+    read_part_header,
+    with_mean_header,
+    with_part_header,
 )
-from thinwire.averaging.round_context import Average, Delivery, Progress, Steps, Wait
+from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.errors import DeadlineExceeded, PayloadError, ThinwireError
 from thinwire.shared_random import derive_seed
@@ -92,7 +92,7 @@ class Straggler:
         self._sent.wait(deadline_s=deadline_s)
 
 
-Found = dict[int, tuple[Offer, torch.Tensor, int]]
+Found = dict[int, tuple[PartHeader, torch.Tensor, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +167,11 @@ class Quorum:
         """See `BoundExchange.sent_bytes`: the server's or a member's, whichever is more."""
         if num_replicas == 1:
             return 0
-        mean_bytes = verdict_bytes(num_replicas) + self.server_codec.payload_bytes(numel)
-        return max(OFFER_BYTES + self.codec.payload_bytes(numel), (num_replicas - 1) * mean_bytes)
+        mean_bytes = mean_header_bytes(num_replicas) + self.server_codec.payload_bytes(numel)
+        return max(PART_HEADER_BYTES + self.codec.payload_bytes(numel), (num_replicas - 1) * mean_bytes)
 
 
-class _BoundQuorum(BoundHops):
+class _BoundQuorum(ExchangeState):
     """See `Quorum`. Nothing is remembered that a checkpoint would have to hold.
 
     What is late at a checkpoint is not late after it: all replicas go on from the same step, and each has waited for
@@ -181,40 +181,43 @@ class _BoundQuorum(BoundHops):
     _spec: Quorum
 
     def __init__(self, spec: Quorum, shapes: Sequence[Shapes], *, num_replicas: int) -> None:
-        hops = [
-            {"out": Hop(laid_out(spec.codec, tensors)), "mean": Hop(laid_out(spec.server_codec, tensors))}
+        stages = [
+            {
+                "out": EncodeStage(laid_out(spec.codec, tensors)),
+                "mean": EncodeStage(laid_out(spec.server_codec, tensors)),
+            }
             for tensors in shapes
         ]
-        super().__init__(spec, hops)
+        super().__init__(spec, stages)
         self._num_replicas = num_replicas
         self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
         self._late: list[list[Straggler]] = [[] for _ in shapes]
         self._open: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
         # two messages in a row: each may be spread over half of the time
         delivery = replace(delivery, spread_s=delivery.spread_s / 2)
         is_server = delivery.peers.me == self._spec.server
         return self._serve(tensor, delivery) if is_server else self._take_part(tensor, delivery)
 
-    def _take_part(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def _take_part(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         numel, device, server, me = tensor.numel(), tensor.device, self._spec.server, delivery.peers.me
         out, back = self._codecs(delivery)
-        offer, part = Offer(), None
+        offer, part = PartHeader(), None
         if not delivery.is_closed:
-            offer = Offer(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
+            offer = PartHeader(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
             part = out.encode(tensor, seed=delivery.seed).cpu()
         del tensor  # while the round is in flight, only its payload takes memory
-        message = with_offer(offer, part)
+        message = with_part_header(offer, part)
         envelope = delivery.sending(message, codec=out, numel=numel)
         sends = (delivery.transport.send(message, to=server, envelope=envelope),)
-        expected = _larger(delivery.receiving(back, numel=numel, phase=1), verdict_bytes(self._num_replicas))
+        expected = _larger(delivery.receiving(back, numel=numel, phase=1), mean_header_bytes(self._num_replicas))
         receives = (delivery.transport.receive(source=server, envelope=expected),)
         received = yield Wait(receives=receives, sends=sends)
         what = f"{delivery.describe()} from replica {server}"
-        verdict, coded = read_verdict(
+        verdict, coded = read_mean_header(
             received[0].payload, num_replicas=self._num_replicas, server=server, least=self._spec.quorum,
             step=delivery.step, what=what,
         )  # fmt: skip
@@ -226,7 +229,7 @@ class _BoundQuorum(BoundHops):
         delivery.hear(verdict.progress, is_counted)
         return Average(mean=mean, reference_hashes=hashes, members=verdict.members, is_counted=is_counted)
 
-    def _serve(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def _serve(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         numel, device, me = tensor.numel(), tensor.device, delivery.peers.me
         out, back = self._codecs(delivery)
         own = out.encode(tensor, seed=delivery.seed)
@@ -234,7 +237,7 @@ class _BoundQuorum(BoundHops):
         with self._lock:
             self._open[delivery.round_id] = delivery.step
         try:
-            offer = Offer(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
+            offer = PartHeader(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
             found: Found = {me: (offer, own, delivery.reference_hash)}
             late = yield from self._gather(found, out, numel=numel, delivery=delivery)
         finally:
@@ -254,12 +257,12 @@ class _BoundQuorum(BoundHops):
         return Average(mean=mean, reference_hashes=hashes, members=members, weights=weights, after=after)
 
     def _gather(
-        self, found: Found, out: Codec, *, numel: int, delivery: Delivery
+        self, found: Found, out: Codec, *, numel: int, delivery: RoundContext
     ) -> Generator[Wait, Sequence[Received], dict[int, Pending]]:
         """Take in the parts that come in time; return the pending ones."""
         if overdue := self._overdue(delivery.fragment):
             yield Wait(watched=overdue, least=len(overdue))
-        expected = replace(_larger(delivery.receiving(out, numel=numel), OFFER_BYTES), takes_less=True)
+        expected = replace(_larger(delivery.receiving(out, numel=numel), PART_HEADER_BYTES), takes_less=True)
         others = delivery.peers.others
         receives = {peer: delivery.transport.receive(source=peer, envelope=expected) for peer in others}
         if receives:
@@ -271,7 +274,7 @@ class _BoundQuorum(BoundHops):
                 continue
             received = pending.wait(deadline_s=0.0)
             assert received is not None
-            offer, part = self._read_offer(received, peer=peer, delivery=delivery)
+            offer, part = self._read_part_header(received, peer=peer, delivery=delivery)
             if not offer.has_part:
                 raise PayloadError(
                     f"{delivery.describe()}: replica {peer} asks for its result before it is closed; the replicas run "
@@ -290,7 +293,7 @@ class _BoundQuorum(BoundHops):
 
     def _mean_of(
         self, found: Found, weights: Mapping[int, float], out: Codec, *, numel: int, device: torch.device,
-        delivery: Delivery,
+        delivery: RoundContext,
     ) -> torch.Tensor:  # fmt: skip
         what, parts = delivery.describe(), []
         for member in weights:
@@ -312,19 +315,19 @@ class _BoundQuorum(BoundHops):
         return self._spec.directions[fragment] if self._spec.directions else [True] * len(self._sizes[fragment])
 
     def _sender(
-        self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, delivery: Delivery
+        self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, delivery: RoundContext
     ) -> Callable[[int], Pending]:
         """Return what sends the mean to a member, with how far this replica is at that moment."""
 
         def send(peer: int) -> Pending:
-            verdict = Verdict(members=members, progress=self._progress(delivery))
-            message = with_verdict(verdict, coded, num_replicas=self._num_replicas)
+            verdict = MeanHeader(members=members, progress=self._progress(delivery))
+            message = with_mean_header(verdict, coded, num_replicas=self._num_replicas)
             envelope = delivery.sending(message, codec=back, numel=numel, phase=1)
             return delivery.transport.send(message, to=peer, envelope=envelope)
 
         return send
 
-    def _progress(self, delivery: Delivery) -> Progress:
+    def _progress(self, delivery: RoundContext) -> Progress:
         # first how far it is, then what is open: a round up to that step is open or closed by then, not to come
         reached = max(delivery.reached(), delivery.step)
         with self._lock:
@@ -332,11 +335,11 @@ class _BoundQuorum(BoundHops):
         return Progress(step=reached, closed_step=min(first_open - 1, reached))
 
     def _stragglers(
-        self, late: Mapping[int, Pending], send: Callable[[int], Pending], *, delivery: Delivery
+        self, late: Mapping[int, Pending], send: Callable[[int], Pending], *, delivery: RoundContext
     ) -> dict[int, Pending]:
         def straggler(peer: int, pending: Pending) -> Straggler:
             def check(received: Received) -> None:
-                self._read_offer(received, peer=peer, delivery=delivery)
+                self._read_part_header(received, peer=peer, delivery=delivery)
 
             return Straggler(pending, peer=peer, check=check, answer=lambda: send(peer))
 
@@ -344,12 +347,14 @@ class _BoundQuorum(BoundHops):
         self._late[delivery.fragment] += found
         return {one.peer: one for one in found}
 
-    def _read_offer(self, received: Received, *, peer: int, delivery: Delivery) -> tuple[Offer, torch.Tensor]:
+    def _read_part_header(
+        self, received: Received, *, peer: int, delivery: RoundContext
+    ) -> tuple[PartHeader, torch.Tensor]:
         what = f"{delivery.describe()} from replica {peer}"
-        return read_offer(received.payload, step=delivery.step, what=what)
+        return read_part_header(received.payload, step=delivery.step, what=what)
 
     def _decoded(
-        self, back: Codec, coded: torch.Tensor, *, numel: int, device: torch.device, delivery: Delivery
+        self, back: Codec, coded: torch.Tensor, *, numel: int, device: torch.device, delivery: RoundContext
     ) -> torch.Tensor:
         server, what = self._spec.server, delivery.describe()
         mean = decode(back, coded.to(device), numel=numel, peer=server, what=what)
@@ -357,9 +362,9 @@ class _BoundQuorum(BoundHops):
             refuse_non_finite(mean, peer=server, what=what)
         return mean
 
-    def _codecs(self, delivery: Delivery) -> tuple[Codec, Codec]:
-        hops = self._hops[delivery.fragment]
-        return hops["out"].codec(delivery.step), hops["mean"].codec(delivery.step)
+    def _codecs(self, delivery: RoundContext) -> tuple[Codec, Codec]:
+        stages = self._stages[delivery.fragment]
+        return stages["out"].codec(delivery.step), stages["mean"].codec(delivery.step)
 
 
 def _larger(envelope: Envelope, num_bytes: int) -> Envelope:

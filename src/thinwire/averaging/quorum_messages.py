@@ -18,13 +18,13 @@ from thinwire.averaging.aggregation_rules import token_weight
 from thinwire.averaging.round_context import Progress
 from thinwire.errors import PayloadError
 
-_OFFER = struct.Struct("<QQQ")
-_VERDICT = struct.Struct("<QQ")
-OFFER_BYTES = _OFFER.size
+_PART_HEADER = struct.Struct("<QQQ")
+_MEAN_HEADER = struct.Struct("<QQ")
+PART_HEADER_BYTES = _PART_HEADER.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class PartHeader:
     """What a member says of its part.
 
     Attributes:
@@ -44,7 +44,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class MeanHeader:
     """What the server says of a mean.
 
     Attributes:
@@ -56,17 +56,17 @@ class Verdict:
     progress: Progress
 
 
-def verdict_bytes(num_replicas: int) -> int:
+def mean_header_bytes(num_replicas: int) -> int:
     """Return the size of a verdict.
 
     Example:
-        >>> verdict_bytes(64), verdict_bytes(65)
+        >>> mean_header_bytes(64), mean_header_bytes(65)
         (24, 32)
     """
-    return _VERDICT.size + 8 * (-(-num_replicas // 64))
+    return _MEAN_HEADER.size + 8 * (-(-num_replicas // 64))
 
 
-def with_offer(offer: Offer, part: torch.Tensor | None) -> torch.Tensor:
+def with_part_header(offer: PartHeader, part: torch.Tensor | None) -> torch.Tensor:
     """Put an offer in front of a coded part.
 
     Args:
@@ -76,11 +76,11 @@ def with_offer(offer: Offer, part: torch.Tensor | None) -> torch.Tensor:
     Returns:
         uint8, one-dimensional, CPU.
     """
-    word = _bytes(_OFFER.pack(offer.has_part, offer.num_tokens, offer.num_steps))
+    word = _bytes(_PART_HEADER.pack(offer.has_part, offer.num_tokens, offer.num_steps))
     return word if part is None else torch.cat([word, part])
 
 
-def read_offer(payload: torch.Tensor, *, step: int | None, what: str) -> tuple[Offer, torch.Tensor]:
+def read_part_header(payload: torch.Tensor, *, step: int | None, what: str) -> tuple[PartHeader, torch.Tensor]:
     """Take an offer and the coded part apart.
 
     Args:
@@ -92,9 +92,9 @@ def read_offer(payload: torch.Tensor, *, step: int | None, what: str) -> tuple[O
     Raises:
         PayloadError: It is too short, or its numbers cannot be.
     """
-    if payload.numel() < OFFER_BYTES:
-        raise PayloadError(f"{what}: {payload.numel()} bytes, fewer than an offer's {OFFER_BYTES}")
-    kind, num_tokens, num_steps = _OFFER.unpack(bytes(payload[:OFFER_BYTES].numpy()))
+    if payload.numel() < PART_HEADER_BYTES:
+        raise PayloadError(f"{what}: {payload.numel()} bytes, fewer than an offer's {PART_HEADER_BYTES}")
+    kind, num_tokens, num_steps = _PART_HEADER.unpack(bytes(payload[:PART_HEADER_BYTES].numpy()))
     if kind not in (0, 1):
         raise PayloadError(f"{what}: an offer begins with 0 or 1, got {kind}")
     is_too_many = step is not None and num_steps > step
@@ -104,23 +104,23 @@ def read_offer(payload: torch.Tensor, *, step: int | None, what: str) -> tuple[O
             f"{what}: it offers {num_tokens} tokens of {num_steps} steps{when}; the replicas run different set-ups, or "
             f"the sender lies"
         )
-    if not kind and (num_tokens or payload.numel() > OFFER_BYTES):
+    if not kind and (num_tokens or payload.numel() > PART_HEADER_BYTES):
         raise PayloadError(f"{what}: it has no part, but offers {num_tokens} tokens and {payload.numel()} bytes")
-    offer = Offer(num_tokens=num_tokens, num_steps=num_steps, has_part=bool(kind))
-    return offer, payload[OFFER_BYTES:].clone()  # codecs want their bytes at the start of a storage
+    offer = PartHeader(num_tokens=num_tokens, num_steps=num_steps, has_part=bool(kind))
+    return offer, payload[PART_HEADER_BYTES:].clone()  # codecs want their bytes at the start of a storage
 
 
-def with_verdict(verdict: Verdict, mean: torch.Tensor, *, num_replicas: int) -> torch.Tensor:
+def with_mean_header(verdict: MeanHeader, mean: torch.Tensor, *, num_replicas: int) -> torch.Tensor:
     """Put a verdict in front of a coded mean: uint8, one-dimensional, CPU."""
     mask = sum(1 << member for member in verdict.members)
-    size = verdict_bytes(num_replicas) - _VERDICT.size
-    numbers = _VERDICT.pack(verdict.progress.step, verdict.progress.closed_step)
+    size = mean_header_bytes(num_replicas) - _MEAN_HEADER.size
+    numbers = _MEAN_HEADER.pack(verdict.progress.step, verdict.progress.closed_step)
     return torch.cat([_bytes(numbers + mask.to_bytes(size, "little")), mean])
 
 
-def read_verdict(
+def read_mean_header(
     payload: torch.Tensor, *, num_replicas: int, server: int, least: int, step: int, what: str
-) -> tuple[Verdict, torch.Tensor]:
+) -> tuple[MeanHeader, torch.Tensor]:
     """Take a verdict and the coded mean apart.
 
     Args:
@@ -134,12 +134,12 @@ def read_verdict(
     Raises:
         PayloadError: It is too short, or what it says cannot be.
     """
-    size = verdict_bytes(num_replicas)
+    size = mean_header_bytes(num_replicas)
     if payload.numel() < size:
         raise PayloadError(f"{what}: {payload.numel()} bytes, fewer than a verdict's {size}")
     word = bytes(payload[:size].numpy())
-    reached, closed = _VERDICT.unpack(word[: _VERDICT.size])
-    mask = int.from_bytes(word[_VERDICT.size :], "little")
+    reached, closed = _MEAN_HEADER.unpack(word[: _MEAN_HEADER.size])
+    mask = int.from_bytes(word[_MEAN_HEADER.size :], "little")
     members = tuple(bit for bit in range(mask.bit_length()) if mask >> bit & 1)
     if reached < step or closed > reached:
         raise PayloadError(
@@ -151,7 +151,7 @@ def read_verdict(
             f"{what}: a mean is said to be of the replicas {_named(members)}; it must hold the server, replica "
             f"{server}, and at least {least} of {num_replicas}"
         )
-    return Verdict(members=members, progress=Progress(step=reached, closed_step=closed)), payload[size:].clone()
+    return MeanHeader(members=members, progress=Progress(step=reached, closed_step=closed)), payload[size:].clone()
 
 
 def _named(members: Sequence[int]) -> str:

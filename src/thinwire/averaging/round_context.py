@@ -26,7 +26,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
+class RoundContext:
     """Everything about a round's messages but their content.
 
     Attributes:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.averaging.encode_stage import Hop, Ramp, most_bytes
+from thinwire.averaging.encode_stage import EncodeStage, Ramp, most_bytes
 from thinwire.averaging.exchange import BoundExchange, Shapes, code_for, numel_of
-from thinwire.averaging.exchange_state import BoundHops
+from thinwire.averaging.exchange_state import ExchangeState
 from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
-from thinwire.averaging.round_context import Average, Delivery, Steps, Wait
+from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
-from thinwire.codecs.error_feedback import Memory, Shift
+from thinwire.codecs.error_feedback import SenderMemory, Shift
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Received
 
@@ -39,8 +39,8 @@ class Star:
 
     codec: Codec | Ramp
     server_codec: Codec | Ramp
-    memory: Memory | None = None
-    server_memory: Memory | None = None
+    memory: SenderMemory | None = None
+    server_memory: SenderMemory | None = None
     server: int = 0
 
     def __post_init__(self) -> None:
@@ -55,26 +55,26 @@ class Star:
         """See `Exchange.bind`."""
         if not 0 <= self.server < num_replicas:
             raise ValueError(f"server must be one of the {num_replicas} replicas, got {self.server}")
-        hops = []
+        stages = []
         for tensors in shapes:
             numel = numel_of(tensors)
             out = self.memory.bind(numel) if self.memory else None
             is_server = replica == self.server
             back = self.server_memory.bind(numel) if self.server_memory and is_server else None
-            hops.append(
+            stages.append(
                 {
-                    "out": Hop(code_for(self.codec, tensors), out),
-                    "mean": Hop(code_for(self.server_codec, tensors), back),
+                    "out": EncodeStage(code_for(self.codec, tensors), out),
+                    "mean": EncodeStage(code_for(self.server_codec, tensors), back),
                 }
             )
-        return _BoundStar(self, hops)
+        return _BoundStar(self, stages)
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
-        return self.through(Hop(self.codec), Hop(self.server_codec), tensor, delivery)
+        return self.through(EncodeStage(self.codec), EncodeStage(self.server_codec), tensor, delivery)
 
-    def through(self, out: Hop, back: Hop, tensor: torch.Tensor, delivery: Delivery) -> Steps:
-        """Return the generator of a round whose payloads pass the hop `out`, and their mean the hop `back`."""
+    def through(self, out: EncodeStage, back: EncodeStage, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+        """Return the generator of a round whose payloads pass the stage `out`, and their mean the stage `back`."""
         numel, device, peers = tensor.numel(), tensor.device, delivery.peers
         codec, mean_codec = out.codec(delivery.step), back.codec(delivery.step)
         own = None
@@ -103,8 +103,8 @@ class Star:
         return Average(mean=out.received(mean), reference_hashes=hashes)
 
     def _serve(
-        self, payloads: dict[int, torch.Tensor], hashes: dict[int, int], codec: Codec, back: Hop, *, numel: int,
-        device: torch.device, delivery: Delivery,
+        self, payloads: dict[int, torch.Tensor], hashes: dict[int, int], codec: Codec, back: EncodeStage, *, numel: int,
+        device: torch.device, delivery: RoundContext,
     ) -> Generator[Wait, Sequence[Received], torch.Tensor]:  # fmt: skip
         """Gather the members' payloads and hashes, send the coded mean to all, and return it."""
         peers, transport, what = delivery.peers, delivery.transport, delivery.describe()
@@ -131,9 +131,9 @@ class Star:
         return max(most_bytes(self.codec, numel), (num_replicas - 1) * most_bytes(self.server_codec, numel))
 
 
-class _BoundStar(BoundHops):
+class _BoundStar(ExchangeState):
     _spec: Star
 
-    def steps(self, tensor: torch.Tensor, delivery: Delivery) -> Steps:
-        hops: Mapping[str, Hop] = self._hops[delivery.fragment]
-        return self._spec.through(hops["out"], hops["mean"], tensor, delivery)
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+        stages: Mapping[str, EncodeStage] = self._stages[delivery.fragment]
+        return self._spec.through(stages["out"], stages["mean"], tensor, delivery)

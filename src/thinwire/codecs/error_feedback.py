@@ -23,7 +23,7 @@ import torch
 from thinwire.errors import CheckpointError
 
 
-class BoundMemory(Protocol):
+class BoundSenderMemory(Protocol):
     """A memory with its vectors, for one vector of a fixed size."""
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,15 +60,15 @@ class BoundMemory(Protocol):
         ...
 
 
-class Memory(Protocol):
+class SenderMemory(Protocol):
     """A memory as a value; `bind` makes its vectors."""
 
-    def bind(self, numel: int) -> BoundMemory:
+    def bind(self, numel: int) -> BoundSenderMemory:
         """Return an empty memory for vectors of `numel` elements."""
         ...
 
 
-class Vectors:
+class MemoryVectors:
     """Named float32 vectors that start at zero, on the device of what they are used with: what a memory is made of.
 
     Args:
@@ -82,11 +82,11 @@ class Vectors:
 
     @property
     def shared(self) -> torch.Tensor | None:
-        """See `BoundMemory.shared`."""
+        """See `BoundSenderMemory.shared`."""
         return None
 
     def forget(self) -> None:
-        """See `BoundMemory.forget`."""
+        """See `BoundSenderMemory.forget`."""
         for vector in self._vectors.values():
             vector.zero_()
 
@@ -96,11 +96,11 @@ class Vectors:
         return found
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """See `BoundMemory.state_dict`."""
+        """See `BoundSenderMemory.state_dict`."""
         return dict(self._vectors)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See `BoundMemory.load_state_dict`."""
+        """See `BoundSenderMemory.load_state_dict`."""
         if set(state) != set(self._vectors):
             raise CheckpointError(
                 f"the checkpoint holds the vectors {sorted(state)} of a memory, this run has {sorted(self._vectors)}"
@@ -134,12 +134,12 @@ class ErrorFeedback:
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay must be in (0, 1], got {self.decay}; 1 forgets nothing")
 
-    def bind(self, numel: int) -> BoundMemory:
-        """See `Memory.bind`."""
+    def bind(self, numel: int) -> BoundSenderMemory:
+        """See `SenderMemory.bind`."""
         return _BoundErrorFeedback(self, numel)
 
 
-class _BoundErrorFeedback(Vectors):
+class _BoundErrorFeedback(MemoryVectors):
     def __init__(self, spec: ErrorFeedback, numel: int) -> None:
         super().__init__(numel, "residual")
         self._decay = spec.decay
@@ -185,12 +185,12 @@ class MomentumCorrection:
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}; None clips nothing")
 
-    def bind(self, numel: int) -> BoundMemory:
-        """See `Memory.bind`."""
+    def bind(self, numel: int) -> BoundSenderMemory:
+        """See `SenderMemory.bind`."""
         return _BoundMomentumCorrection(self, numel)
 
 
-class _BoundMomentumCorrection(Vectors):
+class _BoundMomentumCorrection(MemoryVectors):
     def __init__(self, spec: MomentumCorrection, numel: int) -> None:
         super().__init__(numel, "momentum", "velocity")
         self._spec = spec
@@ -246,12 +246,12 @@ class Momentum:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual")
 
-    def bind(self, numel: int) -> BoundMemory:
-        """See `Memory.bind`."""
+    def bind(self, numel: int) -> BoundSenderMemory:
+        """See `SenderMemory.bind`."""
         return _BoundMomentum(self, numel)
 
 
-class _BoundMomentum(Vectors):
+class _BoundMomentum(MemoryVectors):
     def __init__(self, spec: Momentum, numel: int) -> None:
         super().__init__(numel, "momentum")
         self._spec = spec
@@ -291,12 +291,12 @@ class Shift:
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}; 0.9 is usual, 0 is plain EF21")
 
-    def bind(self, numel: int) -> BoundMemory:
-        """See `Memory.bind`."""
+    def bind(self, numel: int) -> BoundSenderMemory:
+        """See `SenderMemory.bind`."""
         return _BoundShift(numel) if self.momentum == 0 else _BoundShiftOfMomentum(self, numel)
 
 
-class _BoundShift(Vectors):
+class _BoundShift(MemoryVectors):
     def __init__(self, numel: int, *names: str) -> None:
         super().__init__(numel, "own", "mean", *names)
         self._sent: torch.Tensor | None = None

@@ -9,7 +9,7 @@ from thinwire.membership.proposal import Proposal, Shelf, round_of
 
 
 class ElasticSeat:
-    """Implements `thinwire.averaging.elastic_mean.Seat`.
+    """Implements `thinwire.averaging.elastic_mean.ElasticSession`.
 
     Args:
         council: What the coordinator says.

@@ -40,7 +40,7 @@ import torch
 from thinwire.averaging.exchange import Exchange, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.codecs.error_feedback import Vectors
+from thinwire.codecs.error_feedback import MemoryVectors
 from thinwire.methods.about import About
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.late_outer_step import DelayedOuterStep, TakenPseudoGradient
@@ -128,11 +128,11 @@ class ShardedMomentum:
     optimizer: OuterOptimizer
 
     def bind(self, numel: int) -> BoundShardedMomentum:
-        """See `Memory.bind`."""
+        """See `SenderMemory.bind`."""
         return BoundShardedMomentum(self.optimizer, numel)
 
 
-class BoundShardedMomentum(Vectors):
+class BoundShardedMomentum(MemoryVectors):
     """See `ShardedMomentum`."""
 
     def __init__(self, optimizer: OuterOptimizer, numel: int) -> None:
@@ -140,14 +140,14 @@ class BoundShardedMomentum(Vectors):
         self._optimizer = optimizer
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the outer step, by which the value shall decrease; see `BoundMemory.before`."""
+        """Return the outer step, by which the value shall decrease; see `BoundSenderMemory.before`."""
         moved = torch.zeros_like(x)
         self._optimizer.step(moved, x.clone(), self.there("outer momentum", x))
         return moved.neg_()
 
     def after(self, sent: torch.Tensor) -> None:
-        """See `BoundMemory.after`: what the code drops is not remembered."""
+        """See `BoundSenderMemory.after`: what the code drops is not remembered."""
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
-        """See `BoundMemory.received`."""
+        """See `BoundSenderMemory.received`."""
         return mean

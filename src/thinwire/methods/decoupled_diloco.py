@@ -38,7 +38,7 @@ from thinwire.codecs import Codec, e3m0
 from thinwire.methods.about import About
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.sync.fragments import Pattern
-from thinwire.sync.late_outer_step import KeepingOuterStep
+from thinwire.sync.late_outer_step import LateOuterStep
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov
 from thinwire.sync.schedule import Staggered
@@ -100,9 +100,9 @@ def decoupled_diloco(
     grace = _checked_grace(grace_steps, overlap_steps=overlap_steps, sync_interval=sync_interval)
     payload_codec = e3m0() if codec is None else codec
 
-    def update(num_replicas: int) -> KeepingOuterStep:
+    def update(num_replicas: int) -> LateOuterStep:
         lr = default_outer_lr(num_replicas) if outer_lr is None else outer_lr
-        return KeepingOuterStep(optimizer=Nesterov(lr=lr, momentum=outer_momentum), blend=blend)
+        return LateOuterStep(optimizer=Nesterov(lr=lr, momentum=outer_momentum), blend=blend)
 
     def exchange(num_replicas: int) -> Exchange:
         found = Quorum(

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from thinwire.averaging.exchange import Exchange, cheapest
-from thinwire.averaging.no_exchange import Nothing
+from thinwire.averaging.no_exchange import NoExchange
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
@@ -79,7 +79,7 @@ def eager(
         return EagerOuterStep(optimizer=optimizer, num_replicas=num_replicas, lr=lr)
 
     def exchanges(num_replicas: int) -> tuple[Exchange, ...]:
-        return cheapest(payload_codec, num_replicas=num_replicas), Nothing()
+        return cheapest(payload_codec, num_replicas=num_replicas), NoExchange()
 
     update(1)  # a bad argument is refused here, not when training starts
     return Method(

@@ -37,7 +37,7 @@ from thinwire.averaging.round_context import Average
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, Sign, float32, random_k, top_k
-from thinwire.codecs.error_feedback import ErrorFeedback, Memory
+from thinwire.codecs.error_feedback import ErrorFeedback, SenderMemory
 from thinwire.compat import kind_of
 from thinwire.errors import CheckpointError
 from thinwire.methods.about import About
@@ -118,7 +118,7 @@ def masha2(
 
 def _masha(
     name: str, codec: Codec, server_codec: Codec | None, refresh_probability: float | None, *, ascent: tuple[str, ...],
-    seed: int, memory: Memory | None,
+    seed: int, memory: SenderMemory | None,
 ) -> Method:  # fmt: skip
     if refresh_probability is not None and not 0 < refresh_probability <= 1:
         raise ValueError(

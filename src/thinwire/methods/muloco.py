@@ -6,7 +6,7 @@
     theta = OuterOpt(theta, (1/M) sum_m q_m)      Nesterov
 
 Muon orthogonalises the momentum of each hidden matrix; embeddings, the head, norms and biases go to AdamW, as in the
-paper. The inner optimizer is the caller's: `torch.optim.Muon` and an AdamW, joined by `thinwire.JoinedOptimizer`, which
+paper. The inner optimizer is the caller's: `torch.optim.Muon` and an AdamW, joined by `thinwire.MultiOptimizer`, which
 `thinwire train --method muloco` does. The method is the rest, and runs with any other inner optimizer too.
 
 The defaults of the outer step (lr 0.7, momentum 0.6) and H = 30 are what our notes have of the paper's later version.

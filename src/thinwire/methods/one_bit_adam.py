@@ -41,7 +41,7 @@ from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.errors import CheckpointError
 from thinwire.methods.about import About
-from thinwire.sync.adam_momentum_view import BoundMomentum, Momentum, check_adam
+from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, check_adam
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round, WarmUp
 from thinwire.sync.views import BoundView
@@ -75,7 +75,7 @@ def one_bit_adam(*, warmup_steps: int = 100, codec: Codec | None = None) -> Meth
         name="one-bit-adam",
         schedule=WarmUp(warmup_steps=warmup_steps),
         topology=AllReplicas(),
-        view=Momentum(),
+        view=AdamMomentum(),
         exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), momenta),
         update=lambda num_replicas: FrozenAdam(warmup_steps=warmup_steps),
     )
@@ -96,15 +96,17 @@ class FrozenAdam:
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundFrozenAdam:
         """See `Update.bind`."""
-        if not isinstance(view, BoundMomentum):
-            raise ValueError("FrozenAdam() applies mean momenta, but the view reads others; use Momentum() as the view")
+        if not isinstance(view, BoundAdamMomentum):
+            raise ValueError(
+                "FrozenAdam() applies mean momenta, but the view reads others; use AdamMomentum() as the view"
+            )
         return BoundFrozenAdam(self, view, check_adam(inner))
 
 
 class BoundFrozenAdam:
     """See `FrozenAdam`."""
 
-    def __init__(self, spec: FrozenAdam, view: BoundMomentum, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, spec: FrozenAdam, view: BoundAdamMomentum, inner: torch.optim.Optimizer) -> None:
         self._warmup_steps = spec.warmup_steps
         self._view = view
         self._inner = inner

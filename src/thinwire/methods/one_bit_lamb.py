@@ -41,7 +41,7 @@ from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.codecs.ordered_sum import ordered_sum
 from thinwire.errors import CheckpointError
 from thinwire.methods.about import About
-from thinwire.sync.adam_momentum_view import BoundMomentum, Momentum, Slot, check_adam
+from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Slot, check_adam
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round, WarmUp
 from thinwire.sync.views import BoundView
@@ -103,7 +103,7 @@ def one_bit_lamb(
         name="one-bit-lamb",
         schedule=schedule,
         topology=AllReplicas(),
-        view=Momentum(),
+        view=AdamMomentum(),
         exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), momenta),
         update=lambda num_replicas: update,
     )
@@ -143,8 +143,10 @@ class FrozenLamb:
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundFrozenLamb:
         """See `Update.bind`."""
-        if not isinstance(view, BoundMomentum):
-            raise ValueError("FrozenLamb() applies mean momenta, but the view reads others; use Momentum() as the view")
+        if not isinstance(view, BoundAdamMomentum):
+            raise ValueError(
+                "FrozenLamb() applies mean momenta, but the view reads others; use AdamMomentum() as the view"
+            )
         if not isinstance(check_adam(inner), torch.optim.AdamW):
             raise ValueError(
                 "LAMB decays weights as AdamW does, but the inner optimizer is Adam, which adds decay to the gradient; "
@@ -156,7 +158,7 @@ class FrozenLamb:
 class BoundFrozenLamb:
     """See `FrozenLamb`. Coefficients and factors stay on the device, so that no step waits for it."""
 
-    def __init__(self, spec: FrozenLamb, view: BoundMomentum) -> None:
+    def __init__(self, spec: FrozenLamb, view: BoundAdamMomentum) -> None:
         self._spec = spec
         self._view = view
         self._coefficients = [_number(0.0, like=parameter) for parameter in view.adam.parameters]
@@ -188,8 +190,8 @@ class BoundFrozenLamb:
     def state_dict(self) -> dict[str, Any]:
         """Return coefficients, factors and fresh variances, and the view's factors."""
         return self._view.state_dict() | {
-            "coefficients": _told(self._coefficients),
-            "factors": _told(self._factors),
+            "coefficients": _stacked(self._coefficients),
+            "factors": _stacked(self._factors),
             "fresh": {str(index): variance for index, variance in self._fresh.items()},
         }
 
@@ -273,5 +275,5 @@ def _number(value: float, *, like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float64, device=like.device)
 
 
-def _told(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stacked(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack([number.cpu() for number in numbers]) if numbers else torch.zeros(0, dtype=torch.float64)

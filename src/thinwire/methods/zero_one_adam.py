@@ -36,14 +36,14 @@ import torch
 from torch import nn
 
 from thinwire.averaging.exchange import TwoPhase, cheapest
-from thinwire.averaging.no_exchange import Nothing
+from thinwire.averaging.no_exchange import NoExchange
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.errors import CheckpointError
 from thinwire.methods.about import About
-from thinwire.sync.adam_momentum_view import AdamState, BoundMomentum, Momentum, Slot, check_adam
+from thinwire.sync.adam_momentum_view import AdamMomentum, AdamState, BoundAdamMomentum, Slot, check_adam
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import DoublingIntervals, Round
@@ -93,7 +93,7 @@ def zero_one_adam(
         schedule=schedule,
         topology=AllReplicas(),
         view=LocalMomentum(),
-        exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), coded, coded, Nothing()),
+        exchange=lambda num_replicas: (cheapest(float32(), num_replicas=num_replicas), coded, coded, NoExchange()),
         update=lambda num_replicas: LocalAdam(),
     )
 
@@ -103,12 +103,12 @@ DENSE, GRADIENT, SUM, LOCAL = range(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalMomentum(Momentum):
+class LocalMomentum(AdamMomentum):
     """Gradients in channels 0 (dense) and 1 (to be coded); in channel 2 the momenta of local steps, summed.
 
     The sum is `u = sum_j lr_j m_j / (1 - beta1^j)` over the steps since the last exchange, this one's among them.
-    Channel 3 sends nothing. Dead elements and magnitudes are dealt with as in `Momentum`, but by the variance, which is
-    always the same on all replicas.
+    Channel 3 sends nothing. Dead elements and magnitudes are handled as in `AdamMomentum`, but by the
+    variance, which is always the same on all replicas.
     """
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundLocalMomentum:
@@ -148,7 +148,7 @@ class LastExchanged(GlobalParameters):
         super().load_state_dict(state)
 
 
-class BoundLocalMomentum(BoundMomentum):
+class BoundLocalMomentum(BoundAdamMomentum):
     """See `LocalMomentum`.
 
     Attributes:

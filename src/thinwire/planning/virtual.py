@@ -16,7 +16,7 @@ from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.mixing import Neighbours
-from thinwire.averaging.no_exchange import Nothing
+from thinwire.averaging.no_exchange import NoExchange
 from thinwire.averaging.quorum import Quorum
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas
@@ -235,7 +235,7 @@ def traffic_of(
 
 
 def _exchange(method: Method, exchanges: Sequence[Exchange]) -> simulate.Exchange:
-    first = next((one for one in exchanges if not isinstance(one, Nothing)), exchanges[0])
+    first = next((one for one in exchanges if not isinstance(one, NoExchange)), exchanges[0])
     pattern: simulate.Pattern = simulate.AllGather()
     quorum = None
     if isinstance(first, TwoPhase | LowRank):
@@ -244,7 +244,7 @@ def _exchange(method: Method, exchanges: Sequence[Exchange]) -> simulate.Exchang
         pattern = simulate.Star(hub=first.server)
     elif isinstance(first, Quorum):
         pattern, quorum = simulate.Star(hub=0), first.quorum
-    elif not isinstance(first, AllGather | Gossip | Nothing):
+    elif not isinstance(first, AllGather | Gossip | NoExchange):
         raise ValueError(f"nothing is known of how {type(first).__name__}() crosses the links; simulate another method")
     made = simulate.Exchange(pattern=pattern, quorum=quorum, num_trips=_TRIPS, opening_bytes=OPENING_BYTES)
     if isinstance(method.topology, AllReplicas):

@@ -231,7 +231,7 @@ Fill = Callable[[int, Slot, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Momentum:
+class AdamMomentum:
     """Gradients in channel 0, and in channel 1 what Adam's momentum would be after the replica's own gradient.
 
     `m_i = beta1 m + (1 - beta1) g_i`, where m is the same on all replicas. Elements whose variance is zero have never
@@ -249,14 +249,14 @@ class Momentum:
         """Before the inner step."""
         return "before_inner_step"
 
-    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundMomentum:
+    def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundAdamMomentum:
         """See `View.bind`."""
         gradients = Gradient(hash_interval=self.hash_interval).bind(model)
-        return BoundMomentum(gradients, AdamState(check_adam(inner), gradients.parameters.parameters[0]))
+        return BoundAdamMomentum(gradients, AdamState(check_adam(inner), gradients.parameters.parameters[0]))
 
 
-class BoundMomentum:
-    """See `Momentum`.
+class BoundAdamMomentum:
+    """See `AdamMomentum`.
 
     Attributes:
         parameters: The fragments, of which there is one.

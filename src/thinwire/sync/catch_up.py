@@ -9,14 +9,14 @@ from typing import Protocol
 from thinwire.averaging.round_context import Progress
 from thinwire.errors import PayloadError
 from thinwire.sync.schedule import Round
-from thinwire.sync.uncounted_work import Work
+from thinwire.sync.uncounted_work import UncountedWork
 
 # So many inner steps are a measure of speed, and so much faster must the others be to count as faster.
 _LEAST_STEPS = 4
 _LEAST_RATE = 1.25
 
 
-class Pace(Protocol):
+class CatchUp(Protocol):
     """What an engine asks about where the others are."""
 
     @property
@@ -38,7 +38,7 @@ class Pace(Protocol):
         ...
 
 
-class PaceMaker:
+class QuorumCatchUp:
     """The replica that closes the rounds, as one sees it whose parts come too late.
 
     One that is late once, because it slept, is with the others again when it passes over what they did meanwhile. One
@@ -51,8 +51,8 @@ class PaceMaker:
         drift_steps: How many steps the others may get ahead of a round that this replica has launched.
 
     Example:
-        >>> work, round = Work(num_fragments=1), Round(id=0, fragment=0, launch_step=10, apply_step=12)
-        >>> others = PaceMaker(work, drift_steps=60)
+        >>> work, round = UncountedWork(num_fragments=1), Round(id=0, fragment=0, launch_step=10, apply_step=12)
+        >>> others = QuorumCatchUp(work, drift_steps=60)
         >>> others.hear(round, Progress(step=30, closed_step=28), is_counted=False)
         >>> others.target(stop=None), others.target(stop=20)
         (30, 20)
@@ -63,7 +63,7 @@ class PaceMaker:
         (3.0, 47)
     """
 
-    def __init__(self, work: Work, *, drift_steps: int) -> None:
+    def __init__(self, work: UncountedWork, *, drift_steps: int) -> None:
         self.rate = 1.0
         self._drift_steps = drift_steps
         self._work = work
@@ -125,7 +125,7 @@ class PaceMaker:
             return min(stop, int(self.known_step + self.rate * num_steps + self.rate - 1))
 
 
-class FollowedPace:
+class ElasticCatchUp:
     """The step that somebody in an elastic run has come to: who is too far behind passes over what it lacks.
 
     Args:
@@ -136,10 +136,10 @@ class FollowedPace:
             later; 0 for nowhere.
 
     Example:
-        >>> pace = FollowedPace(known=lambda: 30, reached=lambda: 25, patience_steps=3.0)
+        >>> pace = ElasticCatchUp(known=lambda: 30, reached=lambda: 25, patience_steps=3.0)
         >>> pace.target(stop=100), pace.target(stop=28)
         (30, 28)
-        >>> FollowedPace(known=lambda: 30, reached=lambda: 27, patience_steps=3.0).target(stop=None)
+        >>> ElasticCatchUp(known=lambda: 30, reached=lambda: 27, patience_steps=3.0).target(stop=None)
         0
     """
 
@@ -156,14 +156,14 @@ class FollowedPace:
 
     @property
     def known_step(self) -> int:
-        """See `Pace.known_step`."""
+        """See `CatchUp.known_step`."""
         return self._known()
 
     def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
         """Nothing: the coordinator tells it to all."""
 
     def target(self, *, stop: int | None) -> int:
-        """See `Pace.target`."""
+        """See `CatchUp.target`."""
         known_step, reached = self._known(), self._reached()
         is_behind = known_step - reached > self._patience_steps
         wanted = max(known_step if is_behind else 0, self._aim(reached))

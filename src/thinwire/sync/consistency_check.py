@@ -17,7 +17,7 @@ from thinwire.transport.shards import local_shard
 _FINGERPRINT_BYTES = 2048
 
 
-def agree(model: nn.Module, *, description: str, transport: Transport, deadline_s: float) -> None:
+def handshake(model: nn.Module, *, description: str, transport: Transport, deadline_s: float) -> None:
     """Compare the set-ups of all replicas, then give all of them replica 0's parameters and buffers.
 
     Nothing is copied where the values are the same bits already, as after building the model from the same seed.
@@ -132,7 +132,7 @@ def _as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def check_agreement(hashes: Mapping[int, int], *, round: Round) -> None:
+def check_hashes(hashes: Mapping[int, int], *, round: Round) -> None:
     """Hold the replicas' hashes of their global values against each other.
 
     Raises:

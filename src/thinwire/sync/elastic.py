@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from thinwire.averaging.elastic_mean import Seat, agreed
+from thinwire.averaging.elastic_mean import ElasticSession, elastic_mean
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import AllReplicas, Peers
 from thinwire.errors import CheckpointError
 from thinwire.sync.engine import Engine
-from thinwire.sync.late_outer_step import KeepingOuterStep
+from thinwire.sync.late_outer_step import LateOuterStep
 from thinwire.sync.method import Method
-from thinwire.sync.sharded_replica_view import GatheredPseudoGradient, Pieces
+from thinwire.sync.sharded_replica_view import ReplicaShards, ShardedReplicaPseudoGradient
 from thinwire.sync.updates import OuterStep, Update
 from thinwire.sync.views import PseudoGradient
 
@@ -31,7 +31,7 @@ class Present:
         seat: Knows who does.
     """
 
-    seat: Seat = field(compare=False, repr=False)
+    seat: ElasticSession = field(compare=False, repr=False)
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
         """See `Topology.peers`."""
@@ -39,8 +39,8 @@ class Present:
 
 
 def elastic(
-    method: Method, *, seat: Seat, preserve_norm: bool = False, find: Callable[[str], None] = lambda text: None,
-    pieces: Pieces | None = None,
+    method: Method, *, seat: ElasticSession, preserve_norm: bool = False,
+    find: Callable[[str], None] = lambda text: None, pieces: ReplicaShards | None = None,
 ) -> Method:  # fmt: skip
     """Return a method's variant for replicas that come and go.
 
@@ -69,23 +69,25 @@ def elastic(
 
     def exchanges(count: int) -> tuple[Exchange, ...]:
         found = method.exchanges(count)
-        return tuple(agreed(one, seat=seat, preserve_norm=preserve_norm, find=find) for one in found)
+        return tuple(elastic_mean(one, seat=seat, preserve_norm=preserve_norm, find=find) for one in found)
 
     def last(count: int) -> Exchange:
         own = method.exchanges(count)[0] if method.last_exchange is None else method.last_exchange(count)
-        return agreed(own, seat=seat, preserve_norm=preserve_norm, find=find)
+        return elastic_mean(own, seat=seat, preserve_norm=preserve_norm, find=find)
 
-    exchanges(2), _keeping(method.update(2), method.name)  # a method that cannot is refused here
-    view = method.view if pieces is None else GatheredPseudoGradient(fragments=method.view.fragments, pieces=pieces)
+    exchanges(2), _with_late_parts(method.update(2), method.name)  # a method that cannot is refused here
+    view = (
+        method.view if pieces is None else ShardedReplicaPseudoGradient(fragments=method.view.fragments, pieces=pieces)
+    )
     return replace(
         method, view=view, topology=Present(seat=seat), exchange=exchanges, last_exchange=last,
-        update=lambda count: _keeping(method.update(count), method.name), drift_intervals=_ANY,
+        update=lambda count: _with_late_parts(method.update(count), method.name), drift_intervals=_ANY,
     )  # fmt: skip
 
 
-def _keeping(update: Update, name: str) -> Update:
-    if isinstance(update, OuterStep | KeepingOuterStep):
-        return KeepingOuterStep(optimizer=update.optimizer, blend=update.blend)
+def _with_late_parts(update: Update, name: str) -> Update:
+    if isinstance(update, OuterStep | LateOuterStep):
+        return LateOuterStep(optimizer=update.optimizer, blend=update.blend)
     raise ValueError(
         f"{name} applies means by {type(update).__name__}, which counts on its own part being in each; for elastic "
         f"runs take diloco, streaming-diloco, local-sgd or slowmo"

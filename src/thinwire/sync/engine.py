@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
-from thinwire.averaging.round_context import Average, Delivery
+from thinwire.averaging.round_context import Average, RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.errors import DeadlineExceeded, ThinwireError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.shared_random import derive_seed
-from thinwire.sync.catch_up import FollowedPace, Pace, PaceMaker
+from thinwire.sync.catch_up import CatchUp, ElasticCatchUp, QuorumCatchUp
 from thinwire.sync.closure_methods import BoundProgram
-from thinwire.sync.consistency_check import check_agreement
+from thinwire.sync.consistency_check import check_hashes
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine_state import EngineState
 from thinwire.sync.in_flight import InFlight, launch
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round, needed_for
 from thinwire.sync.statistics import SyncStatistics
-from thinwire.sync.uncounted_work import Work
+from thinwire.sync.uncounted_work import UncountedWork
 from thinwire.transport.base import Transport, step_aside
 
 # The rest is for what the receiver does afterwards, and for steps that are quicker than the median.
@@ -81,11 +81,11 @@ class Engine(EngineState):
         self.on_applied = lambda round, average: None
         self.is_whole, self.make_whole = lambda: True, lambda: None
         self.on_round = lambda mark: None
-        self.work = Work(num_fragments=self.num_fragments)
+        self.work = UncountedWork(num_fragments=self.num_fragments)
         self._settling: list[InFlight] = []
         self._reached_step = 0
         self._drift_steps = method.schedule.sync_interval * method.drift_intervals
-        self._pace_maker: Pace = PaceMaker(self.work, drift_steps=self._drift_steps)
+        self._pace_maker: CatchUp = QuorumCatchUp(self.work, drift_steps=self._drift_steps)
         method.schedule.check(num_fragments=self.num_fragments, num_replicas=transport.num_replicas)
 
     @property
@@ -118,7 +118,7 @@ class Engine(EngineState):
             DesyncError: Replicas hold different global parameters.
             NonFiniteError: A replica sent NaN or infinity.
         """
-        self._refuse_parted_twins()
+        self._refuse_after_failed_round()
         if self._lacks_results_at(step):
             self._tend()
             return step - 1
@@ -282,7 +282,7 @@ class Engine(EngineState):
         # the last word is the mean of what all hold, however long ago their last round was
         num_tokens, num_steps = (1, 1) if is_last else self.work.since(round.fragment)
         self.work.launch(round)
-        delivery = Delivery(
+        delivery = RoundContext(
             peers=peers,
             transport=self.transport,
             round_id=round.id,
@@ -357,25 +357,25 @@ class Engine(EngineState):
             raise
         self.statistics.stalled_s += time.perf_counter() - began_s
         self.deadlines.observe_round(flight.duration_s, num_bytes=flight.num_bytes)
-        check_agreement(average.reference_hashes, round=flight.round)
+        check_hashes(average.reference_hashes, round=flight.round)
         return average
 
     def follow(
         self, known: Callable[[], int], *, patience_steps: float, bears: bool = False,
         aim: Callable[[int], int] = lambda reached: 0,
     ) -> None:  # fmt: skip
-        """Keep up with a step that somebody else tells, as in an elastic run; see `FollowedPace`.
+        """Keep up with a step that somebody else tells, as in an elastic run; see `ElasticCatchUp`.
 
         Args:
             known: Returns that step.
             patience_steps: By so many steps this replica may be behind and still do all of them.
             bears: Whether training goes on while a round that is due has not come: it is applied as soon as it is
                 there, in the order in which rounds are due, and at the latest before its fragment's next launch.
-            aim: See `FollowedPace`.
+            aim: See `ElasticCatchUp`.
         """
         self._bears = bears
         reached = partial(getattr, self, "_reached_step")
-        self._pace_maker = FollowedPace(known=known, reached=reached, patience_steps=patience_steps, aim=aim)
+        self._pace_maker = ElasticCatchUp(known=known, reached=reached, patience_steps=patience_steps, aim=aim)
 
     def launched_at(self, step: int) -> tuple[int, ...]:
         """Return the fragments of the rounds that are launched after a step."""

@@ -12,11 +12,11 @@ from thinwire.averaging.exchange import BoundExchange
 from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError, DesyncError
 from thinwire.events import RoundMark
-from thinwire.sync.catch_up import Pace, PaceMaker
+from thinwire.sync.catch_up import CatchUp, QuorumCatchUp
 from thinwire.sync.in_flight import Arrived, InFlight
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round
-from thinwire.sync.uncounted_work import Work
+from thinwire.sync.uncounted_work import UncountedWork
 from thinwire.sync.updates import BoundUpdate
 from thinwire.sync.views import BoundView
 from thinwire.transport.base import Transport
@@ -59,14 +59,14 @@ class EngineState:
     transport: Transport
     view: BoundView
     update: BoundUpdate
-    work: Work
+    work: UncountedWork
     _exchanges: Sequence[BoundExchange]
     _in_flight: dict[int, InFlight]
     _taken_early: set[int]
     _settling: list[InFlight]
     _failed: Round | None
     _drift_steps: int
-    _pace_maker: Pace
+    _pace_maker: CatchUp
     on_exchanged: Callable[[int], None]
     """Told, in order, of each step whose rounds are all launched and applied, also of those passed over; the global
     parameters are then those that hold after that step."""
@@ -84,17 +84,17 @@ class EngineState:
         """Tell that a round is launched; return what tells that its result is there."""
         num_elements, dtype = tensor.numel(), str(tensor.dtype).removeprefix("torch.")
 
-        def tell(*, is_done: bool = True) -> None:
+        def report(*, is_done: bool = True) -> None:
             self.on_round(
                 RoundMark(
                     round_id=round.id, num_elements=num_elements, dtype=dtype, is_done=is_done, at_s=time.monotonic()
                 )
             )
 
-        tell(is_done=False)
-        return tell
+        report(is_done=False)
+        return report
 
-    def _refuse_parted_twins(self) -> None:
+    def _refuse_after_failed_round(self) -> None:
         if self._failed is None:
             return
         fragment, channel = self._failed.fragment, self._failed.channel
@@ -182,7 +182,7 @@ class EngineState:
         self.view.parameters.load_state_dict(state["global"])
         self.update.load_state_dict(state["update"])
         self._failed, self._settling = None, []
-        self._pace_maker = PaceMaker(self.work, drift_steps=self._drift_steps)
+        self._pace_maker = QuorumCatchUp(self.work, drift_steps=self._drift_steps)
         flights = [flight_from_state(flight) for flight in state["in_flight"]]
         self._in_flight = {flight.round.id: flight for flight in flights}
         self._taken_early = set(state["taken_early"])

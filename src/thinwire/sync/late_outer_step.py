@@ -67,7 +67,7 @@ class BoundDelayedOuterStep(BoundOuterStep):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepingOuterStep:
+class LateOuterStep:
     """An outer optimizer moves the global value; the local one is blended with it, or moves by the same step.
 
     A replica whose part is in the mean blends: `local = alpha * local + (1 - alpha) * global`. One whose part came too
@@ -90,19 +90,19 @@ class KeepingOuterStep:
         """Check the range."""
         OuterStep(optimizer=self.optimizer, blend=self.blend)
 
-    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundKeepingOuterStep:
+    def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundLateOuterStep:
         """See `Update.bind`."""
-        check_pseudo_gradients(view, name="KeepingOuterStep")
+        check_pseudo_gradients(view, name="LateOuterStep")
         if view.parameters.is_sharded:
             raise ValueError(
                 "the model is sharded, and each rank would find out for itself whether its shard came too late; with a "
                 "quorum a replica is one rank: take streaming_diloco() for replicas of several"
             )
-        return BoundKeepingOuterStep(OuterStep(optimizer=self.optimizer, blend=self.blend), view)
+        return BoundLateOuterStep(OuterStep(optimizer=self.optimizer, blend=self.blend), view)
 
 
-class BoundKeepingOuterStep(BoundDelayedOuterStep):
-    """See `KeepingOuterStep`."""
+class BoundLateOuterStep(BoundDelayedOuterStep):
+    """See `LateOuterStep`."""
 
     def apply(self, round: Round, average: Average) -> None:
         """See `BoundUpdate.apply`."""

@@ -11,7 +11,7 @@ import torch
 from thinwire.compat import EagerOptimizer
 
 
-class JoinedOptimizer(EagerOptimizer):
+class MultiOptimizer(EagerOptimizer):
     """Optimizers of disjoint parameters that look and step like one.
 
     Schedulers, clipping, `state_dict` and `DistributedOptimizer` see all groups in the order of the parts, and one
@@ -25,7 +25,7 @@ class JoinedOptimizer(EagerOptimizer):
 
     Example:
         >>> w, b = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-        >>> joined = JoinedOptimizer([torch.optim.SGD([w], lr=0.5), torch.optim.AdamW([b], lr=0.1)])
+        >>> joined = MultiOptimizer([torch.optim.SGD([w], lr=0.5), torch.optim.AdamW([b], lr=0.1)])
         >>> (w.sum() + b.sum()).backward()
         >>> joined.step()
         >>> w[0].tolist(), [group["lr"] for group in joined.param_groups]

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.elastic_mean import Seat
+from thinwire.averaging.elastic_mean import ElasticSession
 from thinwire.averaging.exchange import TwoPhase
-from thinwire.averaging.round_context import Delivery
+from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import float32
 from thinwire.compat import EagerOptimizer
 from thinwire.errors import CheckpointError
 from thinwire.sync.closure_methods import repeatable
-from thinwire.sync.consistency_check import agree
+from thinwire.sync.consistency_check import handshake
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine import Engine
 from thinwire.sync.in_flight import launch
@@ -79,7 +79,7 @@ def average_tensors(tensors: Sequence[torch.Tensor], *, transport: Transport, nu
         TransportError: A replica did not take part.
     """
     me = transport.replica
-    delivery = Delivery(
+    delivery = RoundContext(
         peers=Peers(me=me, members=tuple(range(transport.num_replicas))), transport=transport, round_id=number,
         kind=Kind.BUFFERS,
     )  # fmt: skip
@@ -133,7 +133,7 @@ class DistributedOptimizer(EagerOptimizer):
 
     def __init__(
         self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method, transport: Transport | None = None,
-        minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False, seat: Seat | None = None,
+        minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False, seat: ElasticSession | None = None,
     ) -> None:  # fmt: skip
         if isinstance(inner, DistributedOptimizer):
             raise ValueError("inner is a DistributedOptimizer already; wrap the plain optimizer once")
@@ -151,7 +151,7 @@ class DistributedOptimizer(EagerOptimizer):
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
         self._seat = seat
         if seat is None:  # else all were given the same by the coordinator
-            agree(model, description=description, transport=self.transport, deadline_s=deadline_s)
+            handshake(model, description=description, transport=self.transport, deadline_s=deadline_s)
         self._engine = Engine(
             model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed, pace=pace,
             inner=inner,

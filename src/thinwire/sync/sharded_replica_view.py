@@ -19,7 +19,7 @@ from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.views import PseudoGradient
 
 
-class Pieces(Protocol):
+class ReplicaShards(Protocol):
     """A replica's local parameters on all of its ranks, seen from the rank that leads."""
 
     def gather(self, names: Sequence[str]) -> torch.Tensor:
@@ -40,21 +40,21 @@ class Pieces(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GatheredPseudoGradient(PseudoGradient):
+class ShardedReplicaPseudoGradient(PseudoGradient):
     """See `PseudoGradient`; of a model whose other shards are on other ranks.
 
     Args:
         pieces: Reaches all shards.
     """
 
-    pieces: Pieces = field(compare=False, repr=False)
+    pieces: ReplicaShards = field(compare=False, repr=False)
 
     def cut(self, model: nn.Module) -> GlobalParameters:
         """See `PseudoGradient.cut`."""
-        return GatheredParameters(model, self.fragments.partition(find_blocks(model)), pieces=self.pieces)
+        return ShardedReplicaParameters(model, self.fragments.partition(find_blocks(model)), pieces=self.pieces)
 
 
-class GatheredParameters(GlobalParameters):
+class ShardedReplicaParameters(GlobalParameters):
     """See `GlobalParameters`; values are whole, and the local ones are gathered and scattered.
 
     Args:
@@ -63,7 +63,7 @@ class GatheredParameters(GlobalParameters):
         pieces: Reaches all shards.
     """
 
-    def __init__(self, model: nn.Module, fragments: Sequence[Sequence[str]], *, pieces: Pieces) -> None:
+    def __init__(self, model: nn.Module, fragments: Sequence[Sequence[str]], *, pieces: ReplicaShards) -> None:
         self._pieces = pieces
         super().__init__(model, fragments)
 

@@ -9,14 +9,14 @@ from thinwire.errors import CheckpointError
 from thinwire.sync.schedule import Round
 
 
-class Work:
+class UncountedWork:
     """Tokens and inner steps of one replica: all of them, and up to each fragment's last round that counted them.
 
     Args:
         num_fragments: How many fragments there are.
 
     Example:
-        >>> work = Work(num_fragments=1)
+        >>> work = UncountedWork(num_fragments=1)
         >>> work.add_step(num_tokens=5)
         >>> work.since(0)
         (5, 1)

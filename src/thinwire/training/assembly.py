@@ -17,7 +17,7 @@ from thinwire.errors import MissingExtra
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
-from thinwire.sync.multi_optimizer import JoinedOptimizer
+from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp
 from thinwire.training.config import TrainConfig, check_values, flag
 from thinwire.training.models import PRESETS, build_model
@@ -127,7 +127,7 @@ def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.opt
     groups = _groups((p for p in model.parameters() if id(p) not in chosen), weight_decay=config.weight_decay)
     muon = eager(torch.optim.Muon)(hidden, lr=lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
     adamw = [eager(torch.optim.AdamW)(groups, lr=lr, betas=(0.9, 0.95), fused=True)] if groups else []
-    return JoinedOptimizer([muon, *adamw])
+    return MultiOptimizer([muon, *adamw])
 
 
 def _groups(parameters: Iterable[nn.Parameter], *, weight_decay: float) -> list[dict[str, Any]]:

@@ -25,10 +25,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from thinwire.errors import MissingExtra, NonFiniteError
 from thinwire.methods.dimat.permutation_graph import (
-    Axis,
     Observation,
     PermutationGraph,
     PermutationGroup,
+    PermutedAxis,
     find_permutations,
 )
 from thinwire.transport.shards import local_shard
@@ -356,7 +356,7 @@ def _permuted(name: str, tensor: torch.Tensor, pairs: Iterable[tuple[Permutation
     return tensor
 
 
-def _rows(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, axis: PermutedAxis) -> torch.Tensor:
     """Return a tensor as one row for each unit of an axis."""
     return tensor.movedim(axis.dim, 0).reshape(tensor.shape[axis.dim] // axis.block, -1)
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class UnitLayout:
     """Which units a tensor holds, and where.
 
     Attributes:
@@ -37,7 +37,7 @@ class Flow:
     block: int = 1
 
 
-class Units:
+class UnitSets:
     """Sets of units that grow together (a union-find); a fixed set keeps its order."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Units:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class TracedCall:
     """One operation of the traced graph, and what a rule may do there.
 
     Attributes:
@@ -98,10 +98,10 @@ class Call:
     node: fx.Node
     what: str
     module: nn.Module | None
-    flows: dict[fx.Node, Flow | None]
-    units: Units
-    attach: Callable[[fx.Node, str, int, Flow | None], None]
-    observe: Callable[[fx.Node, Flow], None]
+    flows: dict[fx.Node, UnitLayout | None]
+    units: UnitSets
+    attach: Callable[[fx.Node, str, int, UnitLayout | None], None]
+    observe: Callable[[fx.Node, UnitLayout], None]
 
     @property
     def source(self) -> fx.Node:
@@ -109,7 +109,7 @@ class Call:
         return self.node.all_input_nodes[0]
 
     @property
-    def flow(self) -> Flow | None:
+    def flow(self) -> UnitLayout | None:
         """The units of the first tensor that goes in."""
         return self.flows[self.source]
 
@@ -122,7 +122,7 @@ class Call:
         return self.node.args[place] if len(self.node.args) > place else self.node.kwargs.get(name, default)
 
 
-Rule = Callable[[Call], Flow | None]
+Rule = Callable[[TracedCall], UnitLayout | None]
 
 
 def shape_of(node: fx.Node) -> torch.Size:
@@ -137,12 +137,12 @@ def has_tensor(node: fx.Node) -> bool:
     return "tensor_meta" in node.meta
 
 
-def _alike(call: Call) -> Flow | None:
+def _alike(call: TracedCall) -> UnitLayout | None:
     """Leave units where they are: every element is by itself."""
     return call.flow
 
 
-def _layer(call: Call, *, unit_dim: int, ndim: int, num_outputs: int) -> Flow:
+def _layer(call: TracedCall, *, unit_dim: int, ndim: int, num_outputs: int) -> UnitLayout:
     """Tie the columns to the input's units, and make new units of the rows."""
     flow = call.flow
     if flow is not None:
@@ -150,18 +150,18 @@ def _layer(call: Call, *, unit_dim: int, ndim: int, num_outputs: int) -> Flow:
             raise call.refuse("reads across positions while the units lie in another dimension")
         call.observe(call.source, flow)
     call.attach(call.node, "weight", 1, flow)
-    fresh = Flow(space=call.units.new(num_outputs), dim=unit_dim % ndim)
+    fresh = UnitLayout(space=call.units.new(num_outputs), dim=unit_dim % ndim)
     call.attach(call.node, "weight", 0, fresh)
     call.attach(call.node, "bias", 0, fresh)
     return fresh
 
 
-def _linear(call: Call) -> Flow | None:
+def _linear(call: TracedCall) -> UnitLayout | None:
     assert isinstance(call.module, nn.Linear)
     return _layer(call, unit_dim=-1, ndim=len(shape_of(call.node)), num_outputs=call.module.out_features)
 
 
-def _conv(call: Call) -> Flow | None:
+def _conv(call: TracedCall) -> UnitLayout | None:
     layer = call.module
     assert isinstance(layer, nn.Conv2d)
     if len(shape_of(call.node)) != 4:
@@ -182,7 +182,7 @@ def _conv(call: Call) -> Flow | None:
 def _for_each_unit(*attributes: str) -> Rule:
     """Make the rule of a module with one entry for each place of dimension 1."""
 
-    def rule(call: Call) -> Flow | None:
+    def rule(call: TracedCall) -> UnitLayout | None:
         flow = call.flow
         if flow is not None and flow.dim != 1:
             raise call.refuse("has parameters for dimension 1 while the units lie in another dimension")
@@ -193,7 +193,7 @@ def _for_each_unit(*attributes: str) -> Rule:
     return rule
 
 
-def _layer_norm(call: Call) -> Flow | None:
+def _layer_norm(call: TracedCall) -> UnitLayout | None:
     flow, layer = call.flow, call.module
     assert isinstance(layer, nn.LayerNorm)
     dim = None if flow is None else flow.dim - (len(shape_of(call.source)) - len(layer.normalized_shape))
@@ -203,7 +203,7 @@ def _layer_norm(call: Call) -> Flow | None:
     return flow
 
 
-def _prelu(call: Call) -> Flow | None:
+def _prelu(call: TracedCall) -> UnitLayout | None:
     assert isinstance(call.module, nn.PReLU)
     return _for_each_unit("weight")(call) if call.module.num_parameters > 1 else call.flow
 
@@ -211,7 +211,7 @@ def _prelu(call: Call) -> Flow | None:
 def _pool(num_dims: int) -> Rule:
     """Make the rule of pooling over the last `num_dims` dimensions."""
 
-    def rule(call: Call) -> Flow | None:
+    def rule(call: TracedCall) -> UnitLayout | None:
         if call.flow is not None and call.flow.dim >= len(shape_of(call.source)) - num_dims:
             raise call.refuse("pools over the units")
         return call.flow
@@ -219,19 +219,19 @@ def _pool(num_dims: int) -> Rule:
     return rule
 
 
-def _merged(call: Call, start: int, end: int) -> Flow | None:
+def _merged(call: TracedCall, start: int, end: int) -> UnitLayout | None:
     """Make one dimension of those from `start` to `end`."""
     flow, shape = call.flow, shape_of(call.source)
     if flow is None or flow.dim < start:
         return flow
     if flow.dim > end:
-        return Flow(space=flow.space, dim=flow.dim - (end - start), block=flow.block)
+        return UnitLayout(space=flow.space, dim=flow.dim - (end - start), block=flow.block)
     if flow.dim != start:
         raise call.refuse("flattens with other dimensions before the units, which would tear them apart")
-    return Flow(space=flow.space, dim=start, block=flow.block * math.prod(shape[start + 1 : end + 1]))
+    return UnitLayout(space=flow.space, dim=start, block=flow.block * math.prod(shape[start + 1 : end + 1]))
 
 
-def _flatten(call: Call) -> Flow | None:
+def _flatten(call: TracedCall) -> UnitLayout | None:
     ndim = len(shape_of(call.source))
     if isinstance(call.module, nn.Flatten):
         start, end = call.module.start_dim, call.module.end_dim
@@ -240,7 +240,7 @@ def _flatten(call: Call) -> Flow | None:
     return _merged(call, start % ndim, end % ndim)
 
 
-def _reshape(call: Call) -> Flow | None:
+def _reshape(call: TracedCall) -> UnitLayout | None:
     """Understand a view where it leaves the shape, or flattens all but the batch."""
     before, after = shape_of(call.source), shape_of(call.node)
     if call.flow is None or before == after:
@@ -250,7 +250,7 @@ def _reshape(call: Call) -> Flow | None:
     raise call.refuse(f"turns {tuple(before)} into {tuple(after)}, and only flattening all but the batch is understood")
 
 
-def _mean(call: Call) -> Flow | None:
+def _mean(call: TracedCall) -> UnitLayout | None:
     flow, ndim = call.flow, len(shape_of(call.source))
     if flow is None:
         return None
@@ -261,10 +261,10 @@ def _mean(call: Call) -> Flow | None:
         raise call.refuse("takes the mean over the units")
     if call.argument(2, "keepdim", False):
         return flow
-    return Flow(space=flow.space, dim=flow.dim - sum(dim < flow.dim for dim in gone), block=flow.block)
+    return UnitLayout(space=flow.space, dim=flow.dim - sum(dim < flow.dim for dim in gone), block=flow.block)
 
 
-def _together(call: Call) -> Flow | None:
+def _together(call: TracedCall) -> UnitLayout | None:
     """Tie the units of all tensors that are added or multiplied element by element."""
     sources = [node for node in call.node.all_input_nodes if has_tensor(node)]
     flows = [flow for source in sources if (flow := call.flows[source]) is not None]
@@ -333,7 +333,7 @@ METHODS: dict[Any, Rule] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class PermutedAxis:
     """One dimension of a parameter or buffer that holds the units of a group.
 
     Attributes:
@@ -374,7 +374,7 @@ class PermutationGroup:
     """
 
     num_units: int
-    axes: tuple[Axis, ...]
+    axes: tuple[PermutedAxis, ...]
     observations: tuple[Observation, ...]
 
 
@@ -442,10 +442,10 @@ class _Walk:
     def __init__(self, model: nn.Module, traced: fx.GraphModule) -> None:
         self._modules = dict(traced.named_modules(remove_duplicate=False))
         self._aliases = _aliases(model)
-        self._units = Units()
-        self._flows: dict[fx.Node, Flow | None] = {}
-        self._axes: dict[tuple[str, int], Flow] = {}
-        self._seen: dict[str, Flow] = {}
+        self._units = UnitSets()
+        self._flows: dict[fx.Node, UnitLayout | None] = {}
+        self._axes: dict[tuple[str, int], UnitLayout] = {}
+        self._seen: dict[str, UnitLayout] = {}
 
     def visit(self, node: fx.Node) -> None:
         if node.op == "output":
@@ -465,8 +465,13 @@ class _Walk:
             self._flows[node] = None
 
     def _apply(
-        self, node: fx.Node, rule: Callable[[Call], Flow | None] | None, *, what: str, module: nn.Module | None = None
-    ) -> Flow | None:
+        self,
+        node: fx.Node,
+        rule: Callable[[TracedCall], UnitLayout | None] | None,
+        *,
+        what: str,
+        module: nn.Module | None = None,
+    ) -> UnitLayout | None:
         if not has_tensor(node):
             return None
         if rule is None:
@@ -474,17 +479,17 @@ class _Walk:
                 f"{what} is not understood by matching; use Linear, Conv2d, BatchNorm, LayerNorm, elementwise "
                 f"activations, pooling, flatten and adds, or merge without matching ('none')"
             )
-        call = Call(
+        call = TracedCall(
             node=node, what=what, module=module, flows=self._flows, units=self._units, attach=self._attach,
             observe=self._observe,
         )  # fmt: skip
         return rule(call)
 
-    def _fix(self, flow: Flow | None) -> None:
+    def _fix(self, flow: UnitLayout | None) -> None:
         if flow is not None:
             self._units.fix(flow.space)
 
-    def _attach(self, node: fx.Node, attribute: str, dim: int, flow: Flow | None) -> None:
+    def _attach(self, node: fx.Node, attribute: str, dim: int, flow: UnitLayout | None) -> None:
         """Say that `dim` of a module's tensor holds the units of `flow`; without a flow, that it keeps its order."""
         tensor = getattr(self._modules[str(node.target)], attribute)
         if tensor is None:
@@ -496,7 +501,7 @@ class _Walk:
             )
         name = self._aliases[f"{node.target}.{attribute}"]
         if flow is None:
-            flow = Flow(space=self._units.new(tensor.shape[dim], is_fixed=True), dim=dim)
+            flow = UnitLayout(space=self._units.new(tensor.shape[dim], is_fixed=True), dim=dim)
         known = self._axes.setdefault((name, dim), flow)
         if known is flow:
             return
@@ -507,7 +512,7 @@ class _Walk:
             self._fix(known)
             self._fix(flow)
 
-    def _observe(self, node: fx.Node, flow: Flow) -> None:
+    def _observe(self, node: fx.Node, flow: UnitLayout) -> None:
         self._seen.setdefault(node.name, flow)
 
     def groups(self) -> Iterator[PermutationGroup]:
@@ -522,7 +527,7 @@ class _Walk:
                 yield PermutationGroup(
                     num_units=self._units.size(space),
                     axes=tuple(
-                        Axis(name=alias, dim=dim, block=flow.block)
+                        PermutedAxis(name=alias, dim=dim, block=flow.block)
                         for (name, dim), flow in moved
                         for alias in names[name]
                     ),

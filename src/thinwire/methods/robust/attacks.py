@@ -78,7 +78,7 @@ def attack(
         lie = known.mean(dim=0) * -(_STRENGTHS[name] if strength is None else strength)
         return lie.to(torch.float32).expand(num_bad, -1).clone()
     lies = [
-        _lone_lie(name, honest[bad % honest.shape[0]], strength=strength, seed=derive_seed(seed, "attacker", bad))
+        _single_attack(name, honest[bad % honest.shape[0]], strength=strength, seed=derive_seed(seed, "attacker", bad))
         for bad in range(num_bad)
     ]
     return torch.stack(lies) if lies else honest[:0].to(torch.float32)
@@ -136,14 +136,17 @@ def attack_script(
         )
     if not used.has_fixed_size:
         raise ValueError(f"codec must have payloads of fixed size, got {used.name}; use float32()")
-    lies = {replica: Lie(name=name, codec=used, strength=strength, seed=seed, replica=replica) for replica in replicas}
+    lies = {
+        replica: PayloadAttack(name=name, codec=used, strength=strength, seed=seed, replica=replica)
+        for replica in replicas
+    }
     return tuple(
         Fault(kind="forge", replica=replica, direction="sent", forge=lie) for replica, lie in sorted(lies.items())
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lie:
+class PayloadAttack:
     """Change a payload before it is sent: decode it, attack, encode the result.
 
     Attributes:
@@ -166,7 +169,7 @@ class Lie:
             return payload
         seed = derive_seed(self.seed, "attacker", self.replica, envelope.round_id, envelope.fragment, envelope.phase)
         own = self.codec.decode(payload, numel=envelope.numel)
-        lie = _lone_lie(self.name, own, strength=self.strength, seed=seed)
+        lie = _single_attack(self.name, own, strength=self.strength, seed=seed)
         return self.codec.encode(lie, seed=derive_seed(seed, "rounding"))
 
 
@@ -179,7 +182,7 @@ def _check(name: Attack, strength: float | None) -> None:
         raise ValueError(f"strength must be in [0, {most:g}] for {name}, got {strength}; {usual:g} is usual")
 
 
-def _lone_lie(name: Attack, own: torch.Tensor, *, strength: float | None, seed: int) -> torch.Tensor:
+def _single_attack(name: Attack, own: torch.Tensor, *, strength: float | None, seed: int) -> torch.Tensor:
     """Attack with nothing but the own vector: float32, `(numel,)`."""
     power = _STRENGTHS[name] if strength is None else strength
     true = own.to(torch.float32)

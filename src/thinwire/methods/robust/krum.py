@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.averaging.aggregation_rules import check_num_bad, check_stack, require
-from thinwire.averaging.coordinate_sort import mean_around, middle_of, over_sorted_columns
+from thinwire.averaging.coordinate_sort import mean_around, median_of, over_sorted_columns
 from thinwire.averaging.gram import combine, gram
 
 
@@ -143,7 +143,7 @@ class Bulyan:
             left.remove(chosen[-1])
         num_kept = num_replicas - 4 * self.num_bad
         return over_sorted_columns(
-            stack, lambda values: mean_around(values, middle_of(values), num_kept=num_kept), rows=sorted(chosen)
+            stack, lambda values: mean_around(values, median_of(values), num_kept=num_kept), rows=sorted(chosen)
         )
 
 

@@ -25,7 +25,7 @@ _ASSEMBLY_S = 900.0
 
 
 class Crew:
-    """A replica's ranks, as the one that leads sees them; reaches all shards of the parameters (see `Pieces`).
+    """A replica's ranks, as the one that leads sees them; reaches all shards of the parameters (see `ReplicaShards`).
 
     Args:
         group: The replica's ranks; this one leads.
@@ -96,24 +96,24 @@ class Crew:
             return self._made.held_out(*self._group.spread(torch.stack([tokens, targets])))
 
     def gather(self, names: Sequence[str]) -> Tensor:
-        """See `Pieces.gather`."""
+        """See `ReplicaShards.gather`."""
         with self._during("shards"):
             self._tell("gather", which=self._which(names))
             return self._made.parameters.gather(names)
 
     def scatter(self, names: Sequence[str], values: Tensor, *, blend: float = 0.0) -> None:
-        """See `Pieces.scatter`."""
+        """See `ReplicaShards.scatter`."""
         with self._during("taking over shards"):
             self._tell("scatter", which=self._which(names), blend=blend)
             self._made.parameters.scatter(names, values, blend=blend)
 
     def keep(self) -> None:
-        """See `Pieces.keep`."""
+        """See `ReplicaShards.keep`."""
         self._tell("keep")
         self._made.parameters.keep()
 
     def restore(self) -> None:
-        """See `Pieces.restore`."""
+        """See `ReplicaShards.restore`."""
         self._tell("restore")
         self._made.parameters.restore()
 
