@@ -1,1 +1,1 @@
-"""With whom: topologies, and the exchanges that run on them."""
+"""Topologies (with whom a replica averages) and the exchanges that run on them."""

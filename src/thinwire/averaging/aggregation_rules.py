@@ -1,8 +1,8 @@
-"""How many vectors become one: the promise of a rule, the mean, and robust rules that look at one coordinate at a time.
+"""Aggregation rules: plain and weighted means, and robust rules that work coordinate by coordinate.
 
 A mean follows a single replica wherever it goes. The rules here stay near the honest replicas as long as only
-`num_bad` of them send nonsense or lies. Rules that compare whole vectors are in `krum` and `flag`, weighted means in
-`weighted`. Every rule gives the same bits on every replica that holds the same stack, on a CPU or a GPU.
+`num_bad` of them send arbitrary values. Rules that compare whole vectors are in
+`thinwire.methods.robust`. Every rule gives the same bits on every replica that holds the same stack, on a CPU or a GPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinateMedian:
-    """The median of each coordinate; of an even number, the mean of the two in the middle (arXiv 1803.01498).
+    """The median of each coordinate; of an even number, the mean of the two central values (arXiv 1803.01498).
 
     It stays between honest values as long as fewer than half of the replicas are bad.
 
@@ -277,14 +277,16 @@ def token_weight(*, num_tokens: int, num_steps: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedMean:
-    """The mean with a weight for each replica, and, if wished, with the length of a single vector.
+    """The mean with a weight for each replica, optionally with the length of a single vector.
+
+    It does not withstand a vector of ordinary length that points the wrong way; `thinwire.methods.robust` does.
 
     Vectors that point in unlike directions have a mean that is shorter than each of them, by the square root of their
     number if they are orthogonal. So the step would change whenever another number of replicas makes the quorum.
     With `preserve_norm` the result is the weighted mean of the lengths times the direction of the weighted mean of the
     unit vectors: `(sum w_i |v_i| / sum w_i) phi(sum w_i phi(v_i))` with `phi(v) = v / |v|` and `phi(0) = 0`
     ("radial-directional averaging" of Decoupled DiLoCo, arXiv 2604.21428; read in public code that follows it, not in
-    the paper). There it is applied tensor by tensor, and not to embeddings: whoever wants that calls this once for
+    the paper). There it is applied tensor by tensor, and not to embeddings: to do that, call this once for
     each tensor. Where the directions cancel, the plain weighted mean is the result.
 
     Attributes:
@@ -345,7 +347,7 @@ class MedianNormClip:
     """Shorten every vector that is longer than the median length to that length, then average.
 
     This is the safeguard of SparseLoCo's public run (arXiv 2508.15706). Of an even number of lengths the median is the
-    lower of the two in the middle. A vector with infinity or NaN counts as infinitely long and adds nothing.
+    lower central one. A vector with infinity or NaN counts as infinitely long and adds nothing.
 
     Example:
         >>> MedianNormClip()(torch.tensor([[1.0, 0.0], [0.0, 2.0], [-9e9, 0.0]]))

@@ -1,4 +1,4 @@
-"""Sorted columns: what the replicas sent for one coordinate, in ascending order, for rules that look at one at a time.
+"""Coordinate-wise sorting of the replicas' vectors, for aggregation rules that treat each coordinate separately.
 
 The columns are sorted by a network of minima and maxima over whole rows (Batcher's merge exchange, Knuth's volume 3,
 section 5.2.2, algorithm M). So the order of the replicas leaves no trace, not even in the last bit, and a CPU, a GPU
@@ -84,7 +84,7 @@ def mean_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def median_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the median of sorted rows as float64: the middle one, or the mean of the two in the middle."""
+    """Return the median of sorted rows as float64: the central one, or the mean of the two central ones."""
     middle = len(values) // 2
     return mean_of(values[middle : middle + 1] if len(values) % 2 else values[middle - 1 : middle + 1])
 

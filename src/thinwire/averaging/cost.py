@@ -1,4 +1,4 @@
-"""What an exchange costs a replica: in computing, measured here without a wire, and in bytes."""
+"""Cost of an exchange for one replica: computing time, measured without a network, and bytes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from thinwire.averaging.topology import AllReplicas, Topology
 from thinwire.transport.base import Received
 from thinwire.transport.loopback import LoopbackWorld
 
-# Elements of a vector that are measured, few at first. What more cost is told from the last two: calls cost the same
-# for few and for many.
+# Elements of a vector that are measured, few at first. Larger sizes are extrapolated from the last
+# two, since the overhead of a call does not depend on the size.
 _PARTS = (2**12, 2**15, 2**18, 2**21)
 # The last: takes as long, and mostly by its elements.
 _LONG_ENOUGH_S = 0.1
@@ -34,7 +34,7 @@ _EVERYONE = AllReplicas()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeCost:
-    """What one round costs one replica.
+    """Cost of one round for one replica.
 
     Attributes:
         computing_s: Seconds to encode, pack, check, decode and sum, the fastest of several rounds.
@@ -56,7 +56,7 @@ def measure_exchange(
         shapes: Of the tensors that the vector is made of; where they are long, the first ones alone are measured.
         num_replicas: How many there are.
         device: Where the vector is.
-        topology: Who takes part in a round; nobody is absent.
+        topology: Who takes part in a round; no replica is absent.
         clock: Seconds that only grow.
 
     Returns:
@@ -116,9 +116,9 @@ def _time_rounds(
 
 
 def sent_bytes_of(exchange: Exchange, shapes: Shapes, *, num_members: int) -> int:
-    """Return the payload bytes that one replica sends in a round, at most, once every warm-up is over.
+    """Return the payload bytes that one replica sends in a round, at most, after all warm-ups.
 
-    An exchange tells its bytes by the number of elements alone; this also looks at the shapes, on which some depend.
+    `Exchange.sent_bytes` knows the number of elements only; this also uses the shapes, on which some codecs depend.
 
     Args:
         exchange: What sends.
@@ -176,7 +176,7 @@ def _part(shape: Sequence[int], *, room: int) -> tuple[int, ...]:
 
 
 def _finish_work_on(device: torch.device | str) -> None:
-    # a GPU is told what to do and does it later
+    # kernels on a GPU run asynchronously
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 

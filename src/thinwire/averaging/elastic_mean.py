@@ -1,7 +1,7 @@
-"""Averaging where replicas come and go: all that go on apply the mean of the same parts, whoever was lost meanwhile.
+"""Averaging in elastic runs: every surviving replica applies the mean of the same parts, whichever peers were lost.
 
-What is agreed on, and how, is a council's business (`membership` has one); here is what a part is and what the mean of
-the agreed parts is. Every replica decodes the same payloads in the same order, so all compute the same bits.
+`membership` decides which parts count; this module defines what a part is and the mean of the decided parts. Every
+replica decodes the same payloads in the same order, so all compute the same bits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_MAGNITUDE = 1e30
 
 
 class DecidedParts(Protocol):
-    """What a round came to, the same at every replica that applies it."""
+    """The parts that a round decided on, the same at every replica that applies it."""
 
     @property
     def parts(self) -> Mapping[int, torch.Tensor]:
@@ -42,7 +42,7 @@ class DecidedParts(Protocol):
 
     @property
     def step(self) -> int:
-        """The furthest step that anybody was known to be at."""
+        """The furthest step that any replica is known to have reached."""
         ...
 
     @property
@@ -52,27 +52,27 @@ class DecidedParts(Protocol):
 
 
 class ProposedPart(Pending, Protocol):
-    """A part that was offered; once its `wait` has returned, there is what was agreed on."""
+    """A part that was offered; the decision is there once its `wait` has returned."""
 
     @property
     def agreed(self) -> DecidedParts | None:
-        """What was agreed on."""
+        """The decided parts, None until `wait` has returned."""
         ...
 
 
 class ElasticSession(Protocol):
-    """A replica's seat in the council of an elastic run."""
+    """A replica's session in an elastic run: who takes part, and which parts each round decides on."""
 
     def active(self) -> tuple[int, ...]:
         """Return the replicas that take part, this one among them."""
         ...
 
     def known_step(self) -> int:
-        """Return the furthest step at which somebody has launched a round."""
+        """Return the furthest step at which any replica has launched a round."""
         ...
 
     def is_decided(self, round_id: int) -> bool:
-        """Tell whether a round was decided without this replica."""
+        """Return whether a round was decided without this replica."""
         ...
 
     def propose(
@@ -106,7 +106,7 @@ class ElasticSession(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticMean:
-    """Everyone offers its part; the mean is that of the parts which a council chose, the same for all.
+    """Every replica offers its part; the mean is taken of the decided ones, the same for all.
 
     Parts of replicas that trained equally count the same, bit for bit as in `AllGather`; else each counts by the tokens
     behind it, times its tokens a step. A replica does not offer a part that is not finite. Another one's part that is
@@ -115,11 +115,11 @@ class ElasticMean:
 
     Args:
         codec: The code of a part.
-        seat: This replica's, None for a description.
+        seat: This replica's session, None for a description.
         preserve_norm: Whether the mean keeps the length of a single part, tensor by tensor (see `WeightedMean`).
         most_length: Longest part, in median lengths.
-        find: Told, in words, of parts that were shortened.
-        directions: For each fragment and tensor, whether it has a direction; the engine says it.
+        find: Called with a text for each part that was shortened.
+        directions: For each fragment and tensor, whether it has a direction; set by the engine.
 
     Raises:
         ValueError: `most_length` is below 1.
@@ -153,11 +153,11 @@ class ElasticMean:
 def elastic_mean(
     exchange: Exchange, *, seat: ElasticSession, preserve_norm: bool, find: Callable[[str], None]
 ) -> ElasticMean:
-    """Return the exchange that a council takes the place of all peers in.
+    """Return the elastic variant of an exchange.
 
     Args:
         exchange: The method's own.
-        seat: This replica's.
+        seat: This replica's session.
         preserve_norm: See `ElasticMean`.
         find: See `ElasticMean`.
 
@@ -235,7 +235,7 @@ class _BoundElasticMean(ExchangeState):
                 # no claim, however high, makes a part as long as one likes
                 decoded[member], weights[member] = vector, offer.weight
                 steps[member] = min(offer.num_steps, max(1, delivery.step))
-        if not decoded:  # nobody's part is of use: nothing moves
+        if not decoded:  # no part is usable: nothing moves
             return torch.zeros(numel, dtype=torch.float32, device=device), {}
         self._shorten(decoded, steps, what=what)
         if len(set(weights.values())) == 1 and not self._spec.preserve_norm:
@@ -256,7 +256,7 @@ class _BoundElasticMean(ExchangeState):
 
     def _shorten(self, decoded: dict[int, torch.Tensor], steps: Mapping[int, int], *, what: str) -> None:
         """Shorten parts that are much longer than the median one; more steps may make a longer part."""
-        if len(decoded) < 3:  # of two, nobody can say which one is odd
+        if len(decoded) < 3:  # of two, the outlier cannot be identified
             return
         lengths = dict(zip(decoded, norms(torch.stack(list(decoded.values()))), strict=True))
         a_step = statistics.median_low([length / max(1, steps[member]) for member, length in lengths.items()])

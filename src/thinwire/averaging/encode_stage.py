@@ -1,4 +1,4 @@
-"""One stage of an exchange: a code, and what the sender remembers of it."""
+"""Encode stage: one coding step of an exchange, with the sender's memory of what the code dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.shared_random import derive_seed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ramp:
-    """Codes that change with the step: the warm-up of a density.
+    """A codec that changes with the step, such as the warm-up of a density.
 
     Args:
         codecs: The first step of each code, ascending from 1, and the code. All have the same `wire_id`.
@@ -51,11 +51,11 @@ def most_bytes(code: Codec | Ramp, numel: int) -> int:
 
 
 class EncodeStage:
-    """Encodes for one stage.
+    """Encodes the payloads of one stage.
 
     Args:
         code: The code.
-        memory: What stands before it; None for nothing.
+        memory: Applied before the code; None for none.
     """
 
     def __init__(self, code: Codec | Ramp, memory: BoundSenderMemory | None = None) -> None:
@@ -72,7 +72,7 @@ class EncodeStage:
         return codec_at(self._code, step)
 
     def encode(self, x: torch.Tensor, *, step: int, seed: int) -> torch.Tensor:
-        """Encode a vector after what is remembered; remember what that leaves."""
+        """Encode a vector with the remembered residual added; remember the new residual."""
         codec = self.codec(step)
         if self._memory is None:
             return codec.encode(x, seed=seed)
@@ -82,11 +82,11 @@ class EncodeStage:
 
     @property
     def shared(self) -> torch.Tensor | None:
-        """What is remembered and must be the same on all members, `(numel,)`; None for nothing."""
+        """The remembered vector that must be the same on all members, `(numel,)`; None for none."""
         return None if self._memory is None else self._memory.shared
 
     def _note(self, codec: Codec, payloads: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Tell the memory what the receivers decode."""
+        """Pass what the receivers decode to the memory."""
         assert self._memory is not None
         try:
             parts = [codec.decode(payload, numel=numel) for payload, numel in payloads]
@@ -99,7 +99,7 @@ class EncodeStage:
         return mean if self._memory is None else self._memory.received(mean)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset the memory."""
         if self._memory is not None:
             self._memory.forget()
 
@@ -108,13 +108,13 @@ class EncodeStage:
         return {} if self._memory is None else self._memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take it back."""
+        """Restore what `state_dict` returned."""
         if self._memory is not None:
             self._memory.load_state_dict(state)
 
 
 class ShardedEncodeStage(EncodeStage):
-    """A stage on which a vector leaves in parts, one an owner; what is remembered is the whole vector's."""
+    """A stage that encodes a vector in parts, one for each owner; the memory covers the whole vector."""
 
     def encode_shards(
         self, x: torch.Tensor, bounds: Mapping[int, tuple[int, int]], *, step: int, seed: int

@@ -1,7 +1,7 @@
 """Averaging over point-to-point messages: all-gather with local sums, and the two-phase exchange.
 
-An exchange is a generator: it starts its sends and receives, yields what it has to wait for, and goes on when all of it
-is done. Who drives it (a thread of its own, or the training loop) and how long it may wait is not its business.
+An exchange is a generator: it starts its sends and receives, yields what it has to wait for, and continues when all
+of it is done. The caller drives it (from a thread of its own, or from the training loop) and sets the deadline.
 
 Every replica decodes the same payloads in the same order and sums them in float32, its own among them, so all replicas
 compute the same bits (arXiv 2501.18512, section 2.4: unreduced 4-bit payloads, sums in float32).
@@ -30,11 +30,11 @@ Shapes = Sequence[torch.Size]
 
 
 class BoundExchange(Protocol):
-    """An exchange with what it remembers, on one replica."""
+    """An exchange with its state, on one replica."""
 
     @property
     def has_memory(self) -> bool:
-        """Whether anything is remembered from one round to the next."""
+        """Whether the exchange keeps state from one round to the next."""
         ...
 
     def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
@@ -54,15 +54,15 @@ class BoundExchange(Protocol):
         ...
 
     def shared_hash(self, fragment: int) -> int:
-        """Return a checksum of what is remembered of a fragment and must be the same on all members, 0 for nothing."""
+        """Return a checksum of the state of a fragment that must be the same on all members, 0 for none."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered."""
+        """Return the state."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back.
+        """Restore what `state_dict` returned.
 
         Raises:
             CheckpointError: It does not fit.
@@ -70,14 +70,14 @@ class BoundExchange(Protocol):
         ...
 
     def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
-        """Take over what still holds under another set of replicas, and begin the rest anew.
+        """Adopt the state that is valid under another set of replicas, and reset the rest.
 
         Args:
             state: What `state_dict` returned under the other set.
             is_own: Whether this replica returned it.
 
         Returns:
-            What begins anew, a line each.
+            What was reset, a line each.
 
         Raises:
             CheckpointError: It does not fit.
@@ -86,7 +86,7 @@ class BoundExchange(Protocol):
 
 
 class Exchange(Protocol):
-    """How a tensor becomes its mean over the peers, as a value; `bind` makes what it remembers."""
+    """An averaging scheme as a value; `bind` creates its state on one replica."""
 
     def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         """Return the exchange for one replica.
@@ -117,7 +117,7 @@ class NeedsDirections(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllGather:
-    """Everyone sends its whole payload to everyone and sums what comes, in float32.
+    """Each member sends its whole payload to every other one and sums what it receives, in float32.
 
     Each value is coded once. A replica sends `(M - 1)` payloads, which is the least for 2 replicas and grows with M.
 
@@ -194,7 +194,7 @@ class TwoPhase:
     """Each replica owns a shard: it sums the others' payloads of it, codes the mean again and sends it to all.
 
     A replica sends at most `2 (M - 1) / M` payloads, however many replicas there are, and each value is coded twice.
-    The owner too goes on with the decoded mean, not with its exact one, so that all replicas hold the same bits.
+    The owner, too, uses the decoded mean instead of its exact one, so that all replicas hold the same bits.
     Shards are whole codec blocks, so a shard's payload is the same bytes as that part of the whole payload.
 
     Args:

@@ -1,4 +1,4 @@
-"""What an exchange remembers between rounds, by fragment and stage."""
+"""State that an exchange keeps between rounds, by fragment and encode stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMORIES = {"out": "what was not sent yet", "mean": "what the owner of a part r
 
 
 class ExchangeState:
-    """What an exchange remembers, by fragment and stage."""
+    """The state of an exchange, by fragment and stage: base class of the bound exchanges."""
 
     def __init__(self, spec: Exchange, stages: Sequence[Mapping[str, EncodeStage]]) -> None:
         self._spec = spec

@@ -1,4 +1,4 @@
-"""Averaging with one's neighbours in a graph: each replica gets a mean of its own, weighed by its row of the graph."""
+"""Gossip averaging: each replica gets its own mean over its neighbours in a graph, weighted by its row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.codecs.base import Codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gossip:
-    """Everyone sends its whole payload to its neighbours, and weighs what comes in float32.
+    """Each replica sends its whole payload to its neighbours, and weights what it receives in float32.
 
     The mean is `sum_j w_ij x_j` over a replica i and its neighbours j, in ascending order of j, and differs from
     replica to replica. The result holds the neighbours' parts (not one's own) and all weights. A replica sends one

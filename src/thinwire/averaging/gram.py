@@ -1,4 +1,4 @@
-"""Lengths and inner products of what the replicas sent, summed in one fixed order, and sums of them with coefficients.
+"""Gram matrix, norms and linear combinations of the replicas' vectors, with sums in one fixed order.
 
 Rules that compare whole vectors need of them only the small matrix of their inner products. It is summed in float64 in
 an order that depends on the number of elements alone: not on threads, the processor or a library for matrices. The

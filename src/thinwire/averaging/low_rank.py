@@ -1,4 +1,4 @@
-"""Averaging matrices by their products with thin ones: two averages that depend on each other (PowerSGD).
+"""Low-rank averaging of matrices: two dependent averages of thin factors (PowerSGD).
 
 For each matrix of n rows and m columns (a tensor's first dimension, and the others flattened), with rank r and the
 residual E of this replica:
@@ -55,7 +55,7 @@ class LowRank:
         return _BoundLowRank(self, shapes, inner=inner)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """Return the bytes of sending all as it is, which is the most: how far it shrinks depends on the shapes."""
+        """Return the upper bound, the bytes of sending everything dense; the actual bytes depend on the shapes."""
         return cheapest(float32(), num_replicas=num_replicas).sent_bytes(numel, num_replicas=num_replicas)
 
     def sent_bytes_of(self, shapes: Shapes, *, num_replicas: int) -> int:
@@ -74,7 +74,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Matrix:
-    """Where one tensor lies in its vector, and how it is seen."""
+    """Position of one tensor in its vector, and its shape as a matrix."""
 
     start: int
     num_rows: int

@@ -1,4 +1,4 @@
-"""From the members' payloads to their mean: in one order everywhere, summed in float32, culprits named."""
+"""Mean of the members' payloads: decoded in one order everywhere, summed in float32, errors name the sender."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def mean_of(
     """Decode the payloads of all members and return their mean: float32, `(numel,)`; absent members count as zero.
 
     Raises:
-        NonFiniteError: A payload says that it held NaN or infinity; names its sender.
+        NonFiniteError: A payload held NaN or infinity; names its sender.
         PayloadError: A payload is broken.
     """
     total = torch.zeros(numel, dtype=torch.float32, device=device)
@@ -30,7 +30,7 @@ def decode(codec: Codec, payload: torch.Tensor, *, numel: int, peer: int, what: 
     """Decode one member's payload.
 
     Raises:
-        NonFiniteError: It says that it held NaN or infinity; names its sender.
+        NonFiniteError: It held NaN or infinity; names its sender.
         PayloadError: It is broken.
     """
     try:
@@ -43,7 +43,7 @@ def check_finite(mean: torch.Tensor, codec: Codec, payloads: Mapping[int, torch.
     """Refuse a mean that is not finite.
 
     Raises:
-        NonFiniteError: Names the member whose payload was not, or says that the sum overflowed.
+        NonFiniteError: Names the member whose payload was not, or reports that the sum overflowed.
     """
     # the sum is finite only if every element is; decoding again to find the culprit happens once, in a run that ends
     if bool(torch.isfinite(mean.sum())) or bool(torch.isfinite(mean).all()):

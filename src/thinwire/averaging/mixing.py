@@ -1,6 +1,6 @@
-"""Who averages with whom, and with what weight, where no one hears everyone: graphs of replicas, and random groups.
+"""Mixing graphs for decentralised averaging: neighbours and weights of each replica, and random groups.
 
-A graph says for every round whose models a replica averages with its own (`neighbours`), to whom it sends its own
+A graph defines for every round whose models a replica averages with its own (`neighbours`), to whom it sends its own
 (`receivers`), and the weights (`weights`): one row of a doubly stochastic matrix. Doubly stochastic means that the mean
 over all replicas stays where it is, and repeated mixing brings every replica to it. The graphs count replicas from 0;
 `mixing_row` maps them to those that are alive. Nothing here imports torch.
@@ -23,7 +23,7 @@ from thinwire.shared_random import derive_seed
 
 
 class MixingGraph(Protocol):
-    """A graph of replicas for every round, the same on all replicas without a word between them."""
+    """A graph of replicas for every round, computed alike on all replicas without communication."""
 
     def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
         """Return whose models replica `me` averages with its own in round `round_id`, ascending, without `me`."""
@@ -39,7 +39,7 @@ class MixingGraph(Protocol):
         Args:
             num_replicas: How many replicas there are; they are numbered from 0.
             me: The replica whose row this is.
-            round_id: The round's number; only graphs that change with the round look at it.
+            round_id: The round's number; only graphs that change with the round use it.
 
         Raises:
             ValueError: `me` is not one of the replicas, or the graph does not exist for so many.
@@ -48,7 +48,7 @@ class MixingGraph(Protocol):
 
 
 class _Undirected:
-    """What all undirected graphs share: who hears me is whom I hear, and the weights follow from the degrees."""
+    """Base of undirected graphs: receivers are the neighbours, and weights follow from the degrees."""
 
     __slots__ = ()
 
@@ -75,12 +75,12 @@ class _Undirected:
 
 
 class _Circulant:
-    """What graphs share that look alike from every replica: all weights are equal, and the columns sum as the rows."""
+    """Base of circulant graphs, which look alike from every replica: equal weights, column sums equal row sums."""
 
     __slots__ = ()
 
     def distances(self, *, num_replicas: int, round_id: int) -> tuple[int, ...]:
-        """Return how far ahead each model goes, modulo the number of replicas."""
+        """Return the offsets of the receivers, modulo the number of replicas."""
         raise NotImplementedError
 
     def neighbours(self, *, num_replicas: int, me: int, round_id: int = 0) -> tuple[int, ...]:
@@ -247,12 +247,12 @@ class Edges(_Undirected):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomPairs:
-    """Everyone averages with one random other replica, or with a few, anew in every round (arXiv 2506.10911).
+    """Each replica averages with one random other replica, or a few, drawn again in every round (arXiv 2506.10911).
 
     It is a `Topology`: every replica derives all groups of a round from the seed, the round's number and who is alive.
     Where the number of replicas is no multiple of `group_size`, the rest forms a smaller group of its own, and a rest
-    of one joins the last group instead, so that nobody waits a round alone. Only a replica that is alone in the world
-    is a group of one, and its exchange sends nothing.
+    of one joins the last group instead, so that no replica idles for a round. Only the single replica of a run
+    forms a group of one, and its exchange sends nothing.
 
     Attributes:
         seed: The run's own seed, the same on all replicas.
@@ -292,7 +292,7 @@ class RandomPairs:
         """
 
         def draw(replica: int) -> tuple[int, int]:
-            # a draw of its own for each replica: whoever leaves does not move the others in the order
+            # one draw for each replica: a replica that leaves does not change the order of the others
             return derive_seed(self.seed, "groups", round_id, replica), replica
 
         order = sorted(set(alive), key=draw)
@@ -307,7 +307,7 @@ class RandomPairs:
 class Neighbours:
     """Everyone exchanges with its neighbours in a graph: a `Topology` whose members differ from replica to replica.
 
-    Whoever a replica hears must also hear it: an exchange sends to all whom it receives from. So directed graphs
+    Neighbours must be mutual: an exchange sends to every replica that it receives from. So directed graphs
     (`Exponential`, `OnePeerExponential`) are refused, but for so few replicas that they are not directed.
 
     Attributes:
@@ -334,7 +334,7 @@ class Neighbours:
         """Refuse a graph that is directed in a round, or does not exist for so many replicas.
 
         Raises:
-            ValueError: It is or does not; says what to take.
+            ValueError: It is or does not; names alternatives.
         """
         for me in range(num_replicas):
             where = {"num_replicas": num_replicas, "me": me, "round_id": round_id}
@@ -348,7 +348,7 @@ class Neighbours:
 def mixing_row(graph: MixingGraph, *, round_id: int, me: int, alive: Iterable[int]) -> dict[int, float]:
     """Return the weights of `me` and its neighbours in the graph over those who are alive.
 
-    The replicas that are alive take the graph's places in ascending order, so the graph closes over whoever is missing.
+    The replicas that are alive take the graph's places in ascending order, so the graph closes over missing replicas.
 
     Raises:
         ValueError: `me` is not alive, or the graph does not exist for so many replicas.
@@ -370,7 +370,7 @@ def _powers_of_two_below(limit: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _adjacency(edges: tuple[tuple[int, int], ...], num_replicas: int) -> tuple[tuple[int, ...], ...]:
-    """Return the neighbours of every replica, after a look whether the graph holds together."""
+    """Return the neighbours of every replica, after checking that the graph is connected."""
     beside: list[set[int]] = [set() for _ in range(num_replicas)]
     for edge in edges:
         if not all(0 <= end < num_replicas for end in edge):

@@ -1,4 +1,4 @@
-"""The exchange of a step that sends nothing: what goes in comes out, on each replica its own."""
+"""The exchange of local steps: sends nothing and returns each replica's own tensor."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BoundNoExchange:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `BoundExchange.load_state_dict`."""
         if state:
-            raise CheckpointError("the checkpoint remembers something of an exchange that sends nothing")
+            raise CheckpointError("the checkpoint holds state of an exchange that sends nothing")
 
     def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
         """Nothing is remembered."""

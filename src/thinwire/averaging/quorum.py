@@ -1,7 +1,7 @@
-"""Averaging through a server that closes a round as soon as enough are there: a slow member keeps nobody waiting.
+"""Quorum averaging: a server closes a round once enough parts have arrived, so a slow member delays no other.
 
 Every member sends one message for each round, in the order of the rounds, and gets one in return, however late: so
-nothing is ever left on the wire, and who is behind by many rounds can still take all of them in.
+no message is ever left unread, and a member that is many rounds behind can still apply all of them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _LOOK_S = 0.005
 class Straggler:
     """One late member of one closed round, as a transfer that is done when it has been answered.
 
-    Nothing is sent to a member before it asks, so that a replica that sleeps has no mail piling up for it, and what it
-    gets says how far the others are when it wakes, not when it fell asleep.
+    Nothing is sent to a member before it asks, so that no messages pile up for a suspended replica, and the
+    answer reports the progress of the others when it resumes, not when it stopped.
 
     Args:
         peer: The member.
@@ -62,8 +62,8 @@ class Straggler:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Take the member in if it has come, and tell whether its answer is out."""
-        with self._lock:  # the round's thread and that of a later round may look at the same time
+        """Read the member's part if it has arrived, and return whether its answer is sent."""
+        with self._lock:  # the round's thread and that of a later round may check at the same time
             try:
                 if self._pending is not None and self._pending.done():
                     received = self._pending.wait(deadline_s=0.0)
@@ -97,12 +97,12 @@ Found = dict[int, tuple[PartHeader, torch.Tensor, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quorum:
-    """One replica is the server: it averages the parts that came in time, weighted, and says who is in the mean.
+    """One replica is the server: it averages the parts that came in time, weighted, and reports whose they were.
 
     A round closes when all parts are there, or, once `grace_steps` of the server's own steps have passed since the
-    launch, as soon as `quorum` are, its own among them. So the patience follows the time that steps take, and nobody
-    guesses seconds. A member whose part comes later gets the mean in answer to it. One that is so late that it knows
-    the round to be closed sends no part, and asks for the mean.
+    launch, as soon as `quorum` are, its own among them. So the grace period scales with the time that steps take,
+    and no timeout in seconds is guessed. A member whose part comes later gets the mean in answer to it. One that is so
+    late that it knows the round to be closed sends no part, and asks for the mean.
 
     A part counts by the tokens behind it, times the tokens a step (see `token_weight`). With `preserve_norm` the mean
     keeps the length of a single part, tensor by tensor (see `WeightedMean`), but for tensors that have no direction of
@@ -117,7 +117,7 @@ class Quorum:
         most_behind: So many rounds of a fragment may wait for the same late member; then the server waits for it. It
             bounds what the server keeps for members that are late.
         server: The replica that is the server.
-        directions: For each fragment and tensor, whether it has a direction; the engine says it.
+        directions: For each fragment and tensor, whether it has a direction; set by the engine.
 
     Raises:
         ValueError: A number is out of its range.
@@ -259,7 +259,7 @@ class _BoundQuorum(ExchangeState):
     def _gather(
         self, found: Found, out: Codec, *, numel: int, delivery: RoundContext
     ) -> Generator[Wait, Sequence[Received], dict[int, Pending]]:
-        """Take in the parts that come in time; return the pending ones."""
+        """Read the parts that arrive in time; return the pending ones."""
         if overdue := self._overdue(delivery.fragment):
             yield Wait(watched=overdue, least=len(overdue))
         expected = replace(_larger(delivery.receiving(out, numel=numel), PART_HEADER_BYTES), takes_less=True)
@@ -317,7 +317,7 @@ class _BoundQuorum(ExchangeState):
     def _sender(
         self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, delivery: RoundContext
     ) -> Callable[[int], Pending]:
-        """Return what sends the mean to a member, with how far this replica is at that moment."""
+        """Return a function that sends the mean to a member, with this replica's progress at that moment."""
 
         def send(peer: int) -> Pending:
             verdict = MeanHeader(members=members, progress=self._progress(delivery))
@@ -328,7 +328,7 @@ class _BoundQuorum(ExchangeState):
         return send
 
     def _progress(self, delivery: RoundContext) -> Progress:
-        # first how far it is, then what is open: a round up to that step is open or closed by then, not to come
+        # read the step before the open rounds: no round up to that step can still open afterwards
         reached = max(delivery.reached(), delivery.step)
         with self._lock:
             first_open = min(self._open.values(), default=reached + 1)

@@ -1,7 +1,7 @@
-"""What stands in front of the payloads where a round may close without some: two small words, checked on arrival.
+"""Message headers of quorum and elastic rounds, validated on arrival.
 
-A member's offer is three numbers of 8 bytes: 1 for an offer and 0 for a member that only asks for the result, the
-tokens and the inner steps since the last of the fragment's rounds that counted it. The server's verdict is two numbers,
+The header of a part is three numbers of 8 bytes: 1 for an offer and 0 for a member that only asks for the result, the
+tokens and the inner steps since the last of the fragment's rounds that counted it. The header of a mean is two numbers,
 the step that it had reached and the last step up to which all rounds were closed, and a bit for each replica, the least
 significant first, filled up to whole 8 bytes: who is in the mean. All little endian.
 """
@@ -25,7 +25,7 @@ PART_HEADER_BYTES = _PART_HEADER.size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartHeader:
-    """What a member says of its part.
+    """Header of a member's part.
 
     Attributes:
         num_tokens: Tokens since the last of the fragment's rounds that counted it.
@@ -39,17 +39,17 @@ class PartHeader:
 
     @property
     def weight(self) -> float:
-        """What it counts in the mean: see `token_weight`."""
+        """The weight of the part in the mean: see `token_weight`."""
         return token_weight(num_tokens=self.num_tokens, num_steps=self.num_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeanHeader:
-    """What the server says of a mean.
+    """Header of the server's mean.
 
     Attributes:
         members: Who is in it, in ascending order.
-        progress: How far the server was when it sent this.
+        progress: The server's progress when it sent this.
     """
 
     members: tuple[int, ...]
@@ -57,7 +57,7 @@ class MeanHeader:
 
 
 def mean_header_bytes(num_replicas: int) -> int:
-    """Return the size of a verdict.
+    """Return the bytes of a mean's header.
 
     Example:
         >>> mean_header_bytes(64), mean_header_bytes(65)
@@ -67,10 +67,10 @@ def mean_header_bytes(num_replicas: int) -> int:
 
 
 def with_part_header(offer: PartHeader, part: torch.Tensor | None) -> torch.Tensor:
-    """Put an offer in front of a coded part.
+    """Prepend the header to a coded part.
 
     Args:
-        offer: What the member says.
+        offer: The header.
         part: uint8, one-dimensional, CPU; None where it has none.
 
     Returns:
@@ -81,12 +81,12 @@ def with_part_header(offer: PartHeader, part: torch.Tensor | None) -> torch.Tens
 
 
 def read_part_header(payload: torch.Tensor, *, step: int | None, what: str) -> tuple[PartHeader, torch.Tensor]:
-    """Take an offer and the coded part apart.
+    """Split a message into the header and the coded part.
 
     Args:
         payload: uint8, one-dimensional, CPU: what a member sent.
-        step: The step that the round was launched at, where nobody has done more steps than these; None where a replica
-            may train on while it stays at a step.
+        step: The step that the round was launched at, where no replica has done more steps than these; None where a
+            replica may train on while it stays at a step.
         what: Names round and sender.
 
     Raises:
@@ -111,7 +111,7 @@ def read_part_header(payload: torch.Tensor, *, step: int | None, what: str) -> t
 
 
 def with_mean_header(verdict: MeanHeader, mean: torch.Tensor, *, num_replicas: int) -> torch.Tensor:
-    """Put a verdict in front of a coded mean: uint8, one-dimensional, CPU."""
+    """Prepend the header to a coded mean: uint8, one-dimensional, CPU."""
     mask = sum(1 << member for member in verdict.members)
     size = mean_header_bytes(num_replicas) - _MEAN_HEADER.size
     numbers = _MEAN_HEADER.pack(verdict.progress.step, verdict.progress.closed_step)
@@ -121,7 +121,7 @@ def with_mean_header(verdict: MeanHeader, mean: torch.Tensor, *, num_replicas: i
 def read_mean_header(
     payload: torch.Tensor, *, num_replicas: int, server: int, least: int, step: int, what: str
 ) -> tuple[MeanHeader, torch.Tensor]:
-    """Take a verdict and the coded mean apart.
+    """Split a message into the header and the coded mean.
 
     Args:
         payload: uint8, one-dimensional, CPU: what the server sent.
@@ -132,7 +132,7 @@ def read_mean_header(
         what: Names the round and the server.
 
     Raises:
-        PayloadError: It is too short, or what it says cannot be.
+        PayloadError: It is too short, or its values are impossible.
     """
     size = mean_header_bytes(num_replicas)
     if payload.numel() < size:

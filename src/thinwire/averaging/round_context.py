@@ -1,4 +1,4 @@
-"""What the messages of one round share but for their content, and what an exchange waits for."""
+"""Context of one round (identity, peers, transport), and the messages that its exchange waits for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.transport.base import Envelope, Kind, Pending, Received, Transport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far the replica had come that closes the rounds, when it sent a mean.
+    """Progress of the replica that closes the rounds, when it sent a mean.
 
     Attributes:
         step: The step that it had reached.
@@ -27,7 +27,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundContext:
-    """Everything about a round's messages but their content.
+    """Identity, peers and transport of one round.
 
     Attributes:
         peers: Who takes part.
@@ -36,16 +36,16 @@ class RoundContext:
         fragment: The fragment's number.
         kind: What the messages belong to.
         step: The step that the round was launched at; codes may change with it.
-        reference_hash: Hash of the value that the tensor refers to, told to the peers.
+        reference_hash: Hash of the value that the tensor refers to, sent to the peers.
         seed: Selects the random stream of a stochastic codec; must differ between replicas and rounds.
         must_be_finite: Whether NaN or infinity in a payload is an error that names its sender.
         spread_s: Seconds over which this replica may spread what it sends.
-        first_phase: Number of the first message: an exchange that is made of two others tells their messages apart.
+        first_phase: Number of the first message: an exchange that consists of two others numbers their messages apart.
         num_tokens: What this replica has trained on since the last of the fragment's rounds that counted it.
         num_steps: In how many inner steps.
         is_closed: Whether the others have closed the round already, so that this replica asks for the result only.
-        reached: Tells which step this replica has come to by now.
-        hear: Is told how far the one is that closes the rounds, and whether it counted this replica's part.
+        reached: Returns the current step of this replica.
+        hear: Called with the progress of the closing replica, and whether it counted this replica's part.
     """
 
     peers: Peers
@@ -90,9 +90,9 @@ class RoundContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """What an exchange must see done before it goes on: receives, then sends.
+    """Transfers that an exchange waits for before it continues: receives, then sends.
 
-    Where it need not see all of something, it says what it watches, and looks itself at what of that is done.
+    Where some of a set are enough, they are `watched`, and the exchange itself checks which of them are done.
 
     Attributes:
         receives: All of them, and what they received is handed back in their order.
@@ -100,7 +100,7 @@ class Wait:
         watched: What not all of must be done, by replica.
         least: How many of these must be.
         grace_steps: For how many of this replica's steps since the launch it waits for the rest too; no longer, in any
-            case, than until somebody needs the result.
+            case, than until the result is needed.
     """
 
     receives: tuple[Pending, ...] = ()
@@ -116,12 +116,12 @@ class Average:
 
     Attributes:
         mean: float32, `(numel,)`: the mean over the members, the same bits on all of them.
-        reference_hashes: What each member said its reference was, by replica.
+        reference_hashes: The reference hash that each member sent, by replica.
         parts: What each member sent, decoded, by replica, where the exchange keeps it.
         weights: What each member counts in the mean, by replica, where the exchange weighs them and this replica knows.
         members: Who is in the mean, where not all need be; empty where all are.
         is_counted: Whether this replica's own part is in the mean.
-        after: What remains to be done for members that come later; whoever drives the exchange sees to it.
+        after: Transfers that remain for members that come later; the driver of the exchange completes them.
     """
 
     mean: torch.Tensor

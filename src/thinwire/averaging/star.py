@@ -1,4 +1,4 @@
-"""Averaging through a server: everyone sends to one replica, which codes the mean and sends it to all."""
+"""Star exchange: all replicas send to a server, which codes the mean and sends it back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Star:
     """One of the replicas is the server: it sums what the others send, codes the mean again and sends it to all.
 
     Each value is coded twice, in codes that may differ; what the second coding drops, the server can remember. The
-    server too goes on with the decoded mean, so that all replicas hold the same bits. A member sends one payload, the
+    server, too, uses the decoded mean, so that all replicas hold the same bits. A member sends one payload, the
     server M - 1. A sparse code of the mean is fine here, because there is one mean and one coder of it.
 
     Args:
@@ -44,7 +44,7 @@ class Star:
     server: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a memory with twins at the receivers."""
+        """Refuse a memory whose state the receivers mirror."""
         if isinstance(self.memory, Shift):
             raise ValueError(
                 "Shift() is remembered by the receivers too, and a mean that is coded again would part them; use "

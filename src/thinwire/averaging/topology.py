@@ -1,4 +1,4 @@
-"""With whom a replica exchanges: pure functions of the round and of who is alive. Nothing here imports torch."""
+"""Topologies: the peers of a round, as pure functions of the round and the live replicas; without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.shared_random import toss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """Who takes part in one round.
+    """The participants of one round.
 
     Attributes:
         me: This replica.
@@ -36,7 +36,7 @@ class Peers:
 
 
 class Topology(Protocol):
-    """A choice of peers for every round, the same on all replicas without a word between them."""
+    """A choice of peers for every round, computed alike on all replicas without communication."""
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
         """Return who takes part in round `round_id` with replica `me`, out of those `alive`."""
@@ -61,8 +61,8 @@ class AllReplicas:
 class Participation:
     """Everyone exchanges with everyone, but each replica sends in some rounds only: by a coin that all can toss.
 
-    The coins of different replicas and rounds are independent, and every replica knows all of them, so that nobody
-    waits for a replica that sends nothing, and no word is said about it.
+    The coins of different replicas and rounds are independent, and every replica knows all of them, so that no
+    replica waits for one that sends nothing, and no message announces it.
 
     Args:
         probability: With which a replica sends in a round, in (0, 1].

@@ -1,4 +1,4 @@
-"""What is sent: codecs turn a tensor into bytes and bytes into a tensor.
+"""Codecs: each turns a tensor into bytes, and those bytes into a tensor.
 
 | codec | bits an element | largest error |
 | --- | --- | --- |
@@ -10,8 +10,8 @@
 | `block_2bit()` | 2.0625 | an element becomes one of four means of its block |
 | `sign()`, `sign("mean")` | 1 | the magnitude: all elements come back as one number and its opposite |
 
-These send some elements, whose values are off by 2**-11 at most; the others come back as zero. What is said of bits
-holds for values in float16 and random positions.
+These send some elements, whose values are off by 2**-11 at most; the others come back as zero. The
+numbers of bits hold for values in float16 and random positions.
 
 | codec | bits an element | what is sent |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""What every codec promises: a tensor becomes bytes, and the bytes become a tensor again."""
+"""The codec protocol: a tensor becomes bytes, and the bytes become a tensor again."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class Codec(Protocol):
 
         Raises:
             PayloadError: The payload's size does not fit `numel`, or its content is not this codec's.
-            NonFiniteError: The payload says that the tensor held NaN or infinity, and the codec cannot carry it.
+            NonFiniteError: The tensor held NaN or infinity, which the codec cannot carry.
         """
         ...
 
 
 @runtime_checkable
 class NeedsLayout(Protocol):
-    """A codec that codes better, or as its paper says, when it knows the shapes of the tensors in a vector."""
+    """A codec that needs the shapes of the tensors in a vector: to follow its paper, or to lose less."""
 
     def laid_out(self, shapes: Sequence[torch.Size]) -> Codec:
         """Return the codec of vectors that are the concatenation of tensors of these shapes.

@@ -1,6 +1,10 @@
-"""Numbers of a fixed, small width, packed row by row: bit j of a row is bit `j % 8` of its byte `j // 8`.
+"""Bit packing: rows of numbers of a fixed, small width; bit j of a row is bit `j % 8` of its byte `j // 8`.
 
-A row ends at a byte; the bits that fill up its last byte are zero.
+A row ends at a byte boundary; the padding bits of its last byte are zero.
+
+Nibbles (4-bit codes) have a layout of their own: byte j of a block's 32 holds the code of element j in its low half and
+the code of element j + 32 in its high half. Both halves of the block are contiguous, so packing is one vector operation
+without a shuffle.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Payloads of block codecs as rows: each block of elements becomes one row of bytes, and rows follow one another.
+"""Base of the block codecs: each block of elements becomes one row of bytes, and a payload is its rows in order.
 
-So the payloads of tensors that are cut at multiples of the block concatenate to the payload of the whole. The last
+Payloads of tensors that are cut at multiples of the block therefore concatenate to the payload of the whole. The last
 block is padded with zeros.
 """
 
@@ -94,9 +94,9 @@ def num_rows(numel: int, *, block: int) -> int:
 
 
 class BlockCodec(Codec):
-    """What codecs share that make of every block a row of so many bytes.
+    """Base of codecs that turn every block into a row of a fixed number of bytes.
 
-    A codec says its `name`, `wire_id` and `block`, the bytes of a row, and how rows are filled and read.
+    A subclass defines `name`, `wire_id`, `block`, the bytes of a row, and how rows are encoded and decoded.
     """
 
     __slots__ = ()
@@ -168,7 +168,7 @@ class BlockCodec(Codec):
         """Fill float32 `(rows, block)` from uint8 `(rows, row_bytes)`."""
 
     def _check_rows(self, table: torch.Tensor) -> None:
-        """Refuse all rows at once, where that is cheaper than a look at each chunk of them."""
+        """Refuse all rows at once, where that is cheaper than checking each chunk of them."""
 
 
 def elements_at_once(device: torch.device) -> int:

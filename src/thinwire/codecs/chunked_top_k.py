@@ -28,7 +28,10 @@ from thinwire.errors import PayloadError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopKRow:
-    """How a row is sent.
+    """The format of one row: indices of a few bits, then values.
+
+    The k indices come in ascending order, `ceil(log2(size))` bits each; values are coded as `thinwire.codecs.values`
+    says. So all rows of one size are the same number of bytes.
 
     Attributes:
         size: Elements of a row, at least 1.

@@ -51,8 +51,8 @@ from thinwire.codecs.fusion import Fused
 from thinwire.errors import NonFiniteError, PayloadError
 from thinwire.shared_random import derive_seed
 
-# Each step's shift, and what it multiplies by: odd, with bits set without pattern. Chosen for this file; tests
-# hold what comes out of them.
+# Random bits as a pure function of a key and a counter, the same on CPU and GPU. Shift and odd multiplier of each
+# mixing step; the multipliers have no bit pattern, and tests check the statistics of the result.
 _STEPS = ((15, 0x6C8E9CF5), (13, 0x3C6EF36B), (16, 0x2545F491))
 
 
@@ -142,7 +142,7 @@ class E3M0(BlockCodec):
 
     @property
     def wire_id(self) -> int:
-        """6, for both ways to round: a receiver cannot tell them apart, and need not."""
+        """6 for both roundings, since decoding is the same."""
         return 6
 
     @property

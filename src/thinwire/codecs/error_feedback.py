@@ -1,8 +1,8 @@
-"""What a sender remembers between rounds: what its code dropped, and the momentum that grows in it.
+"""Error feedback and related sender memories: what a lossy code dropped is kept and sent in a later round.
 
-A memory stands before a codec: `before` turns what shall be sent into what is encoded, `after` is told what the
-receivers will decode from it, and `received` turns the mean of what all sent into what is applied. One memory belongs
-to one hop: a method that codes a mean a second time has a second one there.
+A memory precedes a codec. `before` turns a vector into the one that is encoded, `after` receives what the peers will
+decode from it, and `received` turns the mean over the senders into the vector that is applied. Each encode stage has
+its own memory: a method that codes a mean a second time has a second one there.
 
 | memory | encoded | kept |
 | --- | --- | --- |
@@ -24,18 +24,18 @@ from thinwire.errors import CheckpointError
 
 
 class BoundSenderMemory(Protocol):
-    """A memory with its vectors, for one vector of a fixed size."""
+    """A memory with its state, for vectors of one fixed size."""
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is to be encoded: float32, `(numel,)`, a new tensor; `x` is this round's."""
+        """Return the vector to encode for this round's `x`: float32, `(numel,)`, a new tensor."""
         ...
 
     def after(self, sent: torch.Tensor) -> None:
-        """Take note of what the receivers decode: float32, `(numel,)`."""
+        """Record what the receivers decode: float32, `(numel,)`."""
         ...
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
-        """Turn the mean of what all sent into what is applied: float32, `(numel,)`."""
+        """Return the vector to apply, from the mean of what all members sent: float32, `(numel,)`."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class BoundSenderMemory(Protocol):
         ...
 
     def forget(self) -> None:
-        """Begin anew: every vector is as it was before the first round."""
+        """Reset every vector to its value before the first round."""
         ...
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -52,10 +52,10 @@ class BoundSenderMemory(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take them back.
+        """Restore the vectors of `state_dict`.
 
         Raises:
-            CheckpointError: They are others, or of another size.
+            CheckpointError: Names or sizes differ.
         """
         ...
 
@@ -69,7 +69,7 @@ class SenderMemory(Protocol):
 
 
 class MemoryVectors:
-    """Named float32 vectors that start at zero, on the device of what they are used with: what a memory is made of.
+    """Named float32 vectors that start at zero and follow the device of their inputs: the state of a memory.
 
     Args:
         numel: Elements of each.

@@ -48,7 +48,7 @@ class Fused:
         try:
             return self._compiled(first, *rest)
         except torch.OutOfMemoryError:
-            raise  # a full device says nothing about the compiler
+            raise  # a full device is not a compiler failure
         except Exception as failure:  # each backend has its own kinds of failure; the plain function decides
             result = self._function(first, *rest)
             self._is_broken = True

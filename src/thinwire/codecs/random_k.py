@@ -70,7 +70,7 @@ class RandomK:
 
     @property
     def block(self) -> int:
-        """1: a tensor may be cut anywhere, and each part then draws for itself."""
+        """1: a tensor may be cut anywhere; each part then draws its own indices."""
         return 1
 
     @property
@@ -104,7 +104,7 @@ class RandomK:
         row = flat[self._positions(own, numel=flat.numel()).to(flat.device)].view(1, -1)
         if self.scale:  # in float64, in which every device multiplies alike
             row = (row.to(torch.float64) * (flat.numel() / count)).to(torch.float32)
-        # a tensor that has diverged must say so, also where nobody looks this time
+        # a tensor that has diverged is an error, even where this round would not send the bad element
         is_unusable = magnitude_bits(flat).amax() >= _INFINITY_BITS
         data = encode_values(row.masked_fill(is_unusable, torch.nan), values=self.values).view(-1)
         head = np.frombuffer(bytearray(own.to_bytes(_SEED_BYTES, "little")), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Which elements are the largest: exactly, or by a threshold from a sample.
+"""Selection of the largest magnitudes: exact, or by a threshold estimated from a sample.
 
 Magnitudes are compared as integers, the bits of float32 without the sign. That order is exact on every device, and puts
 infinity and NaN above all numbers, so that a tensor that holds one also sends it. Of equal magnitudes those with the
@@ -29,8 +29,8 @@ def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
 def largest(magnitude: torch.Tensor, *, count: int) -> torch.Tensor:
     """Return where the largest magnitudes are.
 
-    A sample first says which elements come into question; if they turn out too few, all of them do. So the result does
-    not depend on the sample, only the time does.
+    A sample gives a threshold that pre-selects candidates; if these are too few, all elements are candidates. So the
+    result does not depend on the sample, only the time does.
 
     Args:
         magnitude: int32 from `magnitude_bits`, `(numel,)`.

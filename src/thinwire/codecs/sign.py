@@ -8,8 +8,8 @@ The scale is the root mean square, as in 1-bit Adam, or the mean magnitude, whic
 Both are computed in float64 in a fixed order, so that every device sends the same bytes. A block with NaN or infinity
 has scale infinity and receivers refuse it.
 
-One bit cannot say zero: a tensor with zeros in it decodes to numbers of magnitude `scale` there. Sparse gradients, such
-as those of an embedding, need a mask or error feedback that the method looks after.
+One bit has no code for zero: a tensor with zeros in it decodes to numbers of magnitude `scale` there. Sparse gradients,
+such as those of an embedding, need a mask or error feedback in the method.
 
 Reference: arXiv 2102.02888 (1-bit Adam); arXiv 1802.04434 (signSGD) for signs, with 1901.09847 for the mean as scale.
 """
@@ -60,7 +60,7 @@ class Sign:
 
     @property
     def wire_id(self) -> int:
-        """14, for both scales: a receiver cannot tell them apart, and need not."""
+        """14 for both scales, since decoding is the same."""
         return 14
 
     @property

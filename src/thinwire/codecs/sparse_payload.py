@@ -1,7 +1,24 @@
-"""The payload of a codec that sends some elements: which they are, and then their values.
+"""Sparse payloads: the set of indices of the elements that are sent, and then their values.
 
-Wire format: the set of indices as `encode_indices` says, then the values in ascending order of their indices
-as one row of `thinwire.codecs.values`. A tensor without elements is a payload without bytes.
+Wire format: the set of indices as Rice-coded gaps, then the values in ascending order of their indices as one row of
+`thinwire.codecs.values`. A tensor without elements is a payload without bytes. Indices are, little endian and with bits
+from the lowest of a byte:
+
+| bytes | content |
+| --- | --- |
+| 5 | the number of indices |
+| one for each 256 indices, or part of them | the Rice parameters r of these groups |
+| the rest | the low r bits of each gap, then the high parts in unary; each of the two ends at a byte boundary |
+
+A gap is the number of elements between an index and the one before it, `gap = high * 2**r + low`. Its high part is sent
+as `high` zeros and a one. Low and high parts are stored apart, not interleaved, so that both ends need a few operations
+over whole arrays, at the same number of bits. With r = 0 that is a bitmap up to the last index.
+
+Rice's code is Golomb's for divisors that are powers of two: the best prefix code of geometric gaps, that is of
+uniformly random positions, up to the choice of r. Each group takes its own best parameter, since real positions
+cluster: one layer sends more than another.
+
+Reference: S. W. Golomb, "Run-length encodings", 1966; R. F. Rice, JPL publication 79-22, 1979.
 """
 
 from __future__ import annotations
@@ -97,7 +114,7 @@ def decode_indices(data: Bytes, *, numel: int, name: str) -> Indices:
 
 
 def num_indices(data: Bytes, *, numel: int, name: str) -> int:
-    """Return how many indices a payload says it starts with.
+    """Return how many indices a payload claims to hold.
 
     Raises:
         PayloadError: The payload has no whole header, or its number is above `numel`.
@@ -230,7 +247,7 @@ def decode_chosen(payload: torch.Tensor, *, numel: int, count: int, values: str,
     if numel == 0:
         return whole
     data = payload.cpu().contiguous().numpy()
-    # of too short a payload, only the index part is looked at, which then says that it is too short
+    # a payload that is too short is refused by the index part, with its own message
     size = value_bytes(num_indices(data, numel=numel, name=name), values=values)
     indices = decode_indices(data[: max(0, len(data) - size)], numel=numel, name=name)
     if len(indices):

@@ -56,12 +56,12 @@ class TopK:
 
     @property
     def wire_id(self) -> int:
-        """10, for both ways to select: a receiver cannot tell them apart, and need not."""
+        """10 for both selections, since decoding is the same."""
         return 10
 
     @property
     def bits_per_element(self) -> float:
-        """What is expected where positions are random; less where they cluster."""
+        """Expected bits where positions are random; fewer where they cluster."""
         return expected_bits_per_element(self.density, values=self.values)
 
     @property
@@ -113,7 +113,7 @@ def top_k(*, density: float = 0.01, values: ValueFormat = "float16", selection: 
         density: Share of the elements that is sent, in (0, 1]; at least one element is.
         values: `"float16"` (scaled, see `thinwire.codecs.values`), `"bfloat16"` or `"float32"`.
         selection: `"exact"`, or `"sampled"`: between 0.8 of them and all, as Deep Gradient Compression does. It is
-            hardly quicker, since the exact selection looks at a sample first, too.
+            hardly faster, since the exact selection uses a sample first, too.
 
     Raises:
         ValueError: An argument is out of its range.

@@ -1,4 +1,4 @@
-"""Methods by name: one file a paper, each a choice of parts."""
+"""Methods by name: one module or package a paper, each a choice of parts."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def about(name: str) -> About:
 
 
 def story(name: str) -> str:
-    """Return what a method's file says of it: the paper, its equations, what we changed.
+    """Return the docstring of a method's module: the paper, its equations, what we changed.
 
     Raises:
         ValueError: No method has this name; names the nearest ones.

@@ -1,4 +1,4 @@
-"""What a method is in a few words, for lists and pages."""
+"""Summary card of a method, for lists and pages."""
 
 from __future__ import annotations
 

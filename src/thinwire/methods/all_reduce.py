@@ -1,4 +1,4 @@
-"""The baseline: gradients are averaged at every step, as DistributedDataParallel does.
+"""All-reduce baseline: gradients are averaged at every step, as DistributedDataParallel does.
 
 With g_m the gradient of replica m of M, every replica steps its inner optimizer with g = (1/M) sum_m g_m. Replicas that
 start from the same parameters keep the same parameters, bit for bit.

@@ -9,7 +9,7 @@
 
 tau is our sync interval H, alpha the outer learning rate, beta the outer momentum. Lambda is the staleness gap: d(t)
 was measured from x(t-1, 0), but is applied at x(t, 0), and the farther these are apart, the less it counts. All
-replicas start every round from the same x(t, 0); nobody waits, unless an exchange takes longer than a whole round.
+replicas start every round from the same x(t, 0); no replica waits, unless an exchange takes longer than a whole round.
 
 What the paper leaves open, and what we do:
 - At the first boundary (t = 0) nothing has arrived, so m stays 0 and x(1, 0) = x(0, 0): the second round starts from

@@ -12,7 +12,7 @@ because a replica's own work of the last interval is undone until it comes back;
 parameters differ by their own fresh shares, and become one in the final exchange: the mean of all, and from it a plain
 step with the others' share of the round in flight.
 
-What is recalled: the equations are as the paper's abstract and figures tell them and as our notes on it have them; the
+Sources: the equations follow the paper's abstract and figures, and our notes on it; the
 treatment of the first interval (others count as zero) and of the end is ours. With a lossy code a replica takes back
 what it computed, not what its code made of it; the difference is the code's error over M.
 """
@@ -183,7 +183,7 @@ class BoundEagerOuterStep:
             self._arrived[fragment] = average.mean
             return
         fresh, own = average.mean, self._own[fragment]
-        # what it sent an interval ago is in the mean, and was taken in then
+        # what it sent an interval ago is in the mean, and was applied then
         step = (fresh - own.to(fresh.device)).div_(self._spec.num_replicas)
         arrived = self._arrived.pop(fragment, None)
         if arrived is not None:

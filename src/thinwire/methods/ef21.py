@@ -11,7 +11,7 @@
 - Stochastic gradients: the same code with mini-batches. With `momentum`, v_i = m v_i + (1 - m) grad_i is what is
   compressed (EF21-SGDM, arXiv 2305.15155; its eta is 1 - m), which does not need large batches.
 - Partial participation (arXiv 2110.03294, 2402.10774): each replica sends with a probability, by a coin that all
-  replicas toss alike. One that sends nothing keeps its g_i; nobody waits for it, and all step with the mean of all g.
+  replicas toss alike. One that sends nothing keeps its g_i; no other waits for it, and all step with the mean of all g.
 
 What we changed: there is no server. Every replica sends its c_i to all others and keeps the mean of all g itself. Only
 matrices are compressed; vectors (biases, norms) go dense. The mean is handed to any inner optimizer; the paper's is

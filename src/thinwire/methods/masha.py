@@ -13,9 +13,9 @@ same loss at both evaluations of a step: one batch, and the same dropout. The in
 momentum, says gamma, of the order of sqrt(1 - tau) / L in theory, and the weight decay, which is added to each F_m.
 
 What we changed: without `server_codec` there is no server; everyone sends to everyone and computes the same mean, so
-that there is no second coding. With it, replica 0 is the server. F_m(w) is computed anew at each step rather than kept,
-on the same batch as F_m(half), which is the same number where the loss has no batches. The exchange of F(w) comes at
-the start of the step after the coin.
+that there is no second coding. With it, replica 0 is the server. F_m(w) is computed again at each step rather than
+kept, on the same batch as F_m(half), which is the same number where the loss has no batches. The exchange of F(w) comes
+at the start of the step after the coin.
 
 `thinwire train` gives it a closure over the step's batch. What the theory has then no longer holds: F(w) is that of the
 one batch at which w was taken, and its noise stays in every step until the next w, 1 / (1 - tau) steps on average (the

@@ -16,14 +16,14 @@ moments, E phi^2, E phi delta and E delta^2. In the mean square they come togeth
 
     gamma < 2 (1 - alpha^2) / (1 + alpha - 2 alpha (1 - 1/n))
 
-which for pairs is 2 (1 - alpha^2). More is refused, also where few replicas would bear a little more. With the usual
+which for pairs is 2 (1 - alpha^2). More is refused, although few replicas would tolerate a little more. With the usual
 DiLoCo momentum of 0.9 and gamma = 0.7 replicas in pairs drift apart exponentially, and those are the defaults of the
 authors' builder; their experiments take alpha = 0.5. The rule comes from our own analysis (`largest_pull`), not from
 the paper, and it is necessary only: the pseudo-gradients act on the distances too.
 
 What is exchanged: phi is known a whole interval before it is needed, so it is sent right after the outer step and is
 on the wire while the inner steps run; only the pseudo-gradient has to be waited for, and with `overlap_steps` not even
-that. Every message goes from one member of a group to another. Only the last word of a run is about all replicas: the
+that. Every message goes from one member of a group to another. Only the final exchange involves all replicas: the
 final exchange gives them the mean of their local parameters, where the paper ends with as many models as replicas. An
 evaluation before that is one of different models.
 
@@ -155,7 +155,7 @@ def largest_pull(*, momentum: float, group_size: int) -> float:
 
     At the limit these have a fixed point that is not zero. That is exact for infinitely many replicas. Among M of them
     c is `(M - number of groups) / (M - 1)`, since their distances sum to zero. That is never less, also where groups
-    are uneven, so a smaller world bears a little more.
+    are uneven, so fewer replicas tolerate a little more.
 
     Args:
         momentum: alpha, in [0, 1).

@@ -16,15 +16,15 @@ public code differ or are silent:
 - The warm-up is the inner optimizer's own step, with its bias correction; the public code has none. After it, the
   variance keeps the correction that it had, and the momentum's goes on.
 - torch.optim.AdamW decays the parameters, as the public code does; torch.optim.Adam adds decay to the gradient.
-- One bit cannot say zero. An element whose variance is zero after the warm-up has never had a gradient; it gets none
-  after that either, and stays (but for AdamW's decay). The public code leaves finding such elements to the user.
+- One bit has no code for zero. An element whose variance is zero after the warm-up has never had a gradient; it gets
+  none after that either, and stays (but for AdamW's decay). The public code leaves finding such elements to the user.
 - The public code has a scale for each tensor and part. Here one vector holds all tensors, and so that they can share
   a scale, each is multiplied by a power of two that is found at the end of the warm-up, as 1-bit LAMB does.
 - Both errors are kept in checkpoints; the public code drops them.
 - Gradients that are clipped before the step are the replica's own, in the warm-up too.
 - After the warm-up a parameter without gradient counts as one with gradient zero.
 
-Let the warm-up of the learning rate end before this one: the variance of small steps says little about later ones.
+Let the warm-up of the learning rate end before this one: the variance of small steps predicts little of later ones.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def one_bit_lamb(
 class FrozenLamb:
     """LAMB's step in channel 0; in channel 1 one along the mean momentum, with coefficients that follow frozen ones.
 
-    Norms and ratios are those of whole layers: where ranks hold shards (FSDP2), each tells the others of its replica a
+    Norms and ratios are those of whole layers: where ranks hold shards (FSDP2), each sends the others of its replica a
     number or two for each parameter and step.
 
     Args:

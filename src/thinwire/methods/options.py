@@ -1,4 +1,4 @@
-"""Arguments of a recipe from text, as a command line gives them."""
+"""Method options parsed from `name=value` texts of a command line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parse_options(recipe: Callable[..., Method], texts: Sequence[str]) -> dict[s
 
 
 def options_of(recipe: Callable[..., Method]) -> dict[str, str]:
-    """Return a recipe's options that text can give, each with its type and default in words.
+    """Return the options of a recipe that text can set, with type and default of each.
 
     Example:
         >>> from thinwire.methods import local_sgd

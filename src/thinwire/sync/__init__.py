@@ -1,1 +1,1 @@
-"""When and how: fragments, schedules, outer optimizers and the engine that drives them."""
+"""Synchronisation: fragments, schedules, outer optimizers and the engine that drives them."""

@@ -1,4 +1,4 @@
-"""What an inner torch.optim.Adam or AdamW remembers, for methods that send it or step in its place.
+"""Views on the state of an inner Adam or AdamW, for methods that send its momentum or step in its place.
 
 The steps here are torch's own formulas (its implementation for single tensors), so that a step in Adam's place has the
 same bits as Adam's.
@@ -54,7 +54,7 @@ class Slot:
     Attributes:
         parameter: The parameter.
         group: Its options as they are now; None where the inner optimizer does not hold it.
-        state: What the inner optimizer remembers of it; empty before its first gradient.
+        state: The inner optimizer's state of it; empty before its first gradient.
         is_adamw: Whether the optimizer's class decouples weight decay from the gradient.
     """
 
@@ -90,7 +90,7 @@ class Slot:
 
     @property
     def eps(self) -> float:
-        """What is added to the root of the variance."""
+        """The term added to the root of the variance."""
         return float(self.option("eps"))
 
     @property
@@ -127,7 +127,7 @@ class Slot:
         return decayed
 
     def is_dead(self) -> torch.Tensor:
-        """Return which elements have never had a gradient, so that their variance is 0: one bit cannot say 0."""
+        """Return which elements have never had a gradient, so that their variance is 0: one bit has no code for 0."""
         return self.second == 0
 
     def begin(self) -> None:
@@ -154,7 +154,7 @@ class Slot:
         """Step the parameter along the momentum, with decoupled decay.
 
         Args:
-            steps: How many gradients the momentum has taken in.
+            steps: Gradients that the momentum has accumulated.
             updates: How many the variance has.
         """
         lr = self.lr
@@ -205,7 +205,7 @@ class AdamState:
         return [int(slot.state["step"]) if slot.has_moments else 0 for slot in self.slots()]
 
     def _state_of(self, parameter: torch.Tensor, *, is_held: bool) -> dict[str, Any]:
-        # a look at a defaultdict would make an entry for parameters that the optimizer does not hold
+        # reading a defaultdict would make an entry for parameters that the optimizer does not hold
         found: dict[str, Any] = self._inner.state[parameter] if is_held else {}
         return found
 
@@ -289,7 +289,7 @@ class BoundAdamMomentum:
         return self.gradients.reference_hash(replace(round, channel=0))
 
     def received(self, mean: torch.Tensor) -> Iterator[tuple[int, Slot, torch.Tensor]]:
-        """Take a mean of what `read` gave apart.
+        """Split the mean of the vectors that `read` returned.
 
         Args:
             mean: float32, `(numel,)`; is overwritten.
@@ -323,11 +323,11 @@ class BoundAdamMomentum:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the view remembers, for the update's state."""
+        """Return the view's own state, for the update's."""
         return {"equalisers": torch.tensor(self._equalisers, dtype=torch.float64)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back.
+        """Restore what `state_dict` returned.
 
         Raises:
             CheckpointError: It is of another number of parameters.

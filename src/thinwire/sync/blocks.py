@@ -1,4 +1,4 @@
-"""Finds a model's repeated blocks, whatever its author called them."""
+"""Detection of a model's repeated blocks, whatever their names are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def find_blocks(model: nn.Module) -> BlockParameters:
     Blocks are the modules of one class that stand, at least two of them, in `ModuleList`s, `ModuleDict`s or
     `Sequential`s, and hold more parameters than those of any other class. Where nothing repeats, the blocks are the
     model's own children. A tensor that is used in two places (a tied head) belongs to the first place only; frozen
-    parameters belong nowhere, since nobody changes them.
+    parameters belong nowhere, since they never change.
 
     Args:
         model: Any module.

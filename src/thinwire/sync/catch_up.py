@@ -1,4 +1,4 @@
-"""Where the others are, as far as a replica knows that comes late: what it must pass over to be with them again."""
+"""Catching up: the steps that a late replica must skip to rejoin the others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_RATE = 1.25
 
 
 class CatchUp(Protocol):
-    """What an engine asks about where the others are."""
+    """A catch-up policy: what the engine asks about the progress of the others."""
 
     @property
     def known_step(self) -> int:
@@ -30,7 +30,7 @@ class CatchUp(Protocol):
         ...
 
     def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
-        """Take in how far the others were just now; from any thread."""
+        """Record the latest progress of the others; thread-safe."""
         ...
 
     def target(self, *, stop: int | None) -> int:
@@ -39,7 +39,7 @@ class CatchUp(Protocol):
 
 
 class QuorumCatchUp:
-    """The replica that closes the rounds, as one sees it whose parts come too late.
+    """Policy with a quorum server: follows the replica that closes the rounds.
 
     One that is late once, because it slept, is with the others again when it passes over what they did meanwhile. One
     that is slower would be late again at once: while it does a step, the others close rounds. So, once it knows by how
@@ -83,11 +83,11 @@ class QuorumCatchUp:
         return self._progress.closed_step
 
     def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
-        """Take in how far the others were just now; from any thread.
+        """Record the latest progress of the others; thread-safe.
 
         Args:
-            round: The round that it was told with.
-            progress: How far.
+            round: The round whose message carried it.
+            progress: Their progress.
             is_counted: Whether this replica was in time, and has no reason to hurry unless it does already.
 
         Raises:
@@ -126,10 +126,10 @@ class QuorumCatchUp:
 
 
 class ElasticCatchUp:
-    """The step that somebody in an elastic run has come to: who is too far behind passes over what it lacks.
+    """Policy of an elastic run: a replica that is too far behind the furthest one skips the missing steps.
 
     Args:
-        known: Returns the furthest step at which somebody has launched a round.
+        known: Returns the furthest step at which any replica has launched a round.
         reached: Returns the step that this replica is at.
         patience_steps: By so many steps it may be behind and still do all of them: the others wait that long.
         aim: Returns for a step that this replica is at where to be before its next one, so that it is not behind
@@ -160,7 +160,7 @@ class ElasticCatchUp:
         return self._known()
 
     def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
-        """Nothing: the coordinator tells it to all."""
+        """Ignore it: the coordinator reports progress to all."""
 
     def target(self, *, stop: int | None) -> int:
         """See `CatchUp.target`."""

@@ -1,4 +1,4 @@
-"""Methods that ask for gradients at points of their own choice, so that a closure gives them, not one backward pass.
+"""Closure-driven methods, which need gradients at points of their own choice instead of one backward pass.
 
 Such a method has a view whose moment is `around_closure`, and an update with a program: a generator that puts
 parameters in place, calls the oracle, hands out what is to be exchanged, gets the mean back, and finishes the step.

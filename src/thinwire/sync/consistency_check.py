@@ -1,4 +1,4 @@
-"""Before the first step: replicas prove that they run the same thing, and start from the same parameters."""
+"""Consistency checks between replicas: the handshake before the first step, and the hashes sent with the rounds."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _as_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def check_hashes(hashes: Mapping[int, int], *, round: Round) -> None:
-    """Hold the replicas' hashes of their global values against each other.
+    """Compare the replicas' hashes of their global values.
 
     Raises:
         DesyncError: They differ; names the replicas that are not with the majority, or all where there is none.

@@ -1,4 +1,4 @@
-"""How long to wait for a peer: derived from what was measured, never a guess of the user's."""
+"""Adaptive deadlines for peers, derived from measured step and round times."""
 
 from __future__ import annotations
 

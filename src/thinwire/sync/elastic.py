@@ -1,4 +1,4 @@
-"""A method for replicas that come and go: the same schedule, view and step, with a council in place of the peers."""
+"""Elastic variant of a method: same schedule, view and step, with peers chosen by an elastic session."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ANY = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Present:
-    """Whoever takes part just now.
+    """The replicas that take part at present.
 
     Args:
-        seat: Knows who does.
+        seat: Knows them.
     """
 
     seat: ElasticSession = field(compare=False, repr=False)
@@ -48,9 +48,9 @@ def elastic(
 
     Args:
         method: One whose rounds average pseudo-gradients over all replicas.
-        seat: This replica's seat in the council.
+        seat: This replica's session.
         preserve_norm: Whether the mean keeps the length of a single replica's part, tensor by tensor.
-        find: Told, in words, of parts that were refused or shortened.
+        find: Called with a text for each part that was refused or shortened.
         pieces: Reaches the shards of a replica of several ranks, at the one of them that leads.
 
     Raises:

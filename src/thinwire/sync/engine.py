@@ -1,4 +1,4 @@
-"""The engine: asks the schedule what is due, then does it."""
+"""The round engine: launches and applies the rounds that the schedule names."""
 
 from __future__ import annotations
 
@@ -190,12 +190,12 @@ class Engine(EngineState):
             self._take_in_next()
 
     def _due(self, step: int) -> list[Round]:
-        """Return the rounds to apply at a step, but for those that were taken in early."""
+        """Return the rounds to apply at a step, except those that were applied early."""
         due = self.method.schedule.applies(step, **self._where)
         return [round for round in due if round.id not in self._taken_early]
 
     def drive(self, step: int, oracle: Callable[[], Any]) -> Any:
-        """Let the update do step `step` with gradients that it asks for itself, and exchange what it hands out.
+        """Let the update do step `step` with gradients that it requests itself, and exchange what it yields.
 
         Args:
             step: Counted from 1.
@@ -247,7 +247,7 @@ class Engine(EngineState):
         return step_aside(self.transport)
 
     def merge_everything(self, step: int) -> None:
-        """Flush, then set every fragment's global value to the mean of the local ones: the last word of a run.
+        """Flush, then set every fragment's global value to the mean of the local ones: the end of a run.
 
         Args:
             step: The last inner step done; all replicas must call this after the same one.
@@ -272,14 +272,14 @@ class Engine(EngineState):
         began_s = time.perf_counter()
         me = self.transport.replica
         exchange = self._last_exchange if is_last else self._exchanges[round.channel]
-        if is_last:  # whoever a replica exchanged with before: the last word is about all of them
+        if is_last:  # the final exchange covers all replicas, whatever groups the topology formed before
             tensor, peers = self.view.read_last(round.fragment), Peers(me=me, members=self._alive)
         else:
             peers = self.method.topology.peers(round_id=round.id, me=me, alive=self._alive)
             tensor = self.view.read(round) if tensor is None else tensor
         on_arrival = self._mark(round, tensor)
         num_bytes = exchange.sent_bytes(tensor.numel(), num_replicas=len(peers.members))
-        # the last word is the mean of what all hold, however long ago their last round was
+        # the final exchange weights all replicas alike, however long ago their last round was
         num_tokens, num_steps = (1, 1) if is_last else self.work.since(round.fragment)
         self.work.launch(round)
         delivery = RoundContext(
@@ -289,7 +289,7 @@ class Engine(EngineState):
             fragment=round.fragment,
             step=round.launch_step,
             reference_hash=self._reference_hash(round, exchange),
-            # gradients may be infinite: a GradScaler looks for that; what is remembered may not
+            # gradients may be infinite, since a GradScaler checks for that; a residual must not be
             must_be_finite=self.method.view.moment != "before_inner_step" or exchange.has_memory,
             seed=derive_seed(self._seed, "round", round.id, me),
             spread_s=self._spread_s(round),
@@ -348,7 +348,7 @@ class Engine(EngineState):
 
     def _arrival(self, flight: InFlight) -> Average:
         began_s = time.perf_counter()
-        # grace that is left, where a state is wanted before it is over
+        # the grace that is left, where a state is requested before it ends
         left = max(0, flight.round.apply_step - max(self._reached_step, flight.round.launch_step))
         try:
             average = flight.result(patience_s=left * self.deadlines.median_step_s())
@@ -364,7 +364,7 @@ class Engine(EngineState):
         self, known: Callable[[], int], *, patience_steps: float, bears: bool = False,
         aim: Callable[[int], int] = lambda reached: 0,
     ) -> None:  # fmt: skip
-        """Keep up with a step that somebody else tells, as in an elastic run; see `ElasticCatchUp`.
+        """Follow a step that is reported from outside, as in an elastic run; see `ElasticCatchUp`.
 
         Args:
             known: Returns that step.

@@ -1,4 +1,4 @@
-"""What an engine remembers, as a state: taken out, put back, or taken over by another set of replicas."""
+"""State of the engine: saved, restored, or adopted by another set of replicas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.transport.base import Transport
 
 
 def flight_to_state(round: Round, average: Average) -> dict[str, Any]:
-    """Return a round and its result; how far others were then is forgotten, since all go on from one step."""
+    """Return a round and its result; progress of the others is not stored, since all resume from one step."""
     state: dict[str, Any] = {
         "id": round.id,
         "mean": average.mean,
@@ -43,7 +43,7 @@ def flight_to_state(round: Round, average: Average) -> dict[str, Any]:
 
 
 def flight_from_state(state: Mapping[str, Any]) -> Arrived:
-    """Take back what `flight_to_state` returned."""
+    """Restore what `flight_to_state` returned."""
     parts = {int(replica): part.clone() for replica, part in state.get("parts", {}).items()}
     average = Average(
         mean=state["mean"].clone(), reference_hashes={}, parts=parts, members=tuple(state.get("members", ())),
@@ -81,7 +81,7 @@ class EngineState:
     """Told of each round when it is launched and when its result is there; it may be called from another thread."""
 
     def _mark(self, round: Round, tensor: torch.Tensor) -> Callable[[], None]:
-        """Tell that a round is launched; return what tells that its result is there."""
+        """Report a launched round; return the callback that reports its result."""
         num_elements, dtype = tensor.numel(), str(tensor.dtype).removeprefix("torch.")
 
         def report(*, is_done: bool = True) -> None:
@@ -125,7 +125,7 @@ class EngineState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` returned.
+        """Restore what `state_dict` returned.
 
         Raises:
             CheckpointError: It is of another method, replica, number of replicas or model.
@@ -138,13 +138,13 @@ class EngineState:
             exchange.load_state_dict(state["exchanges"][str(channel)])
 
     def adopt(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take over the state of a run with another number of replicas, or of another replica of it.
+        """Adopt the state of a run with another number of replicas, or of another replica of it.
 
         Global values and momenta stay; rounds in flight, which have arrived, are applied when they are due, as those
         that took part made them; what exchanges remember stays where it still holds.
 
         Returns:
-            What begins anew, a line each.
+            What was reset, a line each.
 
         Raises:
             CheckpointError: It is of another method or model, or its replicas hold different global values.

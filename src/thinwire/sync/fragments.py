@@ -1,7 +1,7 @@
-"""Which parameters are exchanged together: pure partitions of names. Nothing here imports torch.
+"""Fragments, the sets of parameters that are exchanged together, as pure partitions of names; without torch.
 
-A model is a row of repeated blocks, and what is not in a block: embedding, final norm, head. The blocks are dealt out
-to fragments; the rest is one fragment more (arXiv 2501.18512, section 2.2 and figure 2).
+A model is a row of repeated blocks, and what is not in a block: embedding, final norm, head. The blocks are
+distributed over fragments; the rest forms one more (arXiv 2501.18512, section 2.2 and figure 2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BlockParameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """How blocks are dealt out to fragments.
+    """Assignment of blocks to fragments.
 
     Args:
         order: `"strided"`: fragment p of n holds the blocks p, p + n, p + 2n, ...; `"sequential"`: neighbours.

@@ -1,4 +1,4 @@
-"""The global parameters: the value all replicas agree on, in float32 in host memory, one vector a fragment."""
+"""Global parameters: the value that all replicas agree on, in float32 in host memory, one vector a fragment."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class GlobalParameters:
             self.values = [vector if vector.is_meta else vector.cpu() for vector in vectors]
 
     def forget_locals(self) -> bool:
-        """Set the local parameters to the global values, and tell whether there are any kept apart from them.
+        """Set the local parameters to the global values, and return whether they were kept apart.
 
-        For a replica that goes on from the state of another: what that one has trained since the last exchange stays
+        For a replica that continues from the state of another: what that one has trained since the last exchange stays
         that one's, or it would be counted twice.
         """
         for fragment in range(len(self.values)):
@@ -86,7 +86,7 @@ class GlobalParameters:
 
     @property
     def num_fragments(self) -> int:
-        """How many fragments there are."""
+        """The number of fragments."""
         return len(self.fragments)
 
     def numel(self, fragment: int) -> int:
@@ -94,7 +94,7 @@ class GlobalParameters:
         return sum(shape.numel() for shape in self.shapes(fragment))
 
     def directions(self, fragment: int) -> tuple[bool, ...]:
-        """Tell of each of a fragment's tensors whether it maps vectors to vectors, and so has a direction of its own.
+        """Return for each tensor of a fragment whether it maps vectors to vectors, and so has a direction of its own.
 
         Tensors of one dimension scale or shift, and the rows of an embedding are vectors for themselves.
         """
@@ -152,7 +152,7 @@ class GlobalParameters:
         return {str(fragment): value for fragment, value in enumerate(self.values)}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Take values back.
+        """Restore the values.
 
         Raises:
             CheckpointError: The number of fragments or a size differs.

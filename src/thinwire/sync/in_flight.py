@@ -1,4 +1,4 @@
-"""Rounds on their way: an exchange driven by a thread of its own, or step by step from the training loop."""
+"""Rounds in flight: exchanges driven by a background thread, or step by step from the training loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.errors import DeadlineExceeded
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Pending, Received
 
-# How often is looked whether enough of what is watched has come; nobody waits longer than this for nothing.
+# Polling interval for watched messages: the longest unnecessary wait.
 _LOOK_S = 0.005
 
 
@@ -27,7 +27,7 @@ class InFlight(Protocol):
 
     @property
     def duration_s(self) -> float:
-        """Seconds from launch to arrival, 0 where nobody measured or nothing has arrived."""
+        """Seconds from launch to arrival, 0 where it was not measured or nothing has arrived."""
         ...
 
     @property
@@ -36,7 +36,7 @@ class InFlight(Protocol):
         ...
 
     def poll(self, step: int = 0) -> bool:
-        """Do what can be done without waiting; tell whether the result is there (or an error).
+        """Progress without waiting; return whether the result (or an error) is there.
 
         Args:
             step: The step that this replica has come to: a grace is measured in them.
@@ -55,7 +55,7 @@ class InFlight(Protocol):
         ...
 
     def is_settled(self) -> bool:
-        """Tell, once the result is there, whether nothing is left to be done for members that come later.
+        """Return, once the result is there, whether nothing remains to be done for late members.
 
         Raises:
             TransportError: Such a member was lost, did not come at all, or sent something wrong.
@@ -169,7 +169,7 @@ class Inline:
         round: The round.
         deadline_s: Seconds until a peer counts as hung.
         num_bytes: Payload bytes that this replica sends, at most.
-        let_others: Lets the other replicas go on; tells whether one did.
+        let_others: Lets the other replicas progress; returns whether one did.
         on_arrival: Called when the result is there.
     """
 
@@ -198,7 +198,7 @@ class Inline:
         return self._average is not None
 
     def result(self, *, patience_s: float = 0.0) -> Average:
-        """See `InFlight.result`; time has no meaning here, so patience lasts as long as anybody else can go on."""
+        """See `InFlight.result`; without time, patience lasts as long as any other replica can progress."""
         while self._average is None:
             while _missing(self._wait.watched) and self._let_others():
                 continue
@@ -263,7 +263,7 @@ def launch(
         deadline_s: Seconds until a peer counts as hung.
         in_background: Whether a thread drives it.
         num_bytes: Payload bytes that this replica sends, at most.
-        let_others: Where no thread does: lets the other replicas go on, and tells whether one did.
+        let_others: Where no thread does: lets the other replicas progress, and returns whether one did.
         on_arrival: Called, maybe in that thread, when the result is there.
     """
     try:

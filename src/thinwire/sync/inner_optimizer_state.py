@@ -1,4 +1,4 @@
-"""What a replica's inner optimizer remembers, as tensors by name: kept by a replica that may die and come back."""
+"""State of the inner optimizer as tensors by name, kept by a replica that may die and come back."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 from thinwire.errors import CheckpointError
 
-# Stands between a parameter's name and what is remembered of it: no name of a module holds it.
+# Stands between a parameter's name and the key of its state: no name of a module holds it.
 _OF = "|"
 
 
 def inner_tensors(inner: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return copies on the CPU of what an inner optimizer remembers of each parameter.
+    """Return CPU copies of an inner optimizer's state of each parameter.
 
     What is no tensor is left out; the optimizers of torch keep nothing else that training needs.
 
@@ -30,7 +30,7 @@ def inner_tensors(inner: torch.optim.Optimizer, model: nn.Module) -> dict[str, t
 
 
 def load_inner_tensors(inner: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take over what `inner_tensors` returned.
+    """Load what `inner_tensors` returned.
 
     Raises:
         CheckpointError: A tensor is of no parameter here, or of another shape; nothing was taken over then.

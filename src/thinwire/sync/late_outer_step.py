@@ -1,4 +1,4 @@
-"""An outer step where not every replica's part is in the mean: what was not counted is kept, and counted later."""
+"""Outer steps for late results: delayed by a round, or without this replica's part, which then counts later."""
 
 from __future__ import annotations
 

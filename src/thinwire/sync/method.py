@@ -1,4 +1,4 @@
-"""A method: when to exchange, with whom, what, in which code, and how the result is applied."""
+"""The `Method` value: when to exchange, with whom, what, in which code, and how the result is applied."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from thinwire.compat import EagerOptimizer
 
 
 class MultiOptimizer(EagerOptimizer):
-    """Optimizers of disjoint parameters that look and step like one.
+    """Optimizers of disjoint parameters behind the interface of one.
 
     Schedulers, clipping, `state_dict` and `DistributedOptimizer` see all groups in the order of the parts, and one
     state. The parts share both, so use them through this one only.
@@ -63,7 +63,7 @@ class MultiOptimizer(EagerOptimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: whose it would be is not said.
+        """Refuse: its owner would be undefined.
 
         Raises:
             ValueError: Always, once this is made.

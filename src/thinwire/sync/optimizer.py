@@ -1,4 +1,4 @@
-"""The one seam between a user's training loop and thinwire: an optimizer that wraps an optimizer."""
+"""`DistributedOptimizer`: wraps the user's optimizer, the only seam between a training loop and thinwire."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ class DistributedOptimizer(EagerOptimizer):
         seed: Base of the streams of stochastic codecs.
         pace: Whether to spread what is sent over most of the inner steps until it is applied, as long as steps take
             now, rather than to send it as fast as the wire takes it: the same bytes at a lower peak rate.
-        seat: This replica's seat in an elastic run, where replicas come and go; `method` is `sync.elastic.elastic`'s.
+        seat: This replica's session in an elastic run, where replicas come and go; `method` is
+            `sync.elastic.elastic`'s.
 
     Attributes:
         next_stop: A step that must not be passed over by a replica that catches up, since all do something after it.
@@ -128,7 +129,7 @@ class DistributedOptimizer(EagerOptimizer):
         2
     """
 
-    # GradScaler then calls step() also for steps it wants skipped, and says so in `found_inf`
+    # GradScaler then calls step() also for steps it wants skipped, and reports that in `found_inf`
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -186,17 +187,17 @@ class DistributedOptimizer(EagerOptimizer):
 
     @property
     def statistics(self) -> SyncStatistics:
-        """What synchronisation has cost so far."""
+        """Costs of synchronisation so far."""
         return self._engine.statistics
 
     @property
     def engine(self) -> Engine:
-        """What drives the rounds."""
+        """The engine that drives the rounds."""
         return self._engine
 
     @property
     def num_fragments(self) -> int:
-        """How many fragments the model was cut into."""
+        """The number of fragments of the model."""
         return self._engine.num_fragments
 
     @property
@@ -266,9 +267,9 @@ class DistributedOptimizer(EagerOptimizer):
         return None if self._engine.update.replaces_inner_step else self._inner_step(None)
 
     def count_tokens(self, num_tokens: int) -> None:
-        """Say how many tokens the next step trains on, or a part of them, for methods that weigh replicas by them.
+        """Count tokens of the next step, all or some of them, for methods that weight replicas by tokens.
 
-        Where nobody says it, each step counts the same; so all replicas must, or none.
+        Without it each step counts the same, so either all replicas must call it, or none.
 
         Raises:
             ValueError: It is less than 1.
@@ -333,7 +334,7 @@ class DistributedOptimizer(EagerOptimizer):
 
         Args:
             final_exchange: Also exchange every fragment once more, and set the global parameters to the mean of the
-                replicas' local ones, so that they hold the work since their last rounds. All replicas must say
+                replicas' local ones, so that they hold the work since their last rounds. All replicas must give
                 the same.
         """
         if self._is_closed:
@@ -360,7 +361,7 @@ class DistributedOptimizer(EagerOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state and thinwire's own: global values, momenta, rounds in flight.
 
-        Waits for rounds in flight to arrive, without applying them, so that the state stands for itself.
+        Waits for rounds in flight to arrive, without applying them, so that the state is complete.
         """
         return {
             "version": STATE_VERSION,
@@ -372,7 +373,7 @@ class DistributedOptimizer(EagerOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; the model's own parameters are loaded with the model.
+        """Restore what `state_dict` returned; the model's own parameters are loaded with the model.
 
         Raises:
             CheckpointError: The state is of another version, method, replica or model.
@@ -382,14 +383,14 @@ class DistributedOptimizer(EagerOptimizer):
         self._load_own(state_dict)
 
     def adopt_state_dict(self, state_dict: dict[str, Any]) -> tuple[str, ...]:
-        """Take over the state of a run with another number of replicas; load that replica's model first.
+        """Adopt the state of a run with another number of replicas; load that replica's model first.
 
         Each replica takes the state of the old one with its number, and one that is new that of any other. Global
         values, momenta and the inner optimizer's state stay, and so do rounds in flight; what a replica has not sent
-        yet stays with it alone; what must be the same at both ends, or was the part of one owner, begins anew.
+        yet stays with it alone; what must be the same at both ends, or was the part of one owner, is reset.
 
         Returns:
-            What begins anew, a line each, to be told to the user.
+            What was reset, a line each, to show to the user.
 
         Raises:
             CheckpointError: The state is of another version, method or model, or its replicas hold different values.

@@ -1,4 +1,4 @@
-"""When replicas exchange: pure schedules over step numbers. Nothing here imports torch.
+"""Schedules: the steps at which rounds are launched and applied, as pure functions; without torch.
 
 Steps are counted from 1, as the papers do: step t is the t-th inner step, and a round launched at t is read right after
 that step. A round is launched by every replica after the same step; it may be applied after different steps.
@@ -56,7 +56,7 @@ def needed_for(fragments: Collection[int], overdue: Iterable[tuple[int, Sequence
 
 
 class Schedule(Protocol):
-    """When rounds are launched and applied: pure functions of the step, the fragments and the replica."""
+    """A schedule: rounds to launch and apply, as pure functions of step, fragments and replica."""
 
     @property
     def sync_interval(self) -> int:
@@ -238,7 +238,7 @@ class Staggered:
         return self.overlap_steps if isinstance(self.overlap_steps, tuple) else (self.overlap_steps,)
 
     def _rounds_launched_at(self, step: int, *, num_fragments: int, tau: int) -> list[Round]:
-        # a look at every fragment at every step would be most of a long simulation
+        # visiting every fragment at every step would dominate a long simulation
         interval, since = divmod(step, self.sync_interval)
         if self.is_staggered:  # those with floor(fragment * H / P) == since
             due = range(*(-(-at * num_fragments // self.sync_interval) for at in (since, since + 1)))
@@ -258,7 +258,7 @@ class Prefetched:
     Outer step k = 1, 2, ... takes both. Channel 1 is what the inner steps have made: launched after step kH and applied
     tau steps later. Channel 0 is what the outer step before has left behind and nothing changes until this one: it is
     launched on the first step after that, `(k - 1) H + tau + 1`, and applied right before channel 1. So it is on the
-    wire for a whole interval, and nobody waits for it.
+    wire for a whole interval, and no replica waits for it.
 
     Args:
         sync_interval: H, at least 1.

@@ -1,4 +1,4 @@
-"""Whole fragments at one rank of a replica whose parameters lie in shards on several: what that rank exchanges.
+"""View of a sharded replica: one rank gathers whole fragments from all ranks and exchanges them.
 
 The rank that leads holds the global values whole, and alone speaks for its replica; the others hold shards of the local
 parameters and nothing else of the exchange. So a part has the same bytes whatever number of ranks made it.

@@ -1,4 +1,4 @@
-"""What synchronisation costs, counted while it runs."""
+"""Counters of what synchronisation costs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SyncStatistics:
-    """What synchronisation has cost this replica so far.
+    """Costs of synchronisation on this replica so far.
 
     Attributes:
         rounds_launched: Rounds sent.
-        rounds_applied: Rounds taken in.
+        rounds_applied: Rounds applied.
         rounds_missed: Rounds among them whose mean does not hold this replica's part, because it came too late.
         steps_passed: Steps that this replica passed over to catch up with faster ones.
         stalled_s: Seconds the training thread waited for the wire.
@@ -29,5 +29,5 @@ class SyncStatistics:
 
     @property
     def exchanging_s(self) -> float:
-        """Seconds of the training thread that were no training: waiting, launching and applying."""
+        """Seconds of the training thread that were not training: waiting, launching and applying."""
         return self.stalled_s + self.launching_s + self.applying_s

@@ -1,4 +1,4 @@
-"""What a replica has trained on, and what of it the rounds of each fragment have counted."""
+"""Tokens and steps that a replica has trained, and those that no round of a fragment has counted yet."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class UncountedWork:
         return self._done[0] - counted[0], self._done[1] - counted[1]
 
     def launch(self, round: Round) -> None:
-        """Note what a round's part holds."""
+        """Record the work in a round's part."""
         self._launched[round.id] = self._done
 
     def settle(self, round: Round, *, is_counted: bool) -> None:
-        """Note whether a round counted its part."""
+        """Record whether a round counted its part."""
         launched = self._launched.pop(round.id, None)
         if is_counted and launched is not None:
             self._counted[round.fragment] = launched
@@ -57,7 +57,7 @@ class UncountedWork:
         return {"done": list(self._done), "counted": [list(one) for one in self._counted], "launched": launched}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back.
+        """Restore what `state_dict` returned.
 
         Raises:
             CheckpointError: It is of another number of fragments.

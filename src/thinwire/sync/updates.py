@@ -1,4 +1,4 @@
-"""How the mean is applied: as the gradient of the inner step, or by an outer step with a blend."""
+"""Updates: a mean is applied as the gradient of the inner step, or by an outer step with a blend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BoundUpdate(Protocol):
 
     @property
     def replaces_inner_step(self) -> bool:
-        """Whether `apply` does the inner step too, so that nobody else must."""
+        """Whether `apply` does the inner step too, so that the inner optimizer must not."""
         ...
 
     def apply(self, round: Round, average: Average) -> None:
@@ -33,7 +33,7 @@ class BoundUpdate(Protocol):
         ...
 
     def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """Take a mean in as it is, without the memory of earlier rounds: the last word of a run.
+        """Apply the mean of the final exchange as it is, without the momentum of earlier rounds.
 
         Args:
             fragment: The fragment.
@@ -42,11 +42,11 @@ class BoundUpdate(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything the update remembers."""
+        """Return the state of the update."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it back.
+        """Restore what `state_dict` returned.
 
         Raises:
             CheckpointError: It does not fit.
@@ -55,7 +55,7 @@ class BoundUpdate(Protocol):
 
 
 class Update(Protocol):
-    """How a mean is applied, as a value; `bind` attaches it to a view."""
+    """A rule that applies means, as a value; `bind` attaches it to a view."""
 
     def bind(self, view: BoundView, *, inner: torch.optim.Optimizer | None = None) -> BoundUpdate:
         """Return the update on a view.

@@ -1,4 +1,4 @@
-"""What is exchanged: gradients before the inner step, or pseudo-gradients after it."""
+"""Views: the vectors that are exchanged, gradients before the inner step or pseudo-gradients after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.sync.schedule import Round
 from thinwire.transport.shards import flatten, local_shard
 
 Moment = Literal["before_inner_step", "after_inner_step", "around_closure"]
-"""When rounds are launched and applied, seen from the inner optimizer's step.
+"""The moment of launching and applying rounds, relative to the inner optimizer's step.
 
 `around_closure`: there is no inner step; the update calls the closure where it wants the gradients.
 """
@@ -43,16 +43,16 @@ class BoundView(Protocol):
         ...
 
     def reference_hash(self, round: Round) -> int:
-        """Return a hash of the global value that `read` refers to, 0 where none is told in this round."""
+        """Return a hash of the global value that `read` refers to, 0 where none is sent in this round."""
         ...
 
 
 class View(Protocol):
-    """What is exchanged, as a value; `bind` attaches it to a model."""
+    """The choice of what is exchanged, as a value; `bind` attaches it to a model."""
 
     @property
     def moment(self) -> Moment:
-        """When rounds are launched and applied, seen from the inner optimizer's step."""
+        """The moment of launching and applying rounds, relative to the inner optimizer's step."""
         ...
 
     def bind(self, model: nn.Module, *, inner: torch.optim.Optimizer | None = None) -> BoundView:
@@ -145,7 +145,7 @@ class Gradient:
     """The gradients of all trainable parameters, as one fragment.
 
     A replica whose batch left a parameter without gradient counts as zero in the mean; a parameter that got none on any
-    replica keeps none. One flag a parameter travels with the gradients to tell.
+    replica keeps none. One flag a parameter travels with the gradients to mark that.
 
     Args:
         hash_interval: Every how many steps the parameters are hashed to prove that replicas agree; 0 for never.

@@ -5,22 +5,22 @@ Replicas stand in a graph. Every H inner steps replica i gets the models of its 
     theta_i = w_ii theta_i + sum_j w_ij P_ij(theta_j)
 
 with a row of a doubly stochastic matrix w, and with P_ij the permutation of j's hidden units that makes their
-activations on some batches correlate best with those of i. Then the statistics of BatchNorm are measured anew on these
-batches. Nobody needs to hear all others, and no value is common to all: every replica goes on with a model of its own,
+activations on some batches correlate best with those of i. Then the statistics of BatchNorm are measured again on these
+batches. No replica needs messages of all others, and no value is common to all: each continues with its own model,
 and `global_parameters()` shows that.
 
 Matching needs batches of inputs and a convnet or MLP that torch.fx can trace. Without batches units are averaged as
 they are, which is decentralised SGD with local steps (D-PSGD, arXiv 1705.09056) and takes any model.
 
-The last word of a run (a final exchange) is the plain mean of all replicas' models, which is the same everywhere. It is
+A final exchange yields the plain mean of all replicas' models, which is the same everywhere. It is
 a good model where units have kept their order, as they do while replicas that start from one model (as they do here)
 stay near each other. Replicas that were given models of their own after the start never agree on an order, since each
 merges in its own, and their plain mean computes nothing: for them leave the final exchange out (in Python) and keep any
 one of the models.
 
 What we changed: weights follow from the degrees of the graph, where the shipped code writes them down; a replica that
-hears all others still merges for itself, where the shipped code merges once and copies; see `match_and_merge` for
-matching. The authors match on one loader that all agents share; here every replica may have batches of its own.
+receives from all others still merges on its own, where the shipped code merges once and copies; see `match_and_merge`
+for matching. The authors match on one loader that all agents share; here every replica may have batches of its own.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def dimat(
 
     Args:
         sync_interval: H, at least 1.
-        graph: Who hears whom: "ring", "torus" (rows and columns), "complete", or in Python any undirected graph.
+        graph: The neighbours: "ring", "torus" (rows and columns), "complete", or in Python any undirected graph.
         batches: Inputs (no labels) for matching and for BatchNorm, a few hundred samples: an iterable that can be gone
             through again and again, or a function that returns one for each merge. They move to the model's device.
             Replicas need not have the same ones. Only in Python.

@@ -1,4 +1,4 @@
-"""Parameters themselves as what is exchanged, and merging them with those of the neighbours, matched or as they are."""
+"""View and update of DIMAT: exchanges whole models and merges them with the neighbours', matched or as they are."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class MatchedMerge:
     Args:
         matching: What the neighbours' units are matched by before the average: see `match_and_merge`.
         batches: Inputs for the forward passes: an iterable that can be gone through again and again, or a function that
-            returns an iterable for each merge. Without them BatchNorm's statistics are averaged, not measured anew.
+            returns an iterable for each merge. Without them BatchNorm's statistics are averaged, not measured again.
 
     Raises:
         ValueError: `matching` is unknown or needs batches, or the batches could be gone through only once.
@@ -171,13 +171,13 @@ class BoundMatchedMerge:
         match_and_merge(self._view.model, neighbours, average.weights, batches, method=self._spec.matching)
 
     def merge(self, fragment: int, mean: torch.Tensor) -> None:
-        """Write a mean into the model, unit by unit as it is, and measure the statistics of BatchNorm anew."""
+        """Write a mean into the model, unit by unit as it is, and measure the statistics of BatchNorm again."""
         unflatten_into(mean, self._view.tensors)
         if self._spec.batches is not None:
             reset_statistics(self._view.model, self.calibration())
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing is remembered."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ def _check_matchable(model: nn.Module, *, sample: torch.Tensor) -> None:
             f"merge without matching ('none')"
         )
     find_permutations(model, sample=sample)
-    assign(torch.zeros(1, 1))  # a missing scipy is told now, not after hours of training
+    assign(torch.zeros(1, 1))  # a missing scipy is reported now, not after hours of training
 
 
 def _cut(vector: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:

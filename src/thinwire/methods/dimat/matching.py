@@ -1,15 +1,15 @@
-"""Averaging models whose units have no common order: match first, then average (DIMAT, arXiv 2404.08079).
+"""Matched averaging of models whose units have no common order: match first, then average (arXiv 2404.08079).
 
 Two networks that were trained apart compute similar things with units in a different order, and their plain average
 computes nothing. `match_and_merge` finds, for every group of units, the permutation of a neighbour's units that
 correlates best with one's own on some batches of data, permutes the neighbour, averages with the weights of a mixing
-matrix, and measures the statistics of BatchNorm anew. One's own model is the reference, so two neighbours that merge
+matrix, and measures the statistics of BatchNorm again. One's own model is the reference, so two neighbours that merge
 with each other do not end with the same parameters, also where their weights are symmetric.
 
 What differs from the shipped code: units are watched wherever a layer reads them and the correlations are summed
 (there: one place for each group, written down by hand for each architecture); statistics are summed in float64; dropout
-stays off while BatchNorm is measured; the baselines measure BatchNorm anew too; weight matching compares with one's own
-model (there: with what was merged so far, scaled by its weights), in the order of the groups (there: a random one).
+stays off while BatchNorm is measured; the baselines measure BatchNorm again too; weight matching compares with one's
+own model (there: with what was merged so far, scaled by its weights), in the order of the groups (there: a random one).
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ def has_statistics(model: nn.Module) -> bool:
 @torch.no_grad()
 def reset_statistics(model: nn.Module, batches: Iterable[torch.Tensor]) -> None:
     """Replace the running statistics of every BatchNorm by their plain mean over some batches.
+
+    The variance of an averaged unit is smaller than the average of the variances, so a merged model with averaged
+    statistics is far off until they are measured on data (arXiv 2211.08403).
 
     Every batch counts the same, whatever its size. Only BatchNorm is in training mode meanwhile; dropout is off. Modes
     and momenta are as before afterwards. A model without running statistics is not run at all.

@@ -1,4 +1,4 @@
-"""Which parameters of a model must be permuted together, read off its graph.
+"""Permutation groups: the parameters of a model that must be permuted together, found in its traced graph.
 
 The hidden units of a layer have no order: a layer's rows, what follows them one by one (BatchNorm, LayerNorm), and the
 columns of the next layer can be permuted together and the model computes the same. A residual add ties the units of
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitLayout:
-    """Which units a tensor holds, and where.
+    """The set of units that a tensor holds, and their dimension.
 
     Attributes:
         space: The number of the set of units.
@@ -122,6 +122,8 @@ class TracedCall:
         return self.node.args[place] if len(self.node.args) > place else self.node.kwargs.get(name, default)
 
 
+# A rule handles one call of the traced graph: the units of its output are those of the input, or new ones. It ties
+# units that must move together, and refuses, by name, operations that would mix units.
 Rule = Callable[[TracedCall], UnitLayout | None]
 
 
@@ -138,7 +140,7 @@ def has_tensor(node: fx.Node) -> bool:
 
 
 def _alike(call: TracedCall) -> UnitLayout | None:
-    """Leave units where they are: every element is by itself."""
+    """Pass the units on: elements do not mix."""
     return call.flow
 
 
@@ -350,7 +352,7 @@ class PermutedAxis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Where the activations of a group's units can be read: the output of a node of the traced graph.
+    """A place where the activations of a group's units can be read: the output of a node of the traced graph.
 
     Attributes:
         node: The node's name.
@@ -516,7 +518,7 @@ class _Walk:
         self._seen.setdefault(node.name, flow)
 
     def groups(self) -> Iterator[PermutationGroup]:
-        """Yield the groups that are not fixed and that somebody reads."""
+        """Yield the groups that are not fixed and that a layer reads."""
         names: dict[str, list[str]] = {}
         for alias, name in self._aliases.items():
             names.setdefault(name, []).append(alias)

@@ -1,4 +1,4 @@
-"""Training with replicas that lie: gradients at every step, joined by a rule that a few bad ones cannot steer.
+"""Robust training: gradients at every step, combined by a rule that a few bad replicas cannot steer.
 
     g_m = gradient of replica m;   g = rule(g_1, ..., g_M);   every replica steps its inner optimizer with g
 
@@ -9,7 +9,7 @@ reconstructs most of the gradients), the coordinate-wise median and trimmed mean
 
 What we changed: the papers have a server that applies the rule; here every replica gathers all gradients and applies it
 itself, to the same bits, so that there is no server to trust. Replicas do not compare hashes of their parameters, which
-a liar could end a run by. It still can by a message that is none: that is an error which names it.
+a bad replica could end a run by. It still can with a malformed message: that is an error which names it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What bad replicas send: the attacks that robust rules are compared by, for tests and rehearsals.
+"""Attacks of bad replicas, by which robust rules are compared, for tests and benchmarks.
 
-`attack` makes the vectors of `num_bad` attackers from the vectors that they know. `attack_script` lets a replica lie in
-a real exchange, through a `FaultyTransport`; it offers the attacks that need nothing but the replica's own payload.
+`attack` makes the vectors of `num_bad` attackers from the vectors that they know. `attack_script` lets a replica attack
+in a real exchange, through a `FaultyTransport`; it offers the attacks that need nothing but the replica's own payload.
 
 | attack | what is sent | `strength` | where it is from |
 | --- | --- | --- | --- |
@@ -42,7 +42,7 @@ _STRENGTHS: dict[Attack, float] = {"random": 10.0, "reverse": 10.0, "drop": 0.1,
 def attack(
     name: Attack, honest: torch.Tensor, *, num_bad: int, strength: float | None = None, seed: int = 0
 ) -> torch.Tensor:
-    """Return what attackers send.
+    """Return the vectors that attackers send.
 
     Args:
         name: One of `ATTACKS`.
@@ -107,17 +107,17 @@ def largest_hidden_shift(num_replicas: int, *, num_bad: int) -> float:
 def attack_script(
     name: Attack, *, replicas: Sequence[int], codec: Codec | None = None, strength: float | None = None, seed: int = 0
 ) -> tuple[Fault, ...]:
-    """Return the faults that let replicas lie in every round, for `FaultyTransport`.
+    """Return the faults by which replicas attack in every round, for `FaultyTransport`.
 
-    A liar tells all its peers the same. It goes on with its own true vector, though, so its model drifts away from the
+    An attacker sends the same to all its peers but applies its own true vector, so its model drifts away from the
     others', which a comparison of reference hashes shows in the next round.
 
     Args:
         name: One of `LONE_ATTACKS`.
-        replicas: Who lies.
+        replicas: The attackers.
         codec: The code of the payloads, of fixed size; float32 by default. Other payloads pass unchanged.
         strength: How strong the attack is, see the table above.
-        seed: Selects the noise and the dropped elements, anew for each round, fragment and liar.
+        seed: Selects the noise and the dropped elements, separately for each round, fragment and attacker.
 
     Raises:
         ValueError: The attack needs more than the own payload, or a value is out of its range.
@@ -154,7 +154,7 @@ class PayloadAttack:
         codec: The code of the payloads.
         strength: How strong the attack is.
         seed: Selects the random stream.
-        replica: Who lies.
+        replica: The attacker.
     """
 
     name: Attack
@@ -164,7 +164,7 @@ class PayloadAttack:
     replica: int
 
     def __call__(self, payload: torch.Tensor, envelope: Envelope) -> torch.Tensor:
-        """Return the payload of the lie; a message of another kind or code passes as it is."""
+        """Return the forged payload; a message of another kind or code passes unchanged."""
         if envelope.kind is not Kind.ROUND or envelope.codec_id != self.codec.wire_id:
             return payload
         seed = derive_seed(self.seed, "attacker", self.replica, envelope.round_id, envelope.fragment, envelope.phase)

@@ -106,7 +106,7 @@ class Bulyan:
 
     Of the chosen values of a coordinate, the `M - 4 num_bad` closest to their median count. So a bad vector that is
     close to the others but far off in a few coordinates is cut there, which Krum alone does not see. The last choices
-    are made among few vectors; each then looks at one neighbour at least.
+    are made among few vectors; each then uses one neighbour at least.
 
     Attributes:
         num_bad: How many replicas may be bad; the rule needs `4 num_bad + 3`.
