@@ -13,7 +13,7 @@ from torch import nn
 from town import Resident, Town
 
 import thinwire
-from thinwire.averaging.quorum_messages import read_offer
+from thinwire.averaging.quorum_messages import read_part_header
 from thinwire.errors import Expelled, NonFiniteError
 from thinwire.membership.coordinator import MOST_BAD_PARTS
 from thinwire.membership.patience import Patience
@@ -310,7 +310,7 @@ def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later
 
     def watch(name: bytes, payload: torch.Tensor) -> None:
         if name == blob_name(round_of(name), slow.replica):
-            offer, _ = read_offer(payload[HEAD_BYTES:], step=1000, what="a part")
+            offer, _ = read_part_header(payload[HEAD_BYTES:], step=1000, what="a part")
             offered[round_of(name)] = offer.num_tokens, slow.num_batches
         publish(name, payload)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_elastic_faults import FINAL, SOON_S, Street, are_alike, pause, street
 
-from thinwire.averaging.quorum_messages import read_offer
+from thinwire.averaging.quorum_messages import read_part_header
 from thinwire.membership.proposal import HEAD_BYTES, blob_name, round_of
 
 __all__ = ["street"]
@@ -70,7 +70,7 @@ def test_who_is_behind_trains_on_while_it_catches_up_and_all_of_it_counts_later(
     def watch(name: bytes, payload: torch.Tensor) -> None:
         round_id = round_of(name)
         if name == blob_name(round_id, first.replica):
-            offer, _ = read_offer(payload[HEAD_BYTES:], step=1000, what="a part")
+            offer, _ = read_part_header(payload[HEAD_BYTES:], step=1000, what="a part")
             offered[round_id] = offer.num_tokens, first.num_batches
         publish(name, payload)
 

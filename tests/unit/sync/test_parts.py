@@ -14,7 +14,7 @@ from tests.reference.loops import steps, values, wrap
 from tests.reference.small_models import build
 from thinwire.errors import CheckpointError, DesyncError
 from thinwire.methods import all_reduce, diloco, local_sgd, recipe, streaming_diloco
-from thinwire.sync.engine import check_agreement
+from thinwire.sync.consistency_check import check_hashes
 from thinwire.sync.outer_optimizer import HeavyBall, Nesterov, PlainSGD
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import InnerStep, OuterStep
@@ -101,7 +101,7 @@ def test_heavy_ball_trains_and_a_method_describes_its_parts():
 )
 def test_the_minority_is_named_and_all_where_there_is_no_majority(hashes, words):
     with pytest.raises(DesyncError, match=words):
-        check_agreement(hashes, round=Round(id=3, fragment=1, launch_step=5, apply_step=6))
+        check_hashes(hashes, round=Round(id=3, fragment=1, launch_step=5, apply_step=6))
 
 
 def test_public_names_load_when_they_are_used_and_others_do_not_exist():

@@ -1,4 +1,4 @@
-"""EF21's state lives at both ends: what happens to it when a message is lost, a run is resumed, or a bit flips."""
+"""EF21: a state that sender and receivers both hold; what happens to it on message loss, resume, or a flipped bit."""
 
 from __future__ import annotations
 
