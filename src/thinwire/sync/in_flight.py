@@ -137,7 +137,7 @@ class Background:
 
     def _see_enough(self, wait: Wait) -> None:
         while not _has_enough(wait, is_patient=self._is_patient(wait)):
-            self._look_again(_missing(wait.watched), until_s=self._until_s)
+            self._wait_a_moment(_missing(wait.watched), until_s=self._until_s)
 
     def _is_patient(self, wait: Wait) -> bool:
         is_in_grace = self._step - self.round.launch_step < wait.grace_steps
@@ -147,11 +147,11 @@ class Background:
         after: Mapping[int, Pending] = {} if self._average is None else self._average.after
         until_s = time.monotonic() + self._deadline_s
         while missing := _missing(after):
-            self._look_again(missing, until_s=until_s)
+            self._wait_a_moment(missing, until_s=until_s)
         for pending in after.values():
             pending.wait(deadline_s=0.0)
 
-    def _look_again(self, missing: list[int], *, until_s: float) -> None:
+    def _wait_a_moment(self, missing: list[int], *, until_s: float) -> None:
         if time.monotonic() > until_s:
             raise _late(missing, round=self.round, deadline_s=self._deadline_s)
         time.sleep(_LOOK_S)
