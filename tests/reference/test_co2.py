@@ -15,7 +15,7 @@ from tests.reference.plain_replicas import Replica, assert_all_same, mean_of, tr
 from tests.reference.small_models import build
 from thinwire.codecs import e3m0, float32
 from thinwire.methods import all_reduce, co2, diloco, noloco, slowmo
-from thinwire.sync.outer_optimizer import StaleHeavyBall
+from thinwire.methods.co2 import StaleHeavyBall
 
 
 def reference_co2(*, kind, replicas, count, interval, alpha, beta, phi, has_gap, codec):

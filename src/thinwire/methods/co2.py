@@ -45,7 +45,7 @@ from thinwire.methods.about import About
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.late_outer_step import DelayedOuterStep, TakenPseudoGradient
 from thinwire.sync.method import Method
-from thinwire.sync.outer_optimizer import OuterOptimizer, PlainSGD, StaleHeavyBall
+from thinwire.sync.outer_optimizer import OuterOptimizer, PlainSGD, check_rates
 from thinwire.sync.schedule import Staggered
 from thinwire.sync.updates import OuterStep, Update
 from thinwire.sync.views import PseudoGradient, View
@@ -111,6 +111,63 @@ def co2(
         update=lambda num_replicas: update,
         last_exchange=lambda num_replicas: cheapest(payload_codec, num_replicas=num_replicas),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleHeavyBall:
+    """Heavy ball for pseudo-gradients that come a round late (CO2, arXiv 2401.16265).
+
+    `m = mu m + d / gap`, each element of m cut to [-clip, clip], `value -= lr m`, with
+
+        gap = 1 + |lr m_before| / |d|
+
+    `lr m_before` is the step that the value has taken since the point that d was measured from, so the gap tells how
+    many rounds' worth of movement lie between the two. It is 1 before the first step, and where d is zero.
+
+    Args:
+        lr: The outer learning rate.
+        momentum: mu.
+        has_gap_penalty: Whether d is divided by the gap; False for 1.
+        clip: Largest magnitude of an element of the momentum; None cuts nothing.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    lr: float
+    momentum: float = 0.5
+    has_gap_penalty: bool = True
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        check_rates(self.lr, momentum=self.momentum)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"the outer clip must be positive, got {self.clip}; None cuts nothing")
+
+    @property
+    def has_momentum(self) -> bool:
+        """Keeps the momentum."""
+        return True
+
+    def step(self, value: torch.Tensor, pseudo_gradient: torch.Tensor, momentum: torch.Tensor | None) -> None:
+        """See `OuterOptimizer.step`."""
+        assert momentum is not None
+        gap = self.gap(pseudo_gradient, momentum) if self.has_gap_penalty else 1.0
+        momentum.mul_(self.momentum).add_(pseudo_gradient.div_(gap))
+        if self.clip is not None:
+            momentum.clamp_(-self.clip, self.clip)
+        value.add_(momentum, alpha=-self.lr)
+
+    def gap(self, pseudo_gradient: torch.Tensor, momentum: torch.Tensor) -> float:
+        """Return the staleness gap, at least 1.
+
+        A sum's last bits depend on the machine, and all replicas must divide by the same number: so it is summed in
+        float64 and rounded to 2**-10, which leaves no room for them short of a tie.
+        """
+        moved = self.lr * float(torch.linalg.vector_norm(momentum, dtype=torch.float64))
+        measured = float(torch.linalg.vector_norm(pseudo_gradient, dtype=torch.float64))
+        return 1.0 + round(1024 * moved / measured) / 1024 if measured > 0 else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
