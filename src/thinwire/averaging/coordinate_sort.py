@@ -32,7 +32,7 @@ def sorting_network(num_rows: int) -> tuple[tuple[int, int], ...]:
     top = 1 << max(0, (num_rows - 1).bit_length() - 1)
     size = top if num_rows > 1 else 0
     while size:
-        step, group, distance = top, 0, size
+        step, group, distance = top, 0, size  # q, r and d of algorithm M; size is its p
         while True:
             pairs += [(low, low + distance) for low in range(num_rows - distance) if low & size == group]
             if step == size:

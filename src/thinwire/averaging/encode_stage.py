@@ -92,6 +92,7 @@ class EncodeStage:
             parts = [codec.decode(payload, numel=numel) for payload, numel in payloads]
         except NonFiniteError:
             return  # the run ends where it is decoded to be used, with this replica's name
+        # the residual is what the receivers did not get, so it is measured against their decoding, not against x
         self._memory.after(torch.cat(parts))
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
@@ -129,6 +130,7 @@ class ShardedEncodeStage(EncodeStage):
         """
         codec = self.codec(step)
         wanted = x if self._memory is None else self._memory.before(x)
+        # a random stream for each shard: stochastic rounding draws by the place in the encoded part
         coded = {
             owner: codec.encode(wanted[start:stop], seed=derive_seed(seed, "shard", owner))
             for owner, (start, stop) in bounds.items()

@@ -35,6 +35,7 @@ class ExchangeState:
         """See `BoundExchange.shared_hash`."""
         found = 0
         for stage in self._stages[fragment].values():
+            # chained over the stages; sent with the reference hash, so that members whose state diverged find out
             if stage.shared is not None:
                 found = zlib.crc32(stage.shared.cpu().numpy().tobytes(), found)
         return found

@@ -60,6 +60,7 @@ class BoundGossip:
         row = mixing_row(self._graph, round_id=delivery.round_id, me=me, alive=range(self._num_replicas))
         assert tuple(row) == members, "the topology and the exchange must follow the same graph"
         average = yield from self._inner.steps(tensor, delivery)
+        # the inner mean weights all alike; the weighted one is summed again, in ascending order of the members
         mean = torch.zeros_like(average.mean)
         for member in members:
             mean.add_(average.parts[member], alpha=row[member])

@@ -123,6 +123,7 @@ class _BoundLowRank:
         *left, last = _cut(first.mean, [part.shape for part in own])
         left = [orthonormal(p) for p in left]
         own = [m.of(whole).T @ p for m, p in zip(thin, left, strict=True)]
+        # phases 0 and 1 belong to the first exchange; the reference hash went with it
         second = replace(delivery, first_phase=2, reference_hash=0, seed=derive_seed(delivery.seed, "second"))
         found = yield from self._inner.steps(_joined(own, like=whole), second)
         *right, _ = _cut(found.mean, [part.shape for part in own])
@@ -132,6 +133,7 @@ class _BoundLowRank:
         for matrix, part in zip(dense, _cut(last, [m.of(whole).shape for m in dense]), strict=False):
             matrix.of(mean).copy_(part)
             matrix.of(whole).copy_(part)  # nothing was left behind
+        # warm start: the next power iteration begins with this Q; the residual is E = M - P Q^T (Algorithm 1)
         self._right[delivery.fragment] = [q.clone() for q in right]
         self._residuals[delivery.fragment] = whole.sub_(mean)
         return Average(mean=mean, reference_hashes=first.reference_hashes)

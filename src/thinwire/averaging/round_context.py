@@ -72,7 +72,7 @@ class RoundContext:
     def receiving(self, codec: Codec, *, numel: int, phase: int = 0) -> Envelope:
         """Return the envelope under which this replica receives `numel` elements."""
         most = codec.payload_bytes(numel)
-        takes_less = not codec.has_fixed_size
+        takes_less = not codec.has_fixed_size  # then payload_bytes is an upper bound, not the exact size
         return self._envelope(codec, numel=numel, phase=phase, payload_bytes=most, takes_less=takes_less)
 
     def describe(self) -> str:

@@ -79,6 +79,7 @@ class Star:
         codec, mean_codec = out.codec(delivery.step), back.codec(delivery.step)
         own = None
         if peers.me in peers.senders:
+            # absent members (partial participation) send nothing, but receive the mean
             own = out.encode(tensor, step=delivery.step, seed=delivery.seed)
         del tensor  # while the round is in flight, only its payload takes memory
         hashes = {peers.me: delivery.reference_hash}

@@ -149,7 +149,7 @@ class _BoundErrorFeedback(MemoryVectors):
         return residual.clone()
 
     def after(self, sent: torch.Tensor) -> None:
-        self.there("residual", sent).sub_(sent)
+        self.there("residual", sent).sub_(sent)  # before() left x + decay * e here
 
     def received(self, mean: torch.Tensor) -> torch.Tensor:
         return mean
@@ -199,16 +199,16 @@ class _BoundMomentumCorrection(MemoryVectors):
         gradient, m = self._clipped(x), self._spec.momentum
         u, v = self.there("momentum", x), self.there("velocity", x)
         if self._spec.nesterov:
-            u.add_(gradient).mul_(m)
-            v.add_(u).add_(gradient)
+            u.add_(gradient).mul_(m)  # u = m (u + g)
+            v.add_(u).add_(gradient)  # v = v + u + g
         else:
-            u.mul_(m).add_(gradient)
-            v.add_(u)
+            u.mul_(m).add_(gradient)  # u = m u + g
+            v.add_(u)  # v = v + u
         return v.clone()
 
     def after(self, sent: torch.Tensor) -> None:
         u, v = self.there("momentum", sent), self.there("velocity", sent)
-        stays = sent == 0
+        stays = sent == 0  # a sparse code decodes what it did not send to 0
         v.mul_(stays)
         if self._spec.masks:
             u.mul_(stays)
@@ -319,6 +319,7 @@ class _BoundShift(MemoryVectors):
         if self._sent is not None:  # a member that sends nothing in a round keeps its state
             self.there("own", self._sent).add_(self._sent)
             self._sent = None
+        # mean_i(g_i) grows by mean_i(c_i), so the receivers track it without ever receiving a whole g_i
         return self.there("mean", mean).add_(mean).clone()
 
 

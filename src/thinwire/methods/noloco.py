@@ -262,6 +262,7 @@ class BoundConsensusStep:
             value = self._view.parameters.values[fragment]
             self._distances[fragment] = value - average.mean.to(value.device)
             return
+        # channel 1 completes the step: beta mean(d) + gamma (phi - mean(phi))
         distance = self._distances.pop(fragment).to(average.mean.device)
         step = average.mean.mul_(self._spec.lr).add_(distance, alpha=self._spec.pull)
         self._outer.apply(round, replace(average, mean=step))
