@@ -1,4 +1,4 @@
-"""Several inner optimizers as one, for models whose parameters need different ones (Muon and AdamW)."""
+"""`MultiOptimizer`: several inner optimizers as one, for models that need different ones (Muon and AdamW)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class MultiOptimizer(EagerOptimizer):
             ValueError: Always, once this is made.
         """
         if hasattr(self, "state") and self.state is getattr(self.parts[0], "state", None):
-            raise ValueError("a joined optimizer takes no more groups; add it to a part before joining")
+            raise ValueError("a MultiOptimizer takes no more groups; add it to a part before it is built")
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
