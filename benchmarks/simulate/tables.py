@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.simulate.layered import LayeredMethod, LayeredModel, StepOrder, compute_utilisation
+from thinwire.simulate.layered_step import LayeredMethod, LayeredModel, StepOrder, compute_utilisation
 from thinwire.simulate.published import (
     SCALING_METHODS,
     SCALING_MODELS,

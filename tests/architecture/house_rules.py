@@ -14,7 +14,7 @@ Rule = Callable[[str, ast.Module], Iterator[str]]
 # it.
 LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 # What thinwire is measured against: torch's own data parallelism, and the group that torchft's users give it.
-REFERENCES = "bench/references/"
+REFERENCES = "lab/wire_benchmark/reference_"
 SHARDS = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.fsdp")
 OBJECT_MODULES = ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 OBJECT_COLLECTIVES = (
@@ -53,7 +53,7 @@ def printing_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[s
 
 def environment_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[str]:
     # the keeper hands the environment of the one who made the lab on to the commands that it starts
-    if name.startswith("cli/") or name in ("transport/connect.py", "lab/keeper.py"):
+    if name.startswith("cli/") or name in ("transport/connect.py", "lab/namespace_daemon.py"):
         return
     reads = ("os.environ", "os.getenv", "os.putenv")
     used = [*imported(tree), *((dotted(node), getattr(node, "lineno", 0)) for node in ast.walk(tree))]

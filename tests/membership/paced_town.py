@@ -17,7 +17,7 @@ from thinwire.membership.council import Council
 from thinwire.membership.own_pace import OwnPace
 from thinwire.membership.protocol import VERSION, decode, encode
 from thinwire.membership.rounds import grace_steps
-from thinwire.simulate.clock import Clock
+from thinwire.simulate.virtual_clock import Clock
 from thinwire.sync.engine import Engine
 from thinwire.sync.pace_maker import FollowedPace
 from thinwire.sync.schedule import Round, Schedule

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.simulate.flows import Link
-from thinwire.simulate.layered import LayeredMethod, LayeredModel, StepOrder, compute_utilisation, layered_tasks
+from thinwire.simulate.fluid_network import Link
+from thinwire.simulate.layered_step import LayeredMethod, LayeredModel, StepOrder, compute_utilisation, layered_tasks
 from thinwire.simulate.published import (
     SCALING_METHODS,
     SCALING_MODELS,
@@ -19,7 +19,7 @@ from thinwire.simulate.published import (
     printed_deviations,
     reaching,
 )
-from thinwire.simulate.tasks import Compute, Transfer, run_tasks
+from thinwire.simulate.task_graph import Compute, Transfer, run_tasks
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "benchmarks" / "simulate" / "published.json").read_text())
 STREAMING = PUBLISHED["utilisation"]["streaming"]["rows"]

@@ -112,9 +112,9 @@ def _bench(options: BenchWireOptions, wanted: Sequence[Any]) -> int:
 
 
 def _cells(options: BenchWireOptions) -> Any:
-    from thinwire.bench.cells import Wire, cells, check_numbers, paced
-    from thinwire.bench.contenders import CONTENDERS, contender
     from thinwire.lab.settings import parse_loss
+    from thinwire.lab.wire_benchmark.contenders import CONTENDERS, contender
+    from thinwire.lab.wire_benchmark.grid import Wire, cells, check_numbers, paced
     from thinwire.units import parse_rate, parse_seconds
 
     names = options.contender or tuple(CONTENDERS)
@@ -145,8 +145,8 @@ def _cells(options: BenchWireOptions) -> Any:
 
 
 def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
-    from thinwire.bench.table import describe
-    from thinwire.bench.wire import run_cell
+    from thinwire.lab.wire_benchmark.result_table import describe
+    from thinwire.lab.wire_benchmark.runner import run_cell
     from thinwire.training.corpora import open_corpus
     from thinwire.training.models import PRESETS
 
@@ -173,8 +173,8 @@ def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
 
 
 def _write_report(options: BenchWireOptions) -> None:
-    from thinwire.bench.table import figure, markdown, rows
-    from thinwire.bench.wire import summary
+    from thinwire.lab.wire_benchmark.result_table import figure, markdown, rows
+    from thinwire.lab.wire_benchmark.runner import summary
 
     found = rows(summary(line) for line in _read(options.out / "wire.jsonl"))
     if not found:

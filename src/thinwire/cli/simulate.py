@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _simulate(options: SimulateOptions) -> int:
-    from thinwire.planning.virtual import traffic_of, virtual_cluster
+    from thinwire.planning.simulator_adapter import traffic_of, virtual_cluster
     from thinwire.simulate import simulate_training
     from thinwire.training.config import BATCH_SIZE, default_seq_len
     from thinwire.training.models.sketch import sketch_model

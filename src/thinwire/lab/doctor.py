@@ -12,7 +12,7 @@ from thinwire.errors import LabError
 from thinwire.lab.lab import Lab
 from thinwire.lab.rendezvous import TOOLS, check_machine
 from thinwire.lab.settings import Link
-from thinwire.lab.traffic import measure_delays, measure_rate
+from thinwire.lab.traffic_probe import measure_delays, measure_rate
 from thinwire.units import format_rate, format_seconds
 
 RATE_TOLERANCE = 0.05

@@ -17,9 +17,9 @@ from types import MappingProxyType, TracebackType
 from typing import IO, Any
 
 from thinwire.errors import LabError
-from thinwire.lab import network
-from thinwire.lab.client import KeeperClient
+from thinwire.lab import network_commands as commands
 from thinwire.lab.counters import Counters, Sample, read_samples
+from thinwire.lab.daemon_client import KeeperClient
 from thinwire.lab.process import HostProcess, HostResult
 from thinwire.lab.rendezvous import FIRST_PORT, NUM_PORTS, check_machine, rendezvous
 from thinwire.lab.settings import Access, LabSettings, Link, Pair, parse_access
@@ -124,7 +124,7 @@ class Lab:
     def address(self, host: int) -> str:
         """Return a host's IPv4 address."""
         self.settings.check_host(host)
-        return network.address_of(host)
+        return commands.address_of(host)
 
     def start(
         self,

@@ -6,7 +6,7 @@ import shutil
 import sys
 
 from thinwire.errors import LabError
-from thinwire.lab import network
+from thinwire.lab import network_commands as commands
 
 FIRST_PORT = 29_500
 NUM_PORTS = 1_000
@@ -18,10 +18,10 @@ def rendezvous(host: int, num_hosts: int, *, port: int = FIRST_PORT) -> dict[str
 
     A plain script is one rank a host; `torchrun` reads the variables that begin with PET_ and starts ranks of its own.
     """
-    first, rank, size = network.address_of(0), str(host), str(num_hosts)
+    first, rank, size = commands.address_of(0), str(host), str(num_hosts)
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
     torchrun = {"PET_NNODES": size, "PET_NODE_RANK": rank, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": str(port)}
-    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), network.INTERFACE)
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), commands.INTERFACE)
     meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "THINWIRE_LAB_HOST": rank}
     return {**ranks, **torchrun, **interfaces, **meeting}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.lab.counters import Counters, parse_devices, sample_line
-from thinwire.lab.network import INTERFACE
+from thinwire.lab.network_commands import INTERFACE
 
 BEAT_S = 0.02
 _MOST_BYTES = 1 << 16

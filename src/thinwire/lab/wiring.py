@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from thinwire.errors import LabError
-from thinwire.lab import network
+from thinwire.lab import network_commands as commands
 from thinwire.lab.namespaces import HostWorld, make_host
 from thinwire.lab.settings import LabSettings
 
@@ -41,18 +41,20 @@ class Wiring:
 
     def __init__(self, settings: LabSettings, *, folder: Path, force_relay: bool) -> None:
         names = folder / "hosts"
-        names.write_text(network.hosts_file(settings.num_hosts))
+        names.write_text(commands.hosts_file(settings.num_hosts))
         self._settings = settings
         self._done: dict[tuple[int, int], list[str]] = {}
         self.has_netem = can_netem()
         is_relayed = not self.has_netem and (settings.is_delayed or force_relay)
-        self.worlds = [make_host(network.name_of(host), hosts_file=names) for host in range(settings.num_hosts)]
-        run("ip", network.switch_lines())
-        taps = [(open_tap(network.tap_of(h)), open_tap(network.port_of(h))) for h in self._hosts] if is_relayed else []
+        self.worlds = [make_host(commands.name_of(host), hosts_file=names) for host in range(settings.num_hosts)]
+        run("ip", commands.switch_lines())
+        taps = (
+            [(open_tap(commands.tap_of(h)), open_tap(commands.port_of(h))) for h in self._hosts] if is_relayed else []
+        )
         for host, world in enumerate(self.worlds):
-            lines = network.cable_lines(host, network_path=world.network_path, is_relayed=is_relayed)
+            lines = commands.cable_lines(host, network_path=world.network_path, is_relayed=is_relayed)
             run("ip", lines, files=[world.network])
-            run("ip", network.host_lines(settings, host), world=world)
+            run("ip", commands.host_lines(settings, host), world=world)
             for place, (tool, make, on_host) in enumerate(self._shapes()):
                 lines = self._done[host, place] = make(settings, host)
                 run(tool, lines, world=world if on_host else None)
@@ -73,7 +75,7 @@ class Wiring:
                     self._done[host, place] = wanted
                     continue
                 if tool == "tc":
-                    interface = network.INTERFACE if on_host else network.port_of(host)
+                    interface = commands.INTERFACE if on_host else commands.port_of(host)
                     # without --force the first error would end it, and there may be nothing to remove
                     lines = [f"qdisc replace dev {interface} root pfifo", f"qdisc del dev {interface} root", *lines]
                 run(tool, lines, world=world if on_host else None)
@@ -92,14 +94,14 @@ class Wiring:
         """Return what depends on settings that may change: tool, lines, and whether it is done on the host."""
 
         def upload(settings: LabSettings, host: int) -> list[str]:
-            return network.upload_lines(settings, host, has_netem=self.has_netem)
+            return commands.upload_lines(settings, host, has_netem=self.has_netem)
 
         return [
-            ("ip", network.attachment_lines, False),
-            ("bridge", network.table_lines, False),
-            ("ip", network.segment_lines, True),
+            ("ip", commands.attachment_lines, False),
+            ("bridge", commands.table_lines, False),
+            ("ip", commands.segment_lines, True),
             ("tc", upload, True),
-            ("tc", network.download_lines, False),
+            ("tc", commands.download_lines, False),
         ]
 
     def _start_relay(self, taps: Sequence[tuple[int, int]]) -> int:

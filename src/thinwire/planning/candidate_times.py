@@ -12,7 +12,7 @@ from thinwire import simulate
 from thinwire.planning.candidates import Candidate, carried_alone_s, quick_step_s, rounds_alone_s, step_times
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.predict import PATIENCE, Prediction, alone, interval_coding_s, predict
-from thinwire.planning.virtual import Traffic, condensed, faster, traffic_of, virtual_cluster
+from thinwire.planning.simulator_adapter import Traffic, condensed, faster, traffic_of, virtual_cluster
 from thinwire.planning.workload import Workload
 from thinwire.sync.method import Method
 from thinwire.sync.views import BoundView

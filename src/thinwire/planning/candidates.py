@@ -10,7 +10,7 @@ from typing import Any
 from thinwire import codecs, methods, simulate
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.predict import inner_step_s
-from thinwire.planning.virtual import Traffic, stages_of
+from thinwire.planning.simulator_adapter import Traffic, stages_of
 from thinwire.planning.workload import Workload
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Schedule

@@ -10,7 +10,7 @@ from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan
 from thinwire.planning.predict import FLOPS_PER_PARAMETER, coding_s, inner_step_s
-from thinwire.planning.virtual import stages_of, traffic_of, virtual_cluster
+from thinwire.planning.simulator_adapter import stages_of, traffic_of, virtual_cluster
 from thinwire.planning.workload import BYTES_PER_PARAMETER, Workload
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from thinwire import simulate
 from thinwire.planning.cluster import Machine
-from thinwire.planning.virtual import KnownStages, Traffic
+from thinwire.planning.simulator_adapter import KnownStages, Traffic
 from thinwire.sync.schedule import Schedule
 
 # Operations of a step a parameter and token: two forward, four backward.
@@ -126,7 +126,7 @@ def predict(
 
     Example:
         >>> from thinwire.methods import diloco
-        >>> from thinwire.planning.virtual import traffic_of
+        >>> from thinwire.planning.simulator_adapter import traffic_of
         >>> import torch
         >>> model = torch.nn.Linear(1000, 1000, bias=False, device="meta")
         >>> method, thin = diloco(sync_interval=10), simulate.star([simulate.Link(bandwidth_bits_per_s=32e6)] * 2)

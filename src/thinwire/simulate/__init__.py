@@ -5,15 +5,15 @@ Nothing here imports torch or the parts that train: schedules, groups and payloa
 
 from __future__ import annotations
 
-from thinwire.simulate.clock import Clock
 from thinwire.simulate.cluster import Cluster, joined_sites, leaf_spine, ring, star
-from thinwire.simulate.flows import Flow, Link, Network
+from thinwire.simulate.exchange_model import Everyone, Exchange, RoundTimes
+from thinwire.simulate.fluid_network import Flow, Link, Network
 from thinwire.simulate.patterns import AllGather, Pattern, RingAllReduce, Stage, Star, TwoPhase
-from thinwire.simulate.rounds import Everyone, Exchange, RoundTimes
 from thinwire.simulate.runs import Replica, Run, Stall
 from thinwire.simulate.sharing import Demand, max_min_rates
-from thinwire.simulate.tasks import Compute, Times, Transfer, run_tasks
-from thinwire.simulate.training import simulate_training
+from thinwire.simulate.task_graph import Compute, Times, Transfer, run_tasks
+from thinwire.simulate.training_loop import simulate_training
+from thinwire.simulate.virtual_clock import Clock
 
 __all__ = [
     "AllGather",

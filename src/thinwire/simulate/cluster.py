@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from thinwire.simulate.flows import Link, Loads
+from thinwire.simulate.fluid_network import Link, Loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from thinwire.simulate.cluster import Cluster
-from thinwire.simulate.flows import Loads
+from thinwire.simulate.fluid_network import Loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

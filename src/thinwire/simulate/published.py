@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from thinwire.simulate.layered import LayeredMethod, LayeredModel, StepOrder, compute_utilisation
+from thinwire.simulate.layered_step import LayeredMethod, LayeredModel, StepOrder, compute_utilisation
 
 UTILISATIONS = (0.5, 0.8, 0.9, 0.95, 0.99)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import NamedTuple, Protocol
 
-from thinwire.simulate.rounds import RoundTimes
+from thinwire.simulate.exchange_model import RoundTimes
 
 
 class Round(Protocol):

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.bench.contenders import ABLATION, CONTENDERS, REFERENCES, contender
-from thinwire.bench.readings import Meter, closing, span
-from thinwire.bench.references import torchft_diloco
-from thinwire.bench.references.torchft_diloco import matched_fragments, matched_numbers
-from thinwire.bench.trainers import check_installed
-from thinwire.bench.worker import WorkerOptions, lr_factor, run_worker
 from thinwire.errors import MissingExtra
 from thinwire.events import Transfer, TransferLog
+from thinwire.lab.wire_benchmark import reference_torchft
+from thinwire.lab.wire_benchmark.contenders import ABLATION, CONTENDERS, REFERENCES, contender
+from thinwire.lab.wire_benchmark.readings import Meter, closing, span
+from thinwire.lab.wire_benchmark.reference_torchft import matched_fragments, matched_numbers
+from thinwire.lab.wire_benchmark.trainers import check_installed
+from thinwire.lab.wire_benchmark.worker import WorkerOptions, lr_factor, run_worker
 from thinwire.methods import streaming_diloco
 from thinwire.sync.blocks import find_blocks
 from thinwire.training.models import build_model
@@ -88,9 +88,9 @@ def test_another_package_that_torchft_misses_is_named_as_it_is(monkeypatch: pyte
     def broken(name: str) -> None:
         raise ModuleNotFoundError("No module named 'opentelemetry'", name="opentelemetry")
 
-    monkeypatch.setattr(torchft_diloco.importlib, "import_module", broken)
+    monkeypatch.setattr(reference_torchft.importlib, "import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="opentelemetry"):
-        torchft_diloco.load_torchft()
+        reference_torchft.load_torchft()
 
 
 def test_torchft_gets_the_fragments_that_ours_have() -> None:
@@ -176,7 +176,7 @@ def test_bytes_that_thinwire_does_not_send_are_not_known() -> None:
 
 
 def test_the_mean_of_an_uneven_last_batch_is_a_mean_over_tokens() -> None:
-    from thinwire.bench.worker import _mean_nll
+    from thinwire.lab.wire_benchmark.worker import _mean_nll
 
     model = build_model("nano", vocab_size=257, max_seq_len=8, seed=1)
     tokens = torch.arange(24).reshape(3, 8)

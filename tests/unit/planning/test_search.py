@@ -17,7 +17,7 @@ from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.loss_penalty import compute_worth, loss_penalty
 from thinwire.planning.predict import Prediction, alone, coding_s, predict
 from thinwire.planning.search import Wishes, make_plan
-from thinwire.planning.virtual import Traffic, traffic_of, virtual_cluster
+from thinwire.planning.simulator_adapter import Traffic, traffic_of, virtual_cluster
 from thinwire.planning.workload import Workload
 
 

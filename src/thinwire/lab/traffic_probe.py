@@ -1,7 +1,7 @@
 """Traffic of a known kind between two hosts of a lab, and what it shows: rate, delays, losses.
 
-`python -m thinwire.lab.traffic sink|flood|hear|tick ...` runs on the hosts; the functions start it there. All hosts
-share one clock, so delays are one way.
+`python -m thinwire.lab.traffic_probe sink|flood|hear|tick ...` runs on the hosts; the functions start it there. All
+hosts share one clock, so delays are one way.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _running(lab: Lab, words: Sequence[str], *, host: int) -> Iterator[None]:
 
 
 def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "thinwire.lab.traffic", *words]
+    return [sys.executable, "-m", "thinwire.lab.traffic_probe", *words]
 
 
 def _wait_for_bytes(lab: Lab, host: int) -> None:

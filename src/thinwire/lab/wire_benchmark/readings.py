@@ -59,7 +59,7 @@ class Meter:
 
 
 def span(began: Reading, ended: Reading, *, step_s: Sequence[float], tokens: int) -> dict[str, Any]:
-    """Return the numbers of the measured steps: see `thinwire.bench.worker` for the fields."""
+    """Return the numbers of the measured steps: see `thinwire.lab.wire_benchmark.worker` for the fields."""
     return {
         "tokens": tokens,
         "step_s": [round(seconds, 6) for seconds in step_s],

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.lab import network
+from thinwire.lab import network_commands
 from thinwire.lab.relay import Delays, Relay
 from thinwire.lab.settings import Access, LabSettings, Link, Pair
 
@@ -24,7 +24,7 @@ def lab(link: Link, *, links: dict[Pair, Link] | None = None, seed: int = 0) -> 
 
 
 def frame(destination: int, *, text: bytes = b"") -> bytes:
-    return bytes.fromhex(network.hardware_address_of(destination).replace(":", "")) + bytes(8) + text
+    return bytes.fromhex(network_commands.hardware_address_of(destination).replace(":", "")) + bytes(8) + text
 
 
 TIMES = st.lists(st.floats(0, 0.1), min_size=1, max_size=60)

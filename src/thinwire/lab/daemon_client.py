@@ -145,7 +145,7 @@ class KeeperClient:
 
 def _start() -> tuple[subprocess.Popen[bytes], Channel]:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "thinwire.lab.keeper", str(theirs.fileno())]
+    command = [sys.executable, "-m", "thinwire.lab.namespace_daemon", str(theirs.fileno())]
     with theirs:
         # a session of its own: the terminal's Ctrl-C is for the lab, which tells the hosts
         keeper = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)

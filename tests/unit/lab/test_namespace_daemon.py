@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from thinwire.lab import keeper as keeper_process
+from thinwire.lab import namespace_daemon
 from thinwire.lab.channel import Channel
-from thinwire.lab.keeper import Keeper
+from thinwire.lab.namespace_daemon import Keeper
 
 REMEDY = "; set TMPDIR to a folder that takes files, or give one (folder=)"
 
@@ -34,10 +34,10 @@ def fault_of_a_keeper_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> str:
     lab = Channel(ours)
     lab.send({"folder": None})
     with monkeypatch.context() as patched:
-        patched.setattr(keeper_process, "enter_new_world", lambda *, as_user: None)
-        patched.setattr(keeper_process.signal, "signal", lambda *_: None)
-        patched.setattr(keeper_process.os, "fork", lambda: pytest.fail("a keeper without a folder went on"))
-        assert keeper_process.main([str(theirs.detach())]) == 1
+        patched.setattr(namespace_daemon, "enter_new_world", lambda *, as_user: None)
+        patched.setattr(namespace_daemon.signal, "signal", lambda *_: None)
+        patched.setattr(namespace_daemon.os, "fork", lambda: pytest.fail("a keeper without a folder went on"))
+        assert namespace_daemon.main([str(theirs.detach())]) == 1
     received = lab.receive()
     lab.close()
     assert received is not None and received[0]["event"] == "failed"

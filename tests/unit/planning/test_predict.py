@@ -14,7 +14,7 @@ from thinwire.methods import recipe
 from thinwire.planning import predict as predict_module
 from thinwire.planning.cluster import Machine
 from thinwire.planning.predict import Prediction, alone, coding_s, inner_step_s, predict
-from thinwire.planning.virtual import Traffic
+from thinwire.planning.simulator_adapter import Traffic
 from thinwire.sync.eager import OwnFirst
 from thinwire.sync.phases import WarmUp
 from thinwire.sync.schedule import EveryStep, Prefetched, RandomRefresh, Staggered

@@ -12,12 +12,12 @@ from random import Random
 from statistics import NormalDist
 
 from thinwire.shared_random import derive_seed
-from thinwire.simulate.clock import Clock
 from thinwire.simulate.cluster import Cluster
-from thinwire.simulate.flows import Flow, Network
-from thinwire.simulate.gatherings import open_book
-from thinwire.simulate.rounds import Exchange
+from thinwire.simulate.exchange_model import Exchange
+from thinwire.simulate.fluid_network import Flow, Network
+from thinwire.simulate.rounds_in_flight import open_book
 from thinwire.simulate.runs import Replica, Run, Schedule, Stall
+from thinwire.simulate.virtual_clock import Clock
 
 _NORMAL = NormalDist()
 

@@ -1,8 +1,8 @@
 """The first process of a lab's own world: makes the hosts, starts commands on them, counts their bytes.
 
-`python -m thinwire.lab.keeper FILE` talks to the lab over a socket. It is started as two processes: the outer one only
-waits, the inner one is the first of a process namespace, so that the kernel ends every command when it ends. The inner
-one ends when the lab closes the socket or dies.
+`python -m thinwire.lab.namespace_daemon FILE` talks to the lab over a socket. It is started as two processes: the outer
+one only waits, the inner one is the first of a process namespace, so that the kernel ends every command when it ends.
+The inner one ends when the lab closes the socket or dies.
 """
 
 from __future__ import annotations

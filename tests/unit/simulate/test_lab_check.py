@@ -13,7 +13,7 @@ import pytest
 from thinwire.lab.settings import parse_access
 from thinwire.methods import RECIPES
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "simulate"
+FOLDER = Path(__file__).parents[3] / "benchmarks" / "simulate"
 
 
 @pytest.fixture

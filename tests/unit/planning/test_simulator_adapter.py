@@ -22,7 +22,7 @@ from thinwire import methods, simulate
 from thinwire.codecs import float32
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.predict import predict
-from thinwire.planning.virtual import KnownStages, Traffic, condensed, faster, traffic_of, virtual_cluster
+from thinwire.planning.simulator_adapter import KnownStages, Traffic, condensed, faster, traffic_of, virtual_cluster
 from thinwire.sync.schedule import EveryStep, Staggered
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.bench.cells import Wire
-from thinwire.bench.contenders import CONTENDERS
+from thinwire.lab.wire_benchmark.contenders import CONTENDERS
+from thinwire.lab.wire_benchmark.grid import Wire
 from thinwire.training.reporting.axes import Axis
 from thinwire.training.reporting.chart import Chart, Series, image_file, line_chart
 from thinwire.units import format_bytes, format_rate, format_seconds
@@ -73,7 +73,7 @@ def rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Group runs by hosts, wire and contender, and hold each against its own unshaped run of the same repeat.
 
     Args:
-        summaries: As `thinwire.bench.wire.summary` returns them.
+        summaries: As `thinwire.lab.wire_benchmark.runner.summary` returns them.
     """
     runs = list(summaries)
     unshaped = {(run["num_hosts"], _label(run), run["repeat"]): run for run in runs if run["wire"] == Wire()}

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from thinwire.simulate.clock import Clock
-from thinwire.simulate.flows import Flow, Link, Network
+from thinwire.simulate.fluid_network import Flow, Link, Network
+from thinwire.simulate.virtual_clock import Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,11 +37,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.bench.contenders import contender
-from thinwire.bench.readings import Meter, Reading, closing, since_gate, span
-from thinwire.bench.trainers import Numbers, Trainer, check_installed, make_trainer
 from thinwire.errors import DeadlineExceeded, DesyncError
 from thinwire.files import write_whole
+from thinwire.lab.wire_benchmark.contenders import contender
+from thinwire.lab.wire_benchmark.readings import Meter, Reading, closing, since_gate, span
+from thinwire.lab.wire_benchmark.trainers import Numbers, Trainer, check_installed, make_trainer
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.models import PRESETS, build_model
 from thinwire.training.models.presets import preset

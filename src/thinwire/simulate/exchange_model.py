@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Protocol
 
-from thinwire.simulate.flows import Flow
+from thinwire.simulate.fluid_network import Flow
 from thinwire.simulate.patterns import AllGather, Pattern, Stage
 
 

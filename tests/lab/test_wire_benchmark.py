@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.bench.cells import Cell, Wire
-from thinwire.bench.wire import run_cell, summary
 from thinwire.cli.main import main
 from thinwire.errors import WorkerFailed
+from thinwire.lab.wire_benchmark.grid import Cell, Wire
+from thinwire.lab.wire_benchmark.runner import run_cell, summary
 
 pytestmark = pytest.mark.multiprocess
 CACHE = Path.home() / ".cache" / "thinwire"

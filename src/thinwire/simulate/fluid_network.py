@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from thinwire.simulate.clock import Clock
 from thinwire.simulate.sharing import Demand, max_min_rates
+from thinwire.simulate.virtual_clock import Clock
 
 Loads = tuple[tuple[int, float], ...]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.bench.contenders import Contender, contender
 from thinwire.lab.settings import Access, LabSettings, Link
+from thinwire.lab.wire_benchmark.contenders import Contender, contender
 
 # What a step of `nano` with the default batch takes on one core, to the nearest power of two: only for budgets.
 _STEP_S = 0.25

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from thinwire.simulate.flows import Flow, Link
-from thinwire.simulate.tasks import Compute, Task, Transfer, run_tasks
+from thinwire.simulate.fluid_network import Flow, Link
+from thinwire.simulate.task_graph import Compute, Task, Transfer, run_tasks
 
 WIRE = "wire"
 REPLICA = "replica"

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from thinwire.simulate.clock import Clock
 from thinwire.simulate.cluster import Cluster
-from thinwire.simulate.flows import Moving, Network
+from thinwire.simulate.exchange_model import Exchange, RoundTimes
+from thinwire.simulate.fluid_network import Moving, Network
 from thinwire.simulate.patterns import Stage
-from thinwire.simulate.rounds import Exchange, RoundTimes
+from thinwire.simulate.virtual_clock import Clock
 
 
 class Gathering:

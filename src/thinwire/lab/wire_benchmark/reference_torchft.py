@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from thinwire.bench.trainers import Numbers, Tell, Trainer, loss_of
 from thinwire.errors import MissingExtra, ThinwireError
+from thinwire.lab.wire_benchmark.trainers import Numbers, Tell, Trainer, loss_of
 from thinwire.methods import default_outer_lr
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.cells import Cell, Wire, deadline_s
 from thinwire.errors import WorkerFailed
 from thinwire.lab import HostProcess, Lab
 from thinwire.lab.counters import Sample, at, between, peak_rate, sent_by
+from thinwire.lab.wire_benchmark.grid import Cell, Wire, deadline_s
 
 _START_S = 180.0
 _BEAT_S = 0.02

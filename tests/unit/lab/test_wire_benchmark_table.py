@@ -5,11 +5,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from thinwire.bench.cells import Cell, Wire, cells, deadline_s, exchanges_every_step
-from thinwire.bench.contenders import contender
-from thinwire.bench.table import HEAD, describe, figure, markdown, rows, spread
-from thinwire.bench.wire import kernel_numbers, summary
 from thinwire.lab.counters import Sample
+from thinwire.lab.wire_benchmark.contenders import contender
+from thinwire.lab.wire_benchmark.grid import Cell, Wire, cells, deadline_s, exchanges_every_step
+from thinwire.lab.wire_benchmark.result_table import HEAD, describe, figure, markdown, rows, spread
+from thinwire.lab.wire_benchmark.runner import kernel_numbers, summary
 
 THIN = Wire(rate_bits_per_s=5e6)
 

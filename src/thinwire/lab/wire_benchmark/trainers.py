@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.bench.contenders import Contender
+from thinwire.lab.wire_benchmark.contenders import Contender
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.transport.recording import RecordingTransport
 
@@ -92,11 +92,11 @@ def make_trainer(
         ValueError: A number does not fit the contender.
     """
     if contender.kind == "ddp":
-        from thinwire.bench.references.ddp import ddp_trainer
+        from thinwire.lab.wire_benchmark.reference_ddp import ddp_trainer
 
         return ddp_trainer(model, inner, powersgd_rank=contender.powersgd_rank)
     if contender.kind == "torchft":
-        from thinwire.bench.references.torchft_diloco import torchft_trainer
+        from thinwire.lab.wire_benchmark.reference_torchft import torchft_trainer
 
         return torchft_trainer(model, inner, numbers=numbers, transport=transport, tell=tell)
     return _own_trainer(contender, model, inner, numbers=numbers, transport=transport)
@@ -109,7 +109,7 @@ def check_installed(contender: Contender) -> None:
         MissingExtra: With the command that installs it.
     """
     if contender.kind == "torchft":
-        from thinwire.bench.references.torchft_diloco import load_torchft
+        from thinwire.lab.wire_benchmark.reference_torchft import load_torchft
 
         load_torchft()
 
