@@ -12,19 +12,19 @@ import pytest
 
 from thinwire.cli.main import main
 from thinwire.errors import WorkerFailed
-from thinwire.lab.wire_benchmark.grid import Cell, Wire
+from thinwire.lab.wire_benchmark.grid import BenchWire, GridCell
 from thinwire.lab.wire_benchmark.runner import run_cell, summary
 
 pytestmark = pytest.mark.multiprocess
 CACHE = Path.home() / ".cache" / "thinwire"
 
 
-def cell(**changed: object) -> Cell:
+def cell(**changed: object) -> GridCell:
     values: dict[str, object] = {
-        "contender": "streaming-e3m0", "num_hosts": 2, "wire": Wire(rate_bits_per_s=20e6), "repeat": 0,
+        "contender": "streaming-e3m0", "num_hosts": 2, "wire": BenchWire(rate_bits_per_s=20e6), "repeat": 0,
         "sync_interval": 3, "overlap_steps": 1, "wide_steps": 1, "warmup_steps": 3, "measured_steps": 3,
     }  # fmt: skip
-    return Cell(**(values | changed))  # type: ignore[arg-type]
+    return GridCell(**(values | changed))  # type: ignore[arg-type]
 
 
 def bench(*words: str) -> subprocess.CompletedProcess[str]:

@@ -18,7 +18,7 @@ START_S = 60.0
 ANSWER_S = 60.0
 
 
-class KeeperClient:
+class DaemonClient:
     """Starts a keeper, asks it, and hears from it.
 
     Args:

@@ -19,7 +19,7 @@ from typing import IO, Any
 from thinwire.errors import LabError
 from thinwire.lab import network_commands as commands
 from thinwire.lab.counters import Counters, Sample, read_samples
-from thinwire.lab.daemon_client import KeeperClient
+from thinwire.lab.daemon_client import DaemonClient
 from thinwire.lab.process import HostProcess, HostResult
 from thinwire.lab.rendezvous import FIRST_PORT, NUM_PORTS, check_machine, rendezvous
 from thinwire.lab.settings import Access, LabSettings, Link, Pair, parse_access
@@ -97,7 +97,7 @@ class Lab:
             "folder": None if folder is None else str(_made(Path(folder))),
             "force_relay": can_delay,
         }
-        self._keeper = KeeperClient(order, on_exit=self._note_exit)
+        self._keeper = DaemonClient(order, on_exit=self._note_exit)
         self.folder = Path(self._keeper.ready["folder"])
 
     def __enter__(self) -> Lab:

@@ -23,16 +23,16 @@ from typing import Any
 
 from thinwire.errors import LabError
 from thinwire.lab.channel import Channel
-from thinwire.lab.namespaces import HostWorld, become_first_process, enter_new_world
-from thinwire.lab.sampler import Sampler
+from thinwire.lab.namespaces import HostNamespaces, become_init_process, enter_namespaces
+from thinwire.lab.sampler import CounterSampler
 from thinwire.lab.settings import LabSettings
-from thinwire.lab.wiring import Wiring
+from thinwire.lab.wiring import LabNetwork
 
 
-class Keeper:
+class NamespaceDaemon:
     """Serves one lab."""
 
-    def __init__(self, channel: Channel, *, wiring: Wiring, sampler: Sampler) -> None:
+    def __init__(self, channel: Channel, *, wiring: LabNetwork, sampler: CounterSampler) -> None:
         self._channel = channel
         self._wiring = wiring
         self._sampler = sampler
@@ -140,7 +140,7 @@ class Keeper:
                 self._channel.send({"event": "exit", "number": self._commands.pop(pid), "code": code})
 
 
-def processes_on(world: HostWorld) -> set[int]:
+def processes_on(world: HostNamespaces) -> set[int]:
     """Return the processes that live in a host's network namespace."""
     wanted, found = world.network_id(), set()
     for entry in Path("/proc").iterdir():
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
-        enter_new_world(as_user=os.geteuid() != 0)
+        enter_namespaces(as_user=os.geteuid() != 0)
         folder = order["folder"] or _temporary_folder()
     except (LabError, OSError) as error:
         channel.send({"event": "failed", "text": str(error)})
@@ -197,9 +197,9 @@ def _reason(error: OSError) -> str:
 def _run(channel: Channel, order: dict[str, Any]) -> int:
     folder = Path(order["folder"])
     try:
-        become_first_process()
-        wiring = Wiring(LabSettings.from_json(order["settings"]), folder=folder, force_relay=order["force_relay"])
-        sampler = Sampler([world.device_counters for world in wiring.worlds], path=folder / "counters.jsonl")
+        become_init_process()
+        wiring = LabNetwork(LabSettings.from_json(order["settings"]), folder=folder, force_relay=order["force_relay"])
+        sampler = CounterSampler([world.device_counters for world in wiring.worlds], path=folder / "counters.jsonl")
     except (LabError, OSError) as error:
         channel.send({"event": "failed", "text": str(error)})
         return 1
@@ -208,7 +208,7 @@ def _run(channel: Channel, order: dict[str, Any]) -> int:
     with contextlib.suppress(OSError):  # the lab is gone
         ready = {"is_relayed": wiring.relay_id is not None, "has_netem": wiring.has_netem, "folder": order["folder"]}
         channel.send({"event": "ready", **ready})
-        Keeper(channel, wiring=wiring, sampler=sampler).serve()
+        NamespaceDaemon(channel, wiring=wiring, sampler=sampler).serve()
     sampler.take()
     return 0
 

@@ -28,7 +28,7 @@ _JITTERS_A_HOLD = 4
 _OUR_ADDRESSES = bytes.fromhex("02747700")
 
 
-class Delays:
+class LinkEmulator:
     """Which frames are lost, and when the others are due. Pure but for its random numbers, which are seeded."""
 
     def __init__(self, settings: LabSettings) -> None:
@@ -80,7 +80,7 @@ class Relay:
         control: A file that settings arrive on, a line each; its end ends the relay.
     """
 
-    def __init__(self, delays: Delays, ports: Sequence[tuple[int, int]], *, control: int) -> None:
+    def __init__(self, delays: LinkEmulator, ports: Sequence[tuple[int, int]], *, control: int) -> None:
         self._delays = delays
         self._control = control
         self._hosts = {host_file: (host, switch_file) for host, (host_file, switch_file) in enumerate(ports)}
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> None:
         host_file, _, switch_file = port.partition(":")
         ports.append((int(host_file), int(switch_file)))
     hurry()
-    Relay(Delays(settings), ports, control=int(arguments[0])).run()
+    Relay(LinkEmulator(settings), ports, control=int(arguments[0])).run()
 
 
 if __name__ == "__main__":

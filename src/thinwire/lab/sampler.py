@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 16
 _NOTHING = Counters(sent_bytes=0, received_bytes=0, sent_packets=0, received_packets=0)
 
 
-class Sampler:
+class CounterSampler:
     """Samples all hosts' interfaces.
 
     Args:

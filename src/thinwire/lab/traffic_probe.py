@@ -31,7 +31,7 @@ _CHUNK = bytes(65_536)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delays:
+class DelayMeasurement:
     """What became of packets sent one at a time.
 
     Attributes:
@@ -70,7 +70,9 @@ def measure_rate(lab: Lab, source: int, destination: int, *, seconds: float = 2.
     return (after - before) * 8 / (ended_s - began_s)
 
 
-def measure_delays(lab: Lab, source: int, destination: int, *, packets: int = 200, interval_s: float = 0.005) -> Delays:
+def measure_delays(
+    lab: Lab, source: int, destination: int, *, packets: int = 200, interval_s: float = 0.005
+) -> DelayMeasurement:
     """Send small packets, one after the other, and return what became of them."""
     with tempfile.NamedTemporaryFile() as heard:
         command = _command("hear", str(_PORT), str(packets), str(packets * interval_s + _SLACK_S / 4), heard.name)
@@ -87,7 +89,7 @@ def measure_delays(lab: Lab, source: int, destination: int, *, packets: int = 20
         num_late += number < highest
         highest = max(highest, number)
     delays_s = tuple(delay_s for _, delay_s in arrived)
-    return Delays(delays_s=delays_s, loss=1 - len(arrived) / packets, num_late=num_late)
+    return DelayMeasurement(delays_s=delays_s, loss=1 - len(arrived) / packets, num_late=num_late)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from thinwire.errors import LabError
 from thinwire.lab import network_commands as commands
-from thinwire.lab.namespaces import HostWorld, make_host
+from thinwire.lab.namespaces import HostNamespaces, make_host
 from thinwire.lab.settings import LabSettings
 
 _TUN = "/dev/net/tun"
@@ -22,7 +22,7 @@ _TOOL_S = 30.0
 Lines = Callable[[LabSettings, int], list[str]]
 
 
-class Wiring:
+class LabNetwork:
     """The hosts and all cables between them.
 
     Args:
@@ -160,7 +160,7 @@ def _why_no_tap(error: OSError) -> str:
     )
 
 
-def run(tool: str, lines: Sequence[str], *, world: HostWorld | None = None, files: Sequence[int] = ()) -> None:
+def run(tool: str, lines: Sequence[str], *, world: HostNamespaces | None = None, files: Sequence[int] = ()) -> None:
     """Run a batch of `ip`, `bridge` or `tc` here or on a host.
 
     Raises:

@@ -11,8 +11,8 @@ import torch
 from thinwire import simulate
 from thinwire.planning.candidates import Candidate, carried_alone_s, quick_step_s, rounds_alone_s, step_times
 from thinwire.planning.cluster import Cluster
-from thinwire.planning.predict import PATIENCE, Prediction, alone, interval_coding_s, predict
-from thinwire.planning.simulator_adapter import Traffic, condensed, faster, traffic_of, virtual_cluster
+from thinwire.planning.predict import MAX_EXTENSION, Prediction, alone, interval_coding_s, predict
+from thinwire.planning.simulator_adapter import Traffic, condensed, faster, simulated_cluster, traffic_of
 from thinwire.planning.workload import Workload
 from thinwire.sync.method import Method
 from thinwire.sync.views import BoundView
@@ -37,8 +37,8 @@ class CandidateTimes:
         self._rounds: dict[tuple[object, ...], list[float]] = {}
         self._predictions: dict[tuple[Candidate, float, int], Prediction] = {}
         self._views: dict[str, BoundView] = {}
-        self._links: dict[tuple[str, ...], simulate.Cluster] = {}
-        self._exchanges: dict[tuple[tuple[str, ...], simulate.Exchange], simulate.Exchange] = {}
+        self._links: dict[tuple[str, ...], simulate.SimCluster] = {}
+        self._exchanges: dict[tuple[tuple[str, ...], simulate.ExchangeModel], simulate.ExchangeModel] = {}
 
     def guess_s(self, candidate: Candidate) -> float:
         """Return about how long the whole run takes, with all waits.
@@ -52,7 +52,7 @@ class CandidateTimes:
             step_s = quick_step_s(method.schedule, self._alone_s(candidate), step_s=step_s)
         return self.workload.num_steps(candidate.num_replicas) * step_s
 
-    def simulated(self, candidate: Candidate, *, rate_factor: float = 1.0, patience: int = PATIENCE) -> Prediction:
+    def simulated(self, candidate: Candidate, *, rate_factor: float = 1.0, patience: int = MAX_EXTENSION) -> Prediction:
         """Return what the simulator says of a candidate.
 
         Args:
@@ -89,7 +89,7 @@ class CandidateTimes:
         return carried_s / self.method(candidate).schedule.sync_interval / fmean(self._computing(candidate))
 
     def _predict(self, candidate: Candidate, *, rate_factor: float, patience: int) -> Prediction:
-        replicas = [simulate.Replica(step_s=time_s) for time_s in self._computing(candidate)]
+        replicas = [simulate.SimReplica(step_s=time_s) for time_s in self._computing(candidate)]
         num_steps = self.workload.num_steps(candidate.num_replicas)
         if candidate.num_replicas == 1:
             return alone(num_steps, step_s=replicas[0].step_s)
@@ -148,9 +148,9 @@ class CandidateTimes:
             self._condensed[key] = dataclasses.replace(traffic, exchange=self._exchanges[where])
         return self._condensed[key]
 
-    def _links_of(self, names: tuple[str, ...]) -> simulate.Cluster:
+    def _links_of(self, names: tuple[str, ...]) -> simulate.SimCluster:
         if names not in self._links:
-            self._links[names] = virtual_cluster(self.cluster, names=names)
+            self._links[names] = simulated_cluster(self.cluster, names=names)
         return self._links[names]
 
 

@@ -212,7 +212,7 @@ def quick_step_s(schedule: Schedule, rounds_s: Sequence[float], *, step_s: float
     return max(interval * step_s + waits, sum(rounds_s)) / interval
 
 
-def rounds_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: int) -> list[float]:
+def rounds_alone_s(traffic: Traffic, *, links: simulate.SimCluster, num_replicas: int) -> list[float]:
     """Return the seconds of each fragment's round, were it alone on the links.
 
     Args:
@@ -225,7 +225,7 @@ def rounds_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: i
     return [sum(_stage_s(traffic.exchange.flow(s, payload_bits=bits), links) for s in stages) for bits in sizes]
 
 
-def carried_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: int) -> float:
+def carried_alone_s(traffic: Traffic, *, links: simulate.SimCluster, num_replicas: int) -> float:
     """Return the seconds that the busiest link is busy with an interval's rounds: no interval can be shorter for long.
 
     Args:
@@ -239,7 +239,7 @@ def carried_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: 
     return sum(_stage_s(flow, links) - flow.latency_s for flow in flows)
 
 
-def _stage_s(flow: simulate.Flow, links: simulate.Cluster) -> float:
+def _stage_s(flow: simulate.FluidFlow, links: simulate.SimCluster) -> float:
     """Return what a flow takes that is alone: until its busiest link has carried it, and its latency."""
     rates = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in flow.loads]
     return flow.size_bits * max((bits / rate for rate, bits in rates), default=0.0) + flow.latency_s

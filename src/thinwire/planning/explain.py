@@ -10,7 +10,7 @@ from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan
 from thinwire.planning.predict import FLOPS_PER_PARAMETER, coding_s, inner_step_s
-from thinwire.planning.simulator_adapter import stages_of, traffic_of, virtual_cluster
+from thinwire.planning.simulator_adapter import simulated_cluster, stages_of, traffic_of
 from thinwire.planning.workload import BYTES_PER_PARAMETER, Workload
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -61,7 +61,7 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     chosen, method = best.candidate, best.candidate.make()
     traffic = traffic_of(method, workload.model, num_replicas=chosen.num_replicas)
     sizes = [channels[traffic.last_channel] for channels in traffic.payload_bytes]
-    links = virtual_cluster(cluster, names=chosen.replicas)
+    links = simulated_cluster(cluster, names=chosen.replicas)
     stages = stages_of(traffic.exchange, links, num_replicas=chosen.num_replicas)
     bounds = [_bound_of(stage, links) for stage in stages]
 
@@ -92,7 +92,7 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _bound_of(stage: simulate.Stage, links: simulate.Cluster) -> _Bound:
+def _bound_of(stage: simulate.LinkStage, links: simulate.SimCluster) -> _Bound:
     limited = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in stage.loads]
     rate, bits = max(limited, key=lambda load: load[1] / load[0], default=(inf, 0.0))
     return _Bound(rate=rate, bits=bits)

@@ -13,7 +13,7 @@ import torch
 
 from thinwire.errors import PayloadError
 from thinwire.planning.cluster import Cluster, Machine, Wire
-from thinwire.planning.wire_fit import Transfer, WireFit, fit_wire
+from thinwire.planning.wire_fit import TimedTransfer, WireFit, fit_wire
 from thinwire.transport.base import Envelope, Kind, Transport
 from thinwire.transport.notes import tell_all
 
@@ -26,7 +26,7 @@ _PATIENCE = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class ProbeBudget:
     """How long and how much a probe of wires may send.
 
     Args:
@@ -57,7 +57,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wires:
+class WireMeasurements:
     """What was measured, the same on all replicas.
 
     Attributes:
@@ -80,7 +80,7 @@ class Wires:
         Example:
             >>> fit = WireFit(bandwidth_bits_per_s=9e6, low_bits_per_s=9e6, high_bits_per_s=9e6, overhead_s=0.0)
             >>> pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
-            >>> half = Wires(
+            >>> half = WireMeasurements(
             ...     fits=dict.fromkeys(pairs, fit), latencies_s=dict.fromkeys(pairs, 0.0),
             ...     together_bits_per_s=dict.fromkeys(pairs, 4.5e6), up_bits_per_s=[9e6] * 3, down_bits_per_s=[9e6] * 3,
             ... )
@@ -122,8 +122,8 @@ class Wires:
 
 
 def probe_wires(
-    transport: Transport, *, budget: Budget | None = None, deadline_s: float = 60.0, number: int = 0
-) -> Wires:
+    transport: Transport, *, budget: ProbeBudget | None = None, deadline_s: float = 60.0, number: int = 0
+) -> WireMeasurements:
     """Measure every pair's bandwidth and latency in both directions, one pair after the other, then all at once.
 
     All replicas must call this together. What counts is what a replica's payloads see: the transport's own headers and
@@ -144,12 +144,12 @@ def probe_wires(
     """
     if transport.num_replicas < 2:
         raise ValueError("a probe needs at least 2 replicas, got 1; start it on the hosts by torchrun, or in a lab")
-    limits = Budget() if budget is None else budget
+    limits = ProbeBudget() if budget is None else budget
     notes = itertools.count(number)
     pairs = list(itertools.permutations(range(transport.num_replicas), 2))
     found = {}
     for place, pair in enumerate(pairs):
-        line = _Line(transport, number=number + (place + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
+        line = _PeerChannel(transport, number=number + (place + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
         said: dict[str, Any] = {}
         if transport.replica == pair[0]:
             said = _lead(line, pair[1], limits)
@@ -159,7 +159,7 @@ def probe_wires(
         notes_of_all = tell_all(said, transport=transport, number=next(notes), deadline_s=_PATIENCE * deadline_s)
         found[pair] = _checked(notes_of_all[pair[0]], pair)
     fits = {pair: _fit(*found[pair]) for pair in pairs}
-    line = _Line(transport, number=number + (len(pairs) + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
+    line = _PeerChannel(transport, number=number + (len(pairs) + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
     sizes = _sizes_together(fits, limits, num_replicas=transport.num_replicas)
     tell_all({}, transport=transport, number=next(notes), deadline_s=deadline_s)
     arrived = _together(line, sizes)
@@ -168,7 +168,7 @@ def probe_wires(
     return _wires(fits, {pair: found[pair][0] for pair in pairs}, sizes, seconds, transport.num_replicas)
 
 
-class _Line:
+class _PeerChannel:
     """Messages with one peer in an order that both know, so that both number them alike."""
 
     def __init__(self, transport: Transport, *, number: int, deadline_s: float) -> None:
@@ -187,7 +187,7 @@ class _Line:
         return received.payload
 
 
-def _lead(line: _Line, peer: int, budget: Budget) -> dict[str, Any]:
+def _lead(line: _PeerChannel, peer: int, budget: ProbeBudget) -> dict[str, Any]:
     """Time words and transfers to a peer; return the latency, sizes and seconds."""
     pings = [_timed(line, peer, 1) for _ in range(_PINGS)]
     longest_s = budget.transfer_s(line.transport.num_replicas)
@@ -204,7 +204,7 @@ def _lead(line: _Line, peer: int, budget: Budget) -> dict[str, Any]:
     return {"latency_s": statistics.median(pings) / 2, "transfers": transfers}
 
 
-def _timed(line: _Line, peer: int, num_bytes: int) -> float:
+def _timed(line: _PeerChannel, peer: int, num_bytes: int) -> float:
     line.say(_size_word(num_bytes), to=peer)
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
     line.hear(1, source=peer)  # it is waiting now
@@ -214,7 +214,7 @@ def _timed(line: _Line, peer: int, num_bytes: int) -> float:
     return time.perf_counter() - began_s
 
 
-def _follow(line: _Line, peer: int, budget: Budget) -> None:
+def _follow(line: _PeerChannel, peer: int, budget: ProbeBudget) -> None:
     """Answer what a peer's probe sends, until it says that it has done."""
     answer = torch.zeros(1, dtype=torch.uint8)
     while True:
@@ -236,7 +236,7 @@ def _size_word(num_bytes: int) -> torch.Tensor:
 
 
 def _sizes_together(
-    fits: Mapping[tuple[int, int], WireFit], budget: Budget, *, num_replicas: int
+    fits: Mapping[tuple[int, int], WireFit], budget: ProbeBudget, *, num_replicas: int
 ) -> dict[tuple[int, int], int]:
     """Return what each pair sends while all do: alike long on each wire, were it alone with its share."""
     seconds = 4 * budget.transfer_s(num_replicas)
@@ -247,7 +247,7 @@ def _sizes_together(
     }
 
 
-def _together(line: _Line, sizes: Mapping[tuple[int, int], int]) -> dict[str, float]:
+def _together(line: _PeerChannel, sizes: Mapping[tuple[int, int], int]) -> dict[str, float]:
     """Send to and receive from all at once; return the seconds until each source's message was here."""
     transport, me = line.transport, line.transport.replica
     others = [replica for replica in range(transport.num_replicas) if replica != me]
@@ -280,7 +280,7 @@ def _envelope(number: int, num_bytes: int) -> Envelope:
     return Envelope(kind=Kind.SETUP, round_id=number, payload_bytes=num_bytes)
 
 
-def _checked(said: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, list[Transfer]]:
+def _checked(said: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, list[TimedTransfer]]:
     """Return what a replica says of its wire: the latency, and transfers."""
     source, destination = pair
     if not isinstance(said.get("transfers"), list):
@@ -288,7 +288,7 @@ def _checked(said: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, lis
             f"replica {source} did not tell of its wire to {destination}; run the same thinwire on all hosts"
         )
     transfers = [
-        Transfer(num_bytes=int(_positive(size, replica=source)), seconds=_positive(taken, replica=source))
+        TimedTransfer(num_bytes=int(_positive(size, replica=source)), seconds=_positive(taken, replica=source))
         for size, taken in _couples(said["transfers"], replica=source)
     ]
     return _positive(said.get("latency_s"), replica=source), transfers
@@ -312,7 +312,7 @@ def _positive(value: object, *, replica: int) -> float:
     return float(value)
 
 
-def _fit(latency_s: float, transfers: Sequence[Transfer]) -> WireFit:
+def _fit(latency_s: float, transfers: Sequence[TimedTransfer]) -> WireFit:
     try:
         return fit_wire(transfers)
     except ValueError:  # quicker than the clock's noise: what the largest took bounds it from below
@@ -326,13 +326,13 @@ def _fit(latency_s: float, transfers: Sequence[Transfer]) -> WireFit:
 def _wires(
     fits: Mapping[tuple[int, int], WireFit], latencies_s: Mapping[tuple[int, int], float],
     sizes: Mapping[tuple[int, int], int], seconds: Mapping[tuple[int, int], float], num_replicas: int,
-) -> Wires:  # fmt: skip
+) -> WireMeasurements:  # fmt: skip
     access = []
     for way in (0, 1):
         for replica in range(num_replicas):
             mine = [pair for pair in sizes if pair[way] == replica]
             access.append(8 * sum(sizes[pair] for pair in mine) / max(seconds[pair] for pair in mine))
-    return Wires(
+    return WireMeasurements(
         fits=fits, latencies_s=latencies_s,
         together_bits_per_s={pair: 8 * size / seconds[pair] for pair, size in sizes.items()},
         up_bits_per_s=access[:num_replicas], down_bits_per_s=access[num_replicas:],

@@ -26,7 +26,7 @@ from thinwire.planning.candidates import (
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth, loss_penalty
 from thinwire.planning.plan import Needs, Outlook, Plan, Rejection
-from thinwire.planning.predict import PATIENCE
+from thinwire.planning.predict import MAX_EXTENSION
 from thinwire.planning.workload import Workload
 from thinwire.units import format_bytes
 
@@ -43,7 +43,7 @@ _SAME = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class PlanConstraints:
     """What a plan must keep to.
 
     Attributes:
@@ -85,7 +85,7 @@ class Wishes:
             )
 
 
-def make_plan(workload: Workload, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
+def make_plan(workload: Workload, cluster: Cluster, wishes: PlanConstraints | None = None) -> Plan:
     """Find what to run.
 
     Args:
@@ -99,7 +99,7 @@ def make_plan(workload: Workload, cluster: Cluster, wishes: Wishes | None = None
     Raises:
         ValueError: Nothing is left that could run; names the reasons.
     """
-    return _Search(workload, cluster, wishes or Wishes()).plan()
+    return _Search(workload, cluster, wishes or PlanConstraints()).plan()
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class _Guess:
 
 
 class _Search:
-    def __init__(self, workload: Workload, cluster: Cluster, wishes: Wishes) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, wishes: PlanConstraints) -> None:
         self.workload, self.cluster, self.wishes = workload, cluster, wishes
         self._reasons: dict[str, tuple[str, int]] = {}
         self._machines = {machine.name: machine for machine in cluster.machines}
@@ -210,7 +210,7 @@ class _Search:
         if candidate.num_replicas == 1:
             return None
 
-        def utilisation(factor: float, *, patience: int = PATIENCE) -> float:
+        def utilisation(factor: float, *, patience: int = MAX_EXTENSION) -> float:
             return self._times.simulated(candidate, rate_factor=factor, patience=patience).compute_utilisation
 
         # machines that differ in speed wait for each other on any wire

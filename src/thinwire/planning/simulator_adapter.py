@@ -50,7 +50,7 @@ class Traffic:
     payload_bytes: tuple[tuple[float, ...], ...]
     times_sent: float
     coded: tuple[tuple[float, ...], ...]
-    exchange: simulate.Exchange
+    exchange: simulate.ExchangeModel
 
     @property
     def num_fragments(self) -> int:
@@ -69,7 +69,7 @@ class Traffic:
         return sum(channels[self.last_channel] for channels in self.coded)
 
 
-def virtual_cluster(cluster: Cluster, *, names: Sequence[str] | None = None) -> simulate.Cluster:
+def simulated_cluster(cluster: Cluster, *, names: Sequence[str] | None = None) -> simulate.SimCluster:
     """Return the links of some replicas: each one's accesses, and what bounds or delays single pairs.
 
     Latencies of pairs are rounded up to two digits, so that pairs alike share a link without a limit.
@@ -85,18 +85,18 @@ def virtual_cluster(cluster: Cluster, *, names: Sequence[str] | None = None) -> 
         >>> from thinwire.planning.cluster import Machine
         >>> home = Machine(name="home", up_bits_per_s=20e6, down_bits_per_s=100e6, latency_s=0.01)
         >>> lab = Machine(name="lab", up_bits_per_s=1e9, down_bits_per_s=1e9)
-        >>> links = virtual_cluster(Cluster(machines=(home, lab)))
+        >>> links = simulated_cluster(Cluster(machines=(home, lab)))
         >>> way = links.route(0, 1)
         >>> [links.links[link].bandwidth_bits_per_s for link, _ in way], links.latency_s(way)
         ([20000000.0, inf, 1000000000.0], 0.01)
     """
     machines = [cluster.machine(name) for name in names] if names is not None else list(cluster.machines)
     own = {(wire.source, wire.destination): wire for wire in cluster.wires}
-    links: list[simulate.Link] = []
+    links: list[simulate.SimLink] = []
     delays: dict[float, int] = {}
 
     def link(rate: float, latency_s: float = 0.0) -> int:
-        links.append(simulate.Link(bandwidth_bits_per_s=rate, latency_s=latency_s))
+        links.append(simulate.SimLink(bandwidth_bits_per_s=rate, latency_s=latency_s))
         return len(links) - 1
 
     outs = [() if m.up_bits_per_s is None else ((link(m.up_bits_per_s), 1.0),) for m in machines]
@@ -118,26 +118,28 @@ def virtual_cluster(cluster: Cluster, *, names: Sequence[str] | None = None) -> 
             if wire is not None and wire.bandwidth_bits_per_s < bound:
                 way.append((link(wire.bandwidth_bits_per_s), 1.0))
             between[a, b] = tuple(way)
-    return simulate.Cluster(
+    return simulate.SimCluster(
         links=tuple(links), site_of=tuple(range(len(machines))), ways_out=tuple(outs), ways_in=tuple(ins),
         between=between,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownStages:
+class PrecomputedStages:
     """A `simulate.Pattern` whose members are always the same, so that its stages were made once."""
 
-    made: tuple[simulate.Stage, ...]
+    made: tuple[simulate.LinkStage, ...]
 
     def stages(
-        self, cluster: simulate.Cluster, *, senders: Sequence[int], members: Sequence[int]
-    ) -> tuple[simulate.Stage, ...]:
+        self, cluster: simulate.SimCluster, *, senders: Sequence[int], members: Sequence[int]
+    ) -> tuple[simulate.LinkStage, ...]:
         """Return them, whoever asks."""
         return self.made
 
 
-def condensed(exchange: simulate.Exchange, cluster: simulate.Cluster, *, num_replicas: int) -> simulate.Exchange:
+def condensed(
+    exchange: simulate.ExchangeModel, cluster: simulate.SimCluster, *, num_replicas: int
+) -> simulate.ExchangeModel:
     """Return an exchange among all replicas with the two links that count, the same in virtual time.
 
     Where every flow loads all links in the same proportions, the link that is full first bounds all of them, and no
@@ -145,8 +147,8 @@ def condensed(exchange: simulate.Exchange, cluster: simulate.Cluster, *, num_rep
     Other exchanges are returned as they are. It holds as long as nobody dies.
 
     Example:
-        >>> cluster = simulate.star([simulate.Link(bandwidth_bits_per_s=rate) for rate in (1e9, 1e6, 1e9)])
-        >>> condensed(simulate.Exchange(), cluster, num_replicas=3).pattern.made[0].loads
+        >>> cluster = simulate.star([simulate.SimLink(bandwidth_bits_per_s=rate) for rate in (1e9, 1e6, 1e9)])
+        >>> condensed(simulate.ExchangeModel(), cluster, num_replicas=3).pattern.made[0].loads
         ((0, 2.0), (1, 2.0))
     """
     is_alike = isinstance(exchange.pattern, simulate.AllGather | simulate.TwoPhase)
@@ -158,23 +160,23 @@ def condensed(exchange: simulate.Exchange, cluster: simulate.Cluster, *, num_rep
         full = max(limited, key=lambda load: load[1] / cluster.links[load[0]].bandwidth_bits_per_s, default=None)
         most = max(limited, key=lambda load: load[1], default=None)
         made.append(replace(stage, loads=tuple(sorted({load for load in (full, most) if load is not None}))))
-    return replace(exchange, pattern=KnownStages(made=tuple(made)))
+    return replace(exchange, pattern=PrecomputedStages(made=tuple(made)))
 
 
 def stages_of(
-    exchange: simulate.Exchange, cluster: simulate.Cluster, *, num_replicas: int
-) -> tuple[simulate.Stage, ...]:
+    exchange: simulate.ExchangeModel, cluster: simulate.SimCluster, *, num_replicas: int
+) -> tuple[simulate.LinkStage, ...]:
     """Return the stages of a round of the largest group of the first round."""
     groups = [group for group, _ in exchange.parts(0, alive=tuple(range(num_replicas)))]
     most = max(groups, key=len)
     return exchange.pattern.stages(cluster, senders=most, members=most)
 
 
-def faster(cluster: simulate.Cluster, factor: float) -> simulate.Cluster:
+def faster(cluster: simulate.SimCluster, factor: float) -> simulate.SimCluster:
     """Return the same links with other rates.
 
     Example:
-        >>> faster(simulate.star([simulate.Link(bandwidth_bits_per_s=1e6)] * 2), 5.0).links[0].bandwidth_bits_per_s
+        >>> faster(simulate.star([simulate.SimLink(bandwidth_bits_per_s=1e6)] * 2), 5.0).links[0].bandwidth_bits_per_s
         5000000.0
     """
     links = tuple(replace(link, bandwidth_bits_per_s=factor * link.bandwidth_bits_per_s) for link in cluster.links)
@@ -234,7 +236,7 @@ def traffic_of(
     return Traffic(payload_bytes=tuple(payloads), times_sent=often, coded=tuple(coded), exchange=common)
 
 
-def _exchange(method: Method, exchanges: Sequence[Exchange]) -> simulate.Exchange:
+def _exchange(method: Method, exchanges: Sequence[Exchange]) -> simulate.ExchangeModel:
     first = next((one for one in exchanges if not isinstance(one, Nothing)), exchanges[0])
     pattern: simulate.Pattern = simulate.AllGather()
     quorum = None
@@ -246,7 +248,7 @@ def _exchange(method: Method, exchanges: Sequence[Exchange]) -> simulate.Exchang
         pattern, quorum = simulate.Star(hub=0), first.quorum
     elif not isinstance(first, AllGather | Gossip | Nothing):
         raise ValueError(f"nothing is known of how {type(first).__name__}() crosses the links; simulate another method")
-    made = simulate.Exchange(pattern=pattern, quorum=quorum, num_trips=_TRIPS, opening_bytes=OPENING_BYTES)
+    made = simulate.ExchangeModel(pattern=pattern, quorum=quorum, num_trips=_TRIPS, opening_bytes=OPENING_BYTES)
     if isinstance(method.topology, AllReplicas):
         return made
     is_direct = isinstance(method.topology, Neighbours)

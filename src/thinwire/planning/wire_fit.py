@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class TimedTransfer:
     """One timed transfer: its payload, and seconds until the receiver's word that it is there had come back."""
 
     num_bytes: int
@@ -33,7 +33,7 @@ class WireFit:
     overhead_s: float
 
 
-def fit_wire(transfers: Sequence[Transfer]) -> WireFit:
+def fit_wire(transfers: Sequence[TimedTransfer]) -> WireFit:
     """Fit a line through sizes and times by the median of pairwise slopes (Theil and Sen).
 
     A transfer that something else disturbed counts as one of many, however late it came. The interval follows from the
@@ -46,7 +46,7 @@ def fit_wire(transfers: Sequence[Transfer]) -> WireFit:
         ValueError: They are fewer, or larger ones took no longer than smaller ones.
 
     Example:
-        >>> fit_wire([Transfer(num_bytes=n, seconds=0.01 + 8 * n / 5e6) for n in (0, 10_000, 100_000)])
+        >>> fit_wire([TimedTransfer(num_bytes=n, seconds=0.01 + 8 * n / 5e6) for n in (0, 10_000, 100_000)])
         WireFit(bandwidth_bits_per_s=5000000.0, low_bits_per_s=5000000.0, high_bits_per_s=5000000.0, overhead_s=0.01)
     """
     sizes = [transfer.num_bytes for transfer in transfers]

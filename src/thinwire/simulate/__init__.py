@@ -5,38 +5,38 @@ Nothing here imports torch or the parts that train: schedules, groups and payloa
 
 from __future__ import annotations
 
-from thinwire.simulate.cluster import Cluster, joined_sites, leaf_spine, ring, star
-from thinwire.simulate.exchange_model import Everyone, Exchange, RoundTimes
-from thinwire.simulate.fluid_network import Flow, Link, Network
-from thinwire.simulate.patterns import AllGather, Pattern, RingAllReduce, Stage, Star, TwoPhase
-from thinwire.simulate.runs import Replica, Run, Stall
-from thinwire.simulate.sharing import Demand, max_min_rates
-from thinwire.simulate.task_graph import Compute, Times, Transfer, run_tasks
+from thinwire.simulate.cluster import SimCluster, joined_sites, leaf_spine, ring, star
+from thinwire.simulate.exchange_model import Everyone, ExchangeModel, RoundTimes
+from thinwire.simulate.fluid_network import FluidFlow, FluidNetwork, SimLink
+from thinwire.simulate.patterns import AllGather, LinkStage, Pattern, RingAllReduce, Star, TwoPhase
+from thinwire.simulate.runs import SimReplica, SimRun, Stall
+from thinwire.simulate.sharing import FlowDemand, max_min_rates
+from thinwire.simulate.task_graph import ComputeTask, TaskTimes, TransferTask, run_tasks
 from thinwire.simulate.training_loop import simulate_training
-from thinwire.simulate.virtual_clock import Clock
+from thinwire.simulate.virtual_clock import VirtualClock
 
 __all__ = [
     "AllGather",
-    "Clock",
-    "Cluster",
-    "Compute",
-    "Demand",
+    "ComputeTask",
     "Everyone",
-    "Exchange",
-    "Flow",
-    "Link",
-    "Network",
+    "ExchangeModel",
+    "FlowDemand",
+    "FluidFlow",
+    "FluidNetwork",
+    "LinkStage",
     "Pattern",
-    "Replica",
     "RingAllReduce",
     "RoundTimes",
-    "Run",
-    "Stage",
+    "SimCluster",
+    "SimLink",
+    "SimReplica",
+    "SimRun",
     "Stall",
     "Star",
-    "Times",
-    "Transfer",
+    "TaskTimes",
+    "TransferTask",
     "TwoPhase",
+    "VirtualClock",
     "joined_sites",
     "leaf_spine",
     "max_min_rates",

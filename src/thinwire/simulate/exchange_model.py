@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Protocol
 
-from thinwire.simulate.fluid_network import Flow
-from thinwire.simulate.patterns import AllGather, Pattern, Stage
+from thinwire.simulate.fluid_network import FluidFlow
+from thinwire.simulate.patterns import AllGather, LinkStage, Pattern
 
 
 class Peers(Protocol):
@@ -51,7 +51,7 @@ class Everyone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class ExchangeModel:
     """How a round crosses the links.
 
     Attributes:
@@ -91,7 +91,7 @@ class Exchange:
         if self.is_direct and not hasattr(self.topology, "peers"):
             raise ValueError(f"a direct exchange needs a topology of peers, got {self.topology}")
 
-    def flow(self, stage: Stage, *, payload_bits: float) -> Flow:
+    def flow(self, stage: LinkStage, *, payload_bits: float) -> FluidFlow:
         """Return the flow of one stage."""
         limit = self.pace_bits_per_s
         if limit < inf:
@@ -99,7 +99,7 @@ class Exchange:
         has_rest = payload_bits * stage.part > 8 * self.opening_bytes
         trips = self.num_trips + (2 if has_rest else 0)
         latency_s = trips * stage.latency_s + stage.num_messages * self.message_s
-        return Flow(size_bits=payload_bits, loads=stage.loads, latency_s=latency_s, limit_bits_per_s=limit)
+        return FluidFlow(size_bits=payload_bits, loads=stage.loads, latency_s=latency_s, limit_bits_per_s=limit)
 
     def parts(self, round_id: int, *, alive: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Return members and senders of each group of a round; in a direct exchange of each replica, itself first.

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from thinwire.simulate.sharing import Demand, max_min_rates
-from thinwire.simulate.virtual_clock import Clock
+from thinwire.simulate.sharing import FlowDemand, max_min_rates
+from thinwire.simulate.virtual_clock import VirtualClock
 
 Loads = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class SimLink:
     """A wire in one direction.
 
     Attributes:
@@ -47,7 +47,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class FluidFlow:
     """Bits that cross links together.
 
     Attributes:
@@ -81,20 +81,20 @@ class Flow:
             raise ValueError(f"loads must be finite and above 0, got {self.loads}; leave out links that carry nothing")
 
 
-class Moving:
+class ActiveFlow:
     """A flow under way."""
 
     __slots__ = ("at_s", "demand", "done", "flow", "has_left", "left_bits", "number", "rate", "version")
 
     def __init__(
-        self, number: int, flow: Flow, loads: Loads, done: Callable[[], None], has_left: Callable[[], None] | None
+        self, number: int, flow: FluidFlow, loads: Loads, done: Callable[[], None], has_left: Callable[[], None] | None
     ) -> None:
         self.number, self.flow, self.done, self.has_left = number, flow, done, has_left
-        self.demand = Demand(loads=loads, limit=flow.limit_bits_per_s, share=flow.share)
+        self.demand = FlowDemand(loads=loads, limit=flow.limit_bits_per_s, share=flow.share)
         self.left_bits, self.rate, self.at_s, self.version = flow.size_bits, 0.0, 0.0, 0
 
 
-class Network:
+class FluidNetwork:
     """Links on a clock, and the flows that move over them.
 
     Args:
@@ -105,22 +105,22 @@ class Network:
         peak_bits_per_s: The highest rate that each link has carried at any time.
 
     Example:
-        >>> clock = Clock()
-        >>> network = Network([Link(bandwidth_bits_per_s=10.0, latency_s=0.5)], clock=clock)
+        >>> clock = VirtualClock()
+        >>> network = FluidNetwork([SimLink(bandwidth_bits_per_s=10.0, latency_s=0.5)], clock=clock)
         >>> ends = []
         >>> for size in (10, 30):
-        ...     _ = network.start(Flow(size_bits=size, loads=((0, 1.0),)), lambda: ends.append(clock.now_s))
+        ...     _ = network.start(FluidFlow(size_bits=size, loads=((0, 1.0),)), lambda: ends.append(clock.now_s))
         >>> clock.run()
         >>> ends  # both at 5 bits a second, then the second one alone at 10
         [2.0, 4.0]
     """
 
-    def __init__(self, links: Sequence[Link], *, clock: Clock) -> None:
+    def __init__(self, links: Sequence[SimLink], *, clock: VirtualClock) -> None:
         self._clock = clock
         self._rates = [float(link.bandwidth_bits_per_s) for link in links]
-        self._users: list[dict[int, Moving]] = [{} for _ in links]
+        self._users: list[dict[int, ActiveFlow]] = [{} for _ in links]
         self._dirty: dict[int, None] = {}  # as a set, but in the order of marking
-        self._fresh: list[Moving] = []
+        self._fresh: list[ActiveFlow] = []
         self._carried_bits = [0.0] * len(links)
         self.peak_bits_per_s = [0.0] * len(links)
         self._num_started = 0
@@ -129,7 +129,9 @@ class Network:
             for time_s, rate in link.changes:
                 clock.at(time_s, self._changing(number, rate))
 
-    def start(self, flow: Flow, done: Callable[[], None], *, has_left: Callable[[], None] | None = None) -> Moving:
+    def start(
+        self, flow: FluidFlow, done: Callable[[], None], *, has_left: Callable[[], None] | None = None
+    ) -> ActiveFlow:
         """Start a flow now.
 
         Args:
@@ -144,7 +146,7 @@ class Network:
         for link, _ in loads:
             if not 0 <= link < len(self._rates):
                 raise ValueError(f"loads must name links 0 to {len(self._rates) - 1}, got {link}")
-        moving = Moving(self._num_started, flow, loads, done, has_left)
+        moving = ActiveFlow(self._num_started, flow, loads, done, has_left)
         moving.at_s = self._clock.now_s
         self._num_started += 1
         if flow.size_bits == 0:
@@ -158,7 +160,7 @@ class Network:
         self._clock.unsettle()
         return moving
 
-    def stop(self, moving: Moving) -> None:
+    def stop(self, moving: ActiveFlow) -> None:
         """Take a flow off the links for good; it ends without `done`. One that has sent its last bit is too late."""
         if moving.left_bits > 0:
             self._bring_up_to_date(moving)
@@ -187,7 +189,7 @@ class Network:
         """Return what a link could carry now."""
         return self._rates[link]
 
-    def _since(self, moving: Moving) -> float:
+    def _since(self, moving: ActiveFlow) -> float:
         elapsed = self._clock.now_s - moving.at_s
         return min(moving.left_bits, moving.rate * elapsed) if elapsed else 0.0
 
@@ -215,9 +217,9 @@ class Network:
                 self._move(moving, rate)
             self._note_peaks(flows)
 
-    def _component(self, link: int) -> tuple[list[Moving], list[int]]:
+    def _component(self, link: int) -> tuple[list[ActiveFlow], list[int]]:
         """Return the flows that share links with each other, from one link on, and all links that they use."""
-        flows: dict[int, Moving] = {}
+        flows: dict[int, ActiveFlow] = {}
         links = {link: None}
         fresh = [link]
         while fresh:
@@ -229,7 +231,7 @@ class Network:
                     fresh += new
         return [flows[number] for number in sorted(flows)], list(links)
 
-    def _note_peaks(self, flows: Iterable[Moving]) -> None:
+    def _note_peaks(self, flows: Iterable[ActiveFlow]) -> None:
         loads: dict[int, float] = {}
         for moving in flows:
             for link, weight in moving.demand.loads:
@@ -237,7 +239,7 @@ class Network:
         for link, load in loads.items():
             self.peak_bits_per_s[link] = max(self.peak_bits_per_s[link], load)
 
-    def _move(self, moving: Moving, rate: float) -> None:
+    def _move(self, moving: ActiveFlow, rate: float) -> None:
         if rate == moving.rate:
             return
         self._bring_up_to_date(moving)
@@ -249,22 +251,22 @@ class Network:
             rest_s = moving.left_bits / rate if moving.left_bits else 0.0
             self._clock.at(self._clock.now_s + rest_s, lambda: self._finish(moving, version))
 
-    def _bring_up_to_date(self, moving: Moving) -> None:
+    def _bring_up_to_date(self, moving: ActiveFlow) -> None:
         moving.left_bits -= self._since(moving)
         moving.at_s = self._clock.now_s
 
-    def _finish(self, moving: Moving, version: int) -> None:
+    def _finish(self, moving: ActiveFlow, version: int) -> None:
         if version == moving.version:
             moving.left_bits = 0.0
             self._leave(moving)
             self._arrive(moving)
 
-    def _arrive(self, moving: Moving) -> None:
+    def _arrive(self, moving: ActiveFlow) -> None:
         if moving.has_left is not None:
             self._clock.at(self._clock.now_s, moving.has_left)
         self._clock.at(self._clock.now_s + moving.flow.latency_s, moving.done)
 
-    def _leave(self, moving: Moving) -> None:
+    def _leave(self, moving: ActiveFlow) -> None:
         moving.version += 1
         self._clock.unsettle()
         sent = moving.flow.size_bits - moving.left_bits

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from thinwire.simulate.fluid_network import Flow, Link
-from thinwire.simulate.task_graph import Compute, Task, Transfer, run_tasks
+from thinwire.simulate.fluid_network import FluidFlow, SimLink
+from thinwire.simulate.task_graph import ComputeTask, Task, TransferTask, run_tasks
 
 WIRE = "wire"
 REPLICA = "replica"
@@ -191,7 +191,7 @@ def compute_utilisation(
         bits_per_parameter=method.bits_per_parameter, order=order,
     )  # fmt: skip
     num_nodes = 3 * model.num_layers - (order is None or not order.has_first_gradient)
-    end_s = run_tasks(tasks, links=[Link(bandwidth_bits_per_s=bandwidth_bits_per_s)]).end_s
+    end_s = run_tasks(tasks, links=[SimLink(bandwidth_bits_per_s=bandwidth_bits_per_s)]).end_s
     return num_steps * num_nodes * model.node_s / (end_s[ends[-1]] - end_s[ends[num_steps - 1]])
 
 
@@ -202,7 +202,7 @@ class _Graph:
         self.tasks: list[Task] = []
         self.last = -1
         self.waits: tuple[int, ...] = ()
-        self._flow = Flow(size_bits=bits, loads=((0, 1.0),))
+        self._flow = FluidFlow(size_bits=bits, loads=((0, 1.0),))
         self._node_s, self._is_merged, self._num_nodes = model.node_s, is_merged, 0
 
     def add_node(self) -> None:
@@ -213,7 +213,7 @@ class _Graph:
     def end_task(self) -> None:
         if self._num_nodes:
             after = (self.last, *self.waits) if self.last >= 0 else self.waits
-            self.tasks.append(Compute(processor=REPLICA, seconds=self._num_nodes * self._node_s, after=after))
+            self.tasks.append(ComputeTask(processor=REPLICA, seconds=self._num_nodes * self._node_s, after=after))
             self.last, self.waits, self._num_nodes = len(self.tasks) - 1, (), 0
 
     def forward(self, num_layers: int, due: Mapping[int, int], order: StepOrder) -> None:
@@ -238,7 +238,7 @@ class _Graph:
             if layer in launched:
                 self.end_task()
                 priority = float(layer) if order.early_layers_first else 0.0
-                self.tasks.append(Transfer(flow=self._flow, after=(self.last,), queue=WIRE, priority=priority))
+                self.tasks.append(TransferTask(flow=self._flow, after=(self.last,), queue=WIRE, priority=priority))
                 reductions[layer] = len(self.tasks) - 1
             if has_activations and order.weights_first:
                 self.add_node()

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from thinwire.simulate.cluster import Cluster
+from thinwire.simulate.cluster import SimCluster
 from thinwire.simulate.fluid_network import Loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class LinkStage:
     """What is sent at the same time.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stage:
 class Pattern(Protocol):
     """How members of a round exchange."""
 
-    def stages(self, cluster: Cluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[Stage, ...]:
+    def stages(self, cluster: SimCluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[LinkStage, ...]:
         """Return the stages of one exchange, one after another.
 
         Args:
@@ -53,16 +53,16 @@ class AllGather:
     """Everyone sends its whole payload to everyone: `M - 1` payloads out and in, one message in a row.
 
     Example:
-        >>> from thinwire.simulate import Link, star
-        >>> cluster, everyone = star([Link(bandwidth_bits_per_s=1e9)] * 3), [0, 1, 2]
+        >>> from thinwire.simulate import SimLink, star
+        >>> cluster, everyone = star([SimLink(bandwidth_bits_per_s=1e9)] * 3), [0, 1, 2]
         >>> AllGather().stages(cluster, senders=everyone, members=everyone)[0].loads
         ((0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0), (5, 2.0))
     """
 
-    def stages(self, cluster: Cluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[Stage, ...]:
+    def stages(self, cluster: SimCluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[LinkStage, ...]:
         """See `Pattern.stages`."""
         loads, latency_s = cluster.spread(senders, members)
-        return (Stage(loads=loads, latency_s=latency_s),)
+        return (LinkStage(loads=loads, latency_s=latency_s),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +72,12 @@ class TwoPhase:
     `2 (M - 1) / M` payloads go out and in, in two messages in a row.
     """
 
-    def stages(self, cluster: Cluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[Stage, ...]:
+    def stages(self, cluster: SimCluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[LinkStage, ...]:
         """See `Pattern.stages`."""
         _need_everyone(self, senders, members)
         loads, latency_s = cluster.spread(members, members)
         part = tuple((link, bits / len(members)) for link, bits in loads)
-        return (Stage(loads=part, latency_s=latency_s, part=1 / len(members)),) * 2
+        return (LinkStage(loads=part, latency_s=latency_s, part=1 / len(members)),) * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class RingAllReduce:
     The ring is as fast as its slowest link, and is one stage: its messages follow each other without a gap.
     """
 
-    def stages(self, cluster: Cluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[Stage, ...]:
+    def stages(self, cluster: SimCluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[LinkStage, ...]:
         """See `Pattern.stages`."""
         _need_everyone(self, senders, members)
         num_members = len(members)
@@ -95,7 +95,9 @@ class RingAllReduce:
         ways = [cluster.route(member, members[(place + 1) % num_members]) for place, member in enumerate(members)]
         loads = tuple((link, part * num_messages / num_members) for way in ways for link, part in way)
         slowest_s = max(cluster.latency_s(way) for way in ways)
-        stage = Stage(loads=loads, latency_s=num_messages * slowest_s, num_messages=num_messages, part=1 / num_members)
+        stage = LinkStage(
+            loads=loads, latency_s=num_messages * slowest_s, num_messages=num_messages, part=1 / num_members
+        )
         return (stage,)
 
 
@@ -111,11 +113,11 @@ class Star:
 
     hub: int
 
-    def stages(self, cluster: Cluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[Stage, ...]:
+    def stages(self, cluster: SimCluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[LinkStage, ...]:
         """See `Pattern.stages`."""
         up, up_s = cluster.spread(senders, [self.hub])
         down, down_s = cluster.spread([self.hub], members)
-        return (Stage(loads=up, latency_s=up_s), Stage(loads=down, latency_s=down_s))
+        return (LinkStage(loads=up, latency_s=up_s), LinkStage(loads=down, latency_s=down_s))
 
 
 def _need_everyone(pattern: Pattern, senders: Sequence[int], members: Sequence[int]) -> None:

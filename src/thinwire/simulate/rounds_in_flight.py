@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from thinwire.simulate.cluster import Cluster
-from thinwire.simulate.exchange_model import Exchange, RoundTimes
-from thinwire.simulate.fluid_network import Moving, Network
-from thinwire.simulate.patterns import Stage
-from thinwire.simulate.virtual_clock import Clock
+from thinwire.simulate.cluster import SimCluster
+from thinwire.simulate.exchange_model import ExchangeModel, RoundTimes
+from thinwire.simulate.fluid_network import ActiveFlow, FluidNetwork
+from thinwire.simulate.patterns import LinkStage
+from thinwire.simulate.virtual_clock import VirtualClock
 
 
-class Gathering:
+class RoundInFlight:
     """One round of one group, or, in a direct exchange, of one replica with those it waits for."""
 
     __slots__ = (
@@ -40,8 +40,8 @@ class Gathering:
         self.awaited = set(senders)  # whose launch, or in a direct exchange whose message, has not come
         self.launched: list[int] = []
         self.waiters: list[int] = []
-        self.moving: Moving | None = None
-        self.line: Line | None = None
+        self.moving: ActiveFlow | None = None
+        self.line: ConnectionQueue | None = None
         self.attempt = 0  # what belongs to an attempt that was broken off comes too late
         self.started_s = inf
         self.is_done = False
@@ -51,7 +51,7 @@ class Gathering:
         return RoundTimes(self.id, self.members, self.launched_s, self.started_s, finished_s)
 
 
-class Book(ABC):
+class RoundTracker(ABC):
     """All rounds of a run.
 
     Args:
@@ -65,29 +65,29 @@ class Book(ABC):
     """
 
     def __init__(
-        self, exchange: Exchange, *, cluster: Cluster, payload_bytes: Sequence[Sequence[float]], network: Network,
-        clock: Clock, alive: Callable[[], tuple[int, ...]], resume: Callable[[int], None],
+        self, exchange: ExchangeModel, *, cluster: SimCluster, payload_bytes: Sequence[Sequence[float]],
+        network: FluidNetwork, clock: VirtualClock, alive: Callable[[], tuple[int, ...]], resume: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._exchange, self._cluster, self._network, self._clock = exchange, cluster, network, clock
         self._payload_bits = [[8 * size for size in channels] for channels in payload_bytes]
         self._alive, self._resume = alive, resume
-        self._rounds: dict[int, dict[int, Gathering]] = {}
+        self._rounds: dict[int, dict[int, RoundInFlight]] = {}
         self._num_to_collect: dict[int, int] = {}
-        self._open: dict[Gathering, None] = {}
+        self._open: dict[RoundInFlight, None] = {}
         self._lost: set[int] = set()
         self._newest = -1
         self.times: list[RoundTimes] = []
 
     @abstractmethod
-    def _launch(self, replica: int, gathering: Gathering) -> None:
+    def _launch(self, replica: int, gathering: RoundInFlight) -> None:
         """Act on the launch of a member."""
 
     @abstractmethod
-    def _break_off(self, replica: int, gathering: Gathering) -> None:
+    def _break_off(self, replica: int, gathering: RoundInFlight) -> None:
         """Act on the death of a member."""
 
     @abstractmethod
-    def _go_on_without(self, replica: int, gathering: Gathering) -> None:
+    def _go_on_without(self, replica: int, gathering: RoundInFlight) -> None:
         """Act on the end of the wait for a member that has died, and was struck off."""
 
     def launch(self, replica: int, round_id: int, *, fragment: int, channel: int) -> None:
@@ -136,15 +136,15 @@ class Book(ABC):
         """Return the rounds that have not ended."""
         return [gathering.times(inf) for gathering in self._open]
 
-    def _gather(self, round_id: int, bits: float) -> dict[int, Gathering]:
-        gatherings: dict[int, Gathering] = {}
+    def _gather(self, round_id: int, bits: float) -> dict[int, RoundInFlight]:
+        gatherings: dict[int, RoundInFlight] = {}
         for members, senders in self._exchange.parts(round_id, alive=self._alive()):
-            made = Gathering(round_id, members=members, senders=senders, bits=bits, now_s=self._clock.now_s)
+            made = RoundInFlight(round_id, members=members, senders=senders, bits=bits, now_s=self._clock.now_s)
             self._open[made] = None
             gatherings.update(dict.fromkeys(members[:1] if self._exchange.is_direct else members, made))
         return gatherings
 
-    def _end(self, gathering: Gathering) -> None:
+    def _end(self, gathering: RoundInFlight) -> None:
         gathering.is_done = True
         del self._open[gathering]
         self.times.append(gathering.times(self._clock.now_s))
@@ -154,19 +154,19 @@ class Book(ABC):
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class ConnectionQueue:
     """What the same members send each other in the same stage goes over the same connections: one after another."""
 
-    waiting: list[tuple[Gathering, Callable[[], None]]] = field(default_factory=list)
+    waiting: list[tuple[RoundInFlight, Callable[[], None]]] = field(default_factory=list)
 
-    def join(self, gathering: Gathering, start: Callable[[], None]) -> None:
+    def join(self, gathering: RoundInFlight, start: Callable[[], None]) -> None:
         """Start what is sent when it is its turn."""
         gathering.line = self
         self.waiting.append((gathering, start))
         if len(self.waiting) == 1:
             start()
 
-    def leave(self, gathering: Gathering) -> None:
+    def leave(self, gathering: RoundInFlight) -> None:
         """Take out what has been sent, or was broken off, and let the next one start."""
         if gathering.line is not self:  # broken off in the instant in which its last bit left
             return
@@ -177,31 +177,31 @@ class Line:
             self.waiting[0][1]()
 
 
-class GroupBook(Book):
+class GroupRoundTracker(RoundTracker):
     """Rounds of groups: one flow a stage for the whole group."""
 
-    _lines: dict[tuple[tuple[int, ...], int], Line]
-    _stages: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Stage, ...]]
+    _lines: dict[tuple[tuple[int, ...], int], ConnectionQueue]
+    _stages: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[LinkStage, ...]]
 
-    def _launch(self, replica: int, gathering: Gathering) -> None:
+    def _launch(self, replica: int, gathering: RoundInFlight) -> None:
         gathering.awaited.discard(replica)
         if gathering.moving is None and gathering.line is None and not gathering.is_done:
             self._start_if_due(gathering)
 
-    def _break_off(self, replica: int, gathering: Gathering) -> None:
+    def _break_off(self, replica: int, gathering: RoundInFlight) -> None:
         if gathering.moving is not None:
             self._network.stop(gathering.moving)
         if gathering.line is not None:
             gathering.line.leave(gathering)
         gathering.attempt += 1
 
-    def _go_on_without(self, replica: int, gathering: Gathering) -> None:
+    def _go_on_without(self, replica: int, gathering: RoundInFlight) -> None:
         if replica in gathering.launched:
             gathering.launched.remove(replica)
         gathering.moving = None
         self._start_if_due(gathering)
 
-    def _start_if_due(self, gathering: Gathering) -> None:
+    def _start_if_due(self, gathering: RoundInFlight) -> None:
         quorum = self._exchange.quorum
         is_due = not gathering.awaited or (quorum is not None and len(gathering.launched) >= quorum)
         if not is_due or not self._lost.isdisjoint(gathering.members):
@@ -214,7 +214,7 @@ class GroupBook(Book):
         else:
             self._next_stage(gathering, self._stages_of(gathering.members, gathering.senders), 0)
 
-    def _stages_of(self, members: tuple[int, ...], senders: tuple[int, ...]) -> tuple[Stage, ...]:
+    def _stages_of(self, members: tuple[int, ...], senders: tuple[int, ...]) -> tuple[LinkStage, ...]:
         if not hasattr(self, "_stages") or len(self._stages) > 256:  # random groups hardly ever meet again
             self._stages = {}
         if (members, senders) not in self._stages:
@@ -222,7 +222,7 @@ class GroupBook(Book):
             self._stages[members, senders] = stages
         return self._stages[members, senders]
 
-    def _next_stage(self, gathering: Gathering, stages: tuple[Stage, ...], number: int) -> None:
+    def _next_stage(self, gathering: RoundInFlight, stages: tuple[LinkStage, ...], number: int) -> None:
         if number == len(stages):
             self._end(gathering)
             return
@@ -238,7 +238,7 @@ class GroupBook(Book):
             return
         if not hasattr(self, "_lines") or len(self._lines) > 256:  # as with the stages; who is in a line keeps it
             self._lines = {}
-        line = self._lines.setdefault((gathering.members, number), Line())
+        line = self._lines.setdefault((gathering.members, number), ConnectionQueue())
 
         def start() -> None:
             gathering.moving = self._network.start(flow, arrive, has_left=lambda: line.leave(gathering))
@@ -246,20 +246,20 @@ class GroupBook(Book):
         line.join(gathering, start)
 
 
-class DirectBook(Book):
+class DirectRoundTracker(RoundTracker):
     """Rounds without groups: one flow a replica, to all its peers."""
 
-    def _launch(self, replica: int, gathering: Gathering) -> None:
+    def _launch(self, replica: int, gathering: RoundInFlight) -> None:
         gathering.started_s = self._clock.now_s
         others = gathering.members[1:]
         if replica in gathering.senders and others:
             loads, latency_s = self._cluster.spread([replica], others)
-            flow = self._exchange.flow(Stage(loads=loads, latency_s=latency_s), payload_bits=gathering.payload_bits)
+            flow = self._exchange.flow(LinkStage(loads=loads, latency_s=latency_s), payload_bits=gathering.payload_bits)
             gathering.moving = self._network.start(flow, self._arriving(replica, others, self._rounds[gathering.id]))
         self._has_come(replica, gathering)
 
     def _arriving(
-        self, sender: int, others: tuple[int, ...], gatherings: dict[int, Gathering]
+        self, sender: int, others: tuple[int, ...], gatherings: dict[int, RoundInFlight]
     ) -> Callable[[], None]:  # fmt: skip
         def arrive() -> None:
             for other in others:
@@ -268,29 +268,29 @@ class DirectBook(Book):
 
         return arrive
 
-    def _has_come(self, sender: int, gathering: Gathering) -> None:
+    def _has_come(self, sender: int, gathering: RoundInFlight) -> None:
         gathering.awaited.discard(sender)
         is_complete = not gathering.awaited and bool(gathering.launched)
         if is_complete and not gathering.is_done and gathering in self._open:
             self._end(gathering)
 
-    def _break_off(self, replica: int, gathering: Gathering) -> None:
+    def _break_off(self, replica: int, gathering: RoundInFlight) -> None:
         if gathering.members[0] == replica and gathering.moving is not None:
             self._network.stop(gathering.moving)
 
-    def _go_on_without(self, replica: int, gathering: Gathering) -> None:
+    def _go_on_without(self, replica: int, gathering: RoundInFlight) -> None:
         if replica in gathering.launched or self._rounds.get(gathering.id, {}).get(replica) is gathering:
             del self._open[gathering]  # its own: nobody waits for what it would have got
         else:
             self._has_come(replica, gathering)
 
 
-def open_book(
-    exchange: Exchange, *, cluster: Cluster, payload_bytes: Sequence[Sequence[float]], network: Network, clock: Clock,
-    alive: Callable[[], tuple[int, ...]], resume: Callable[[int], None],
-) -> Book:  # fmt: skip
-    """Return the book for an exchange; see `Book` for the arguments."""
-    kind = DirectBook if exchange.is_direct else GroupBook
+def make_tracker(
+    exchange: ExchangeModel, *, cluster: SimCluster, payload_bytes: Sequence[Sequence[float]], network: FluidNetwork,
+    clock: VirtualClock, alive: Callable[[], tuple[int, ...]], resume: Callable[[int], None],
+) -> RoundTracker:  # fmt: skip
+    """Return the book for an exchange; see `RoundTracker` for the arguments."""
+    kind = DirectRoundTracker if exchange.is_direct else GroupRoundTracker
     return kind(
         exchange, cluster=cluster, payload_bytes=payload_bytes, network=network, clock=clock, alive=alive, resume=resume
     )

@@ -43,7 +43,7 @@ class Schedule(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+class SimReplica:
     """How fast a replica computes, and when it is gone.
 
     Attributes:
@@ -85,7 +85,7 @@ class Stall(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class SimRun:
     """What came of a simulated training.
 
     Attributes:

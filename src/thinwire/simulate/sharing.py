@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple
 
 
-class Demand(NamedTuple):
+class FlowDemand(NamedTuple):
     """What one flow asks of the links.
 
     Attributes:
@@ -21,7 +21,7 @@ class Demand(NamedTuple):
     share: float = 1.0
 
 
-def max_min_rates(demands: Sequence[Demand], capacities: Mapping[int, float]) -> list[float]:
+def max_min_rates(demands: Sequence[FlowDemand], capacities: Mapping[int, float]) -> list[float]:
     """Return the rate of every flow, in its own bits a second, by progressive filling.
 
     The use of its most loaded link grows alike for all flows (`share` times as fast for some) until a link is full or a
@@ -33,9 +33,9 @@ def max_min_rates(demands: Sequence[Demand], capacities: Mapping[int, float]) ->
         capacities: Bits a second of every link that is named, at least 0, infinite where it never fills.
 
     Example:
-        >>> max_min_rates([Demand(loads=[(0, 1.0)]), Demand(loads=[(0, 1.0), (1, 1.0)])], {0: 10.0, 1: 2.0})
+        >>> max_min_rates([FlowDemand(loads=[(0, 1.0)]), FlowDemand(loads=[(0, 1.0), (1, 1.0)])], {0: 10.0, 1: 2.0})
         [8.0, 2.0]
-        >>> max_min_rates([Demand(loads=[(0, 3.0)])], {0: 12.0})  # one bit of this flow is three on the link
+        >>> max_min_rates([FlowDemand(loads=[(0, 3.0)])], {0: 12.0})  # one bit of this flow is three on the link
         [4.0]
     """
     if len(demands) == 1:
@@ -52,7 +52,7 @@ def max_min_rates(demands: Sequence[Demand], capacities: Mapping[int, float]) ->
 class _Filling:
     """One progressive filling: which flows have stopped, each at its level, and at which level each link is full."""
 
-    def __init__(self, demands: Sequence[Demand], slopes: Sequence[float], capacities: Mapping[int, float]) -> None:
+    def __init__(self, demands: Sequence[FlowDemand], slopes: Sequence[float], capacities: Mapping[int, float]) -> None:
         self.demands, self.slopes, self.capacities = demands, slopes, capacities
         self.levels: dict[int, float] = {}
         self.limits = {

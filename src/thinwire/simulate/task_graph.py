@@ -12,12 +12,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from thinwire.simulate.fluid_network import Flow, Link, Network
-from thinwire.simulate.virtual_clock import Clock
+from thinwire.simulate.fluid_network import FluidFlow, FluidNetwork, SimLink
+from thinwire.simulate.virtual_clock import VirtualClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compute:
+class ComputeTask:
     """Work on a processor.
 
     Attributes:
@@ -42,7 +42,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class TransferTask:
     """Bits over links.
 
     Attributes:
@@ -51,22 +51,22 @@ class Transfer:
         queue: Transfers that name the same queue leave one after another: the next one starts when the last bit of the
             one before has left, or has arrived where `waits_for_arrival`. None starts as soon as it may, and shares the
             links with whatever else is on them.
-        priority: As for `Compute`, in the queue.
+        priority: As for `ComputeTask`, in the queue.
         waits_for_arrival: Whether the queue goes on only when this transfer has arrived.
     """
 
-    flow: Flow
+    flow: FluidFlow
     after: tuple[int, ...] = ()
     queue: Hashable = None
     priority: float = 0.0
     waits_for_arrival: bool = False
 
 
-Task = Compute | Transfer
+Task = ComputeTask | TransferTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class TaskTimes:
     """What came of a graph.
 
     Attributes:
@@ -87,7 +87,7 @@ class Times:
         return max(self.end_s, default=0.0)
 
 
-def run_tasks(tasks: Sequence[Task], *, links: Sequence[Link] = ()) -> Times:
+def run_tasks(tasks: Sequence[Task], *, links: Sequence[SimLink] = ()) -> TaskTimes:
     """Run a graph of tasks, and return when each of them started and ended.
 
     Args:
@@ -98,10 +98,11 @@ def run_tasks(tasks: Sequence[Task], *, links: Sequence[Link] = ()) -> Times:
         ValueError: A task waits for one that does not exist, or tasks wait for each other.
 
     Example:
-        >>> send = Flow(size_bits=8e6, loads=((0, 1.0),))
-        >>> tasks = [Compute(processor="a", seconds=2.0), Transfer(flow=send, after=(0,)),
-        ...          Compute(processor="a", seconds=5.0, after=(0,)), Compute(processor="a", seconds=1.0, after=(1,))]
-        >>> run_tasks(tasks, links=[Link(bandwidth_bits_per_s=1e6)]).end_s
+        >>> send = FluidFlow(size_bits=8e6, loads=((0, 1.0),))
+        >>> tasks = [ComputeTask(processor="a", seconds=2.0), TransferTask(flow=send, after=(0,)),
+        ...          ComputeTask(processor="a", seconds=5.0, after=(0,)),
+        ...          ComputeTask(processor="a", seconds=1.0, after=(1,))]
+        >>> run_tasks(tasks, links=[SimLink(bandwidth_bits_per_s=1e6)]).end_s
         (2.0, 10.0, 7.0, 11.0)
     """
     _check(tasks)
@@ -119,10 +120,10 @@ class _Server:
 
 
 class _Execution:
-    def __init__(self, tasks: Sequence[Task], links: Sequence[Link]) -> None:
+    def __init__(self, tasks: Sequence[Task], links: Sequence[SimLink]) -> None:
         self.tasks = tasks
-        self.clock = Clock()
-        self.network = Network(links, clock=self.clock)
+        self.clock = VirtualClock()
+        self.network = FluidNetwork(links, clock=self.clock)
         self.start_s = [inf] * len(tasks)
         self.end_s = [inf] * len(tasks)
         self.missing = [len(set(task.after)) for task in tasks]
@@ -135,23 +136,23 @@ class _Execution:
         # who is free chooses when all that becomes ready in this instant is known
         self.clock.settle_with(self._dispatch)
 
-    def run(self) -> Times:
+    def run(self) -> TaskTimes:
         for number, missing in enumerate(self.missing):
             if not missing:
                 self._ready(number)
         self.clock.run()
-        return Times(
+        return TaskTimes(
             start_s=tuple(self.start_s), end_s=tuple(self.end_s), link_bits=tuple(self.network.carried_bits()),
             peak_bits_per_s=tuple(self.network.peak_bits_per_s),
         )  # fmt: skip
 
     def _ready(self, number: int) -> None:
         task = self.tasks[number]
-        if isinstance(task, Transfer) and task.queue is None:
+        if isinstance(task, TransferTask) and task.queue is None:
             self.start_s[number] = self.clock.now_s
             self.network.start(task.flow, self._ending(number))
             return
-        key = ("processor", task.processor) if isinstance(task, Compute) else ("queue", task.queue)
+        key = ("processor", task.processor) if isinstance(task, ComputeTask) else ("queue", task.queue)
         server = self.servers.setdefault(key, _Server())
         heapq.heappush(server.waiting, (task.priority, self.clock.now_s, number))
         if not server.is_busy:
@@ -173,7 +174,7 @@ class _Execution:
             self._release(server)
             end()
 
-        if isinstance(task, Compute):
+        if isinstance(task, ComputeTask):
             self.clock.at(self.clock.now_s + task.seconds, end_and_release)
         elif task.waits_for_arrival:
             self.network.start(task.flow, end_and_release)

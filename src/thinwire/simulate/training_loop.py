@@ -12,21 +12,21 @@ from random import Random
 from statistics import NormalDist
 
 from thinwire.shared_random import derive_seed
-from thinwire.simulate.cluster import Cluster
-from thinwire.simulate.exchange_model import Exchange
-from thinwire.simulate.fluid_network import Flow, Network
-from thinwire.simulate.rounds_in_flight import open_book
-from thinwire.simulate.runs import Replica, Run, Schedule, Stall
-from thinwire.simulate.virtual_clock import Clock
+from thinwire.simulate.cluster import SimCluster
+from thinwire.simulate.exchange_model import ExchangeModel
+from thinwire.simulate.fluid_network import FluidFlow, FluidNetwork
+from thinwire.simulate.rounds_in_flight import make_tracker
+from thinwire.simulate.runs import Schedule, SimReplica, SimRun, Stall
+from thinwire.simulate.virtual_clock import VirtualClock
 
 _NORMAL = NormalDist()
 
 
 def simulate_training(
-    schedule: Schedule, *, cluster: Cluster, replicas: Sequence[Replica], payload_bytes: Sequence[Sequence[float]],
-    num_steps: int, exchange: Exchange | None = None, detection_s: float = 0.0, rejoin_bytes: float = 0.0,
-    seed: int = 0,
-) -> Run:  # fmt: skip
+    schedule: Schedule, *, cluster: SimCluster, replicas: Sequence[SimReplica],
+    payload_bytes: Sequence[Sequence[float]], num_steps: int, exchange: ExchangeModel | None = None,
+    detection_s: float = 0.0, rejoin_bytes: float = 0.0, seed: int = 0,
+) -> SimRun:  # fmt: skip
     """Run the step loop of a method in virtual time.
 
     Args:
@@ -45,11 +45,11 @@ def simulate_training(
         ValueError: The cluster has fewer hosts than there are replicas, or a number is out of its range.
 
     Example:
-        >>> from thinwire.simulate import Link, star
+        >>> from thinwire.simulate import SimLink, star
         >>> from thinwire.sync.schedule import Staggered
         >>> run = simulate_training(
-        ...     Staggered(sync_interval=10), cluster=star([Link(bandwidth_bits_per_s=8e6)] * 2),
-        ...     replicas=[Replica(step_s=1.0)] * 2, payload_bytes=[(5e6,)], num_steps=20)
+        ...     Staggered(sync_interval=10), cluster=star([SimLink(bandwidth_bits_per_s=8e6)] * 2),
+        ...     replicas=[SimReplica(step_s=1.0)] * 2, payload_bytes=[(5e6,)], num_steps=20)
         >>> run.total_s, run.stall_s  # each round takes 5 seconds, and everyone waits for it
         (30.0, (10.0, 10.0))
     """
@@ -63,7 +63,7 @@ def simulate_training(
         )
     loop = _Loop(
         schedule, cluster=cluster, replicas=replicas, payload_bytes=payload_bytes, num_steps=num_steps,
-        exchange=exchange or Exchange(), detection_s=detection_s, rejoin_bytes=rejoin_bytes, seed=seed,
+        exchange=exchange or ExchangeModel(), detection_s=detection_s, rejoin_bytes=rejoin_bytes, seed=seed,
     )  # fmt: skip
     return loop.run()
 
@@ -92,7 +92,7 @@ class _Worker:
 class _StepTimes:
     """How long each step of each replica takes: drawn in the order of steps, whatever happens between them."""
 
-    def __init__(self, replicas: Sequence[Replica], seed: int) -> None:
+    def __init__(self, replicas: Sequence[SimReplica], seed: int) -> None:
         self._replicas = replicas
         self._draws = [Random(derive_seed(seed, "steps", number)) for number in range(len(replicas))]
         self._factors: list[list[float]] = [[] for _ in replicas]
@@ -109,15 +109,15 @@ class _StepTimes:
 
 class _Loop:
     def __init__(
-        self, schedule: Schedule, *, cluster: Cluster, replicas: Sequence[Replica],
-        payload_bytes: Sequence[Sequence[float]], num_steps: int, exchange: Exchange, detection_s: float,
+        self, schedule: Schedule, *, cluster: SimCluster, replicas: Sequence[SimReplica],
+        payload_bytes: Sequence[Sequence[float]], num_steps: int, exchange: ExchangeModel, detection_s: float,
         rejoin_bytes: float, seed: int,
     ) -> None:  # fmt: skip
         self.schedule, self.cluster, self.replicas = schedule, cluster, replicas
         self.num_fragments, self.num_steps = len(payload_bytes), num_steps
         self.detection_s, self.rejoin_bytes = detection_s, rejoin_bytes
-        self.clock = Clock()
-        self.network = Network(cluster.links, clock=self.clock)
+        self.clock = VirtualClock()
+        self.network = FluidNetwork(cluster.links, clock=self.clock)
         self.workers = [_Worker() for _ in replicas]
         self.known = tuple(range(len(replicas)))  # who is alive, as far as the others know
         self.step_times = _StepTimes(replicas, seed)
@@ -126,12 +126,12 @@ class _Loop:
             bool(schedule.launches(step, num_fragments=self.num_fragments)) for step in range(1, num_steps + 1)
         ]
         self.stalls: list[Stall] = []
-        self.book = open_book(
+        self.book = make_tracker(
             exchange, cluster=cluster, payload_bytes=payload_bytes, network=self.network, clock=self.clock,
             alive=lambda: self.known, resume=self._resume,
         )  # fmt: skip
 
-    def run(self) -> Run:
+    def run(self) -> SimRun:
         for number, replica in enumerate(self.replicas):
             for death_s, return_s in replica.outages:
                 self.clock.at(death_s, self._dying(number))
@@ -141,7 +141,7 @@ class _Loop:
             self._compute(number)
         self.clock.run()
         workers = self.workers
-        return Run(
+        return SimRun(
             step_ends_s=tuple(tuple(worker.ends_s) for worker in workers),
             last_step=tuple(worker.step for worker in workers),
             compute_s=tuple(worker.compute_s for worker in workers),
@@ -254,7 +254,7 @@ class _Loop:
                 go_on()
                 return
             loads = self.cluster.route(source, number)
-            flow = Flow(size_bits=8 * self.rejoin_bytes, loads=loads, latency_s=self.cluster.latency_s(loads))
+            flow = FluidFlow(size_bits=8 * self.rejoin_bytes, loads=loads, latency_s=self.cluster.latency_s(loads))
             self.network.start(flow, go_on)
 
         # once more at the end of the queue: the others may notice its death in the same instant

@@ -9,14 +9,14 @@ from math import inf, isnan
 Action = Callable[[], None]
 
 
-class Clock:
+class VirtualClock:
     """A clock that jumps from one action to the next; nothing in it looks at the time of day.
 
     Attributes:
         now_s: The virtual time, in seconds from 0.
 
     Example:
-        >>> clock, seen = Clock(), []
+        >>> clock, seen = VirtualClock(), []
         >>> clock.at(2.0, lambda: seen.append(clock.now_s))
         >>> clock.at(1.0, lambda: clock.at(clock.now_s, lambda: seen.append(clock.now_s)))
         >>> clock.run()

@@ -20,7 +20,7 @@ from thinwire.lab.counters import (
     sample_line,
     sent_by,
 )
-from thinwire.lab.sampler import BEAT_S, Sampler
+from thinwire.lab.sampler import BEAT_S, CounterSampler
 
 TEXT = """\
 Inter-|   Receive                            |  Transmit
@@ -127,7 +127,7 @@ class Devices:
 
 def test_a_sample_is_written_where_a_count_changed_and_the_one_before_that(tmp_path: Path) -> None:
     devices, path = Devices(tmp_path / "devices"), tmp_path / "counters.jsonl"
-    sampler = Sampler([devices.file.fileno()], path=path)
+    sampler = CounterSampler([devices.file.fileno()], path=path)
     for beat, sent in enumerate((0, 0, 0, 5, 5, 9)):
         devices.set(sent)
         sampler.take_if_due(beat * BEAT_S * 1.01)
@@ -138,7 +138,7 @@ def test_a_sample_is_written_where_a_count_changed_and_the_one_before_that(tmp_p
 
 def test_nothing_is_sampled_before_it_is_due_unless_it_is_asked_for(tmp_path: Path) -> None:
     devices, path = Devices(tmp_path / "devices"), tmp_path / "counters.jsonl"
-    sampler = Sampler([devices.file.fileno()], path=path)
+    sampler = CounterSampler([devices.file.fileno()], path=path)
     sampler.take_if_due(100.0)
     devices.set(7)
     sampler.take_if_due(100.0 + BEAT_S / 2)
@@ -150,7 +150,7 @@ def test_nothing_is_sampled_before_it_is_due_unless_it_is_asked_for(tmp_path: Pa
 
 def test_a_device_that_is_gone_keeps_its_last_counts(tmp_path: Path) -> None:
     devices = Devices(tmp_path / "devices")
-    sampler = Sampler([devices.file.fileno()], path=tmp_path / "counters.jsonl")
+    sampler = CounterSampler([devices.file.fileno()], path=tmp_path / "counters.jsonl")
     devices.set(7)
     assert sampler.take()[0].sent_bytes == 7
     devices.path.write_text("")

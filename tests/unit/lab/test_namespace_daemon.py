@@ -14,7 +14,7 @@ import pytest
 
 from thinwire.lab import namespace_daemon
 from thinwire.lab.channel import Channel
-from thinwire.lab.namespace_daemon import Keeper
+from thinwire.lab.namespace_daemon import NamespaceDaemon
 
 REMEDY = "; set TMPDIR to a folder that takes files, or give one (folder=)"
 
@@ -34,7 +34,7 @@ def fault_of_a_keeper_without_a_folder(monkeypatch: pytest.MonkeyPatch) -> str:
     lab = Channel(ours)
     lab.send({"folder": None})
     with monkeypatch.context() as patched:
-        patched.setattr(namespace_daemon, "enter_new_world", lambda *, as_user: None)
+        patched.setattr(namespace_daemon, "enter_namespaces", lambda *, as_user: None)
         patched.setattr(namespace_daemon.signal, "signal", lambda *_: None)
         patched.setattr(namespace_daemon.os, "fork", lambda: pytest.fail("a keeper without a folder went on"))
         assert namespace_daemon.main([str(theirs.detach())]) == 1
@@ -68,7 +68,7 @@ def test_a_keeper_that_is_done_is_told_of_no_more_ended_children() -> None:
     """Python writes to the file it was given for signals; closed, it complains without an end."""
     ours, theirs = map(Channel, socket.socketpair())
     sampler = SimpleNamespace(wait_s=lambda now_s: 0.0, take_if_due=lambda now_s: None)
-    keeper = Keeper(theirs, wiring=cast(Any, SimpleNamespace(relay_id=None)), sampler=cast(Any, sampler))
+    keeper = NamespaceDaemon(theirs, wiring=cast(Any, SimpleNamespace(relay_id=None)), sampler=cast(Any, sampler))
     assert callable(signal.getsignal(signal.SIGCHLD))
     ours.send({"ask": "close", "id": 0})
     keeper.serve()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.lab import network_commands
-from thinwire.lab.relay import Delays, Relay
+from thinwire.lab.relay import LinkEmulator, Relay
 from thinwire.lab.settings import Access, LabSettings, Link, Pair
 
 
@@ -30,7 +30,7 @@ def frame(destination: int, *, text: bytes = b"") -> bytes:
 TIMES = st.lists(st.floats(0, 0.1), min_size=1, max_size=60)
 
 
-def dues(delays: Delays, gaps_s: list[float], *, destination: int = 1) -> list[tuple[float, float | None]]:
+def dues(delays: LinkEmulator, gaps_s: list[float], *, destination: int = 1) -> list[tuple[float, float | None]]:
     """Return pairs of when a frame comes and when it is due."""
     now_s, found = 100.0, []
     for gap_s in gaps_s:
@@ -41,7 +41,7 @@ def dues(delays: Delays, gaps_s: list[float], *, destination: int = 1) -> list[t
 
 @given(TIMES, st.floats(0, 1))
 def test_without_jitter_every_frame_waits_for_the_latency_exactly(gaps_s: list[float], latency_s: float) -> None:
-    for now_s, due_s in dues(Delays(lab(Link(latency_s=latency_s))), gaps_s):
+    for now_s, due_s in dues(LinkEmulator(lab(Link(latency_s=latency_s))), gaps_s):
         assert due_s == now_s + latency_s
 
 
@@ -51,7 +51,7 @@ def test_with_jitter_frames_keep_their_order_and_nearly_their_range(
 ) -> None:
     jitter_s = share * latency_s
     before_s = 0.0
-    for now_s, due_s in dues(Delays(lab(Link(latency_s=latency_s, jitter_s=jitter_s), seed=seed)), gaps_s):
+    for now_s, due_s in dues(LinkEmulator(lab(Link(latency_s=latency_s, jitter_s=jitter_s), seed=seed)), gaps_s):
         assert due_s is not None
         assert now_s + latency_s - jitter_s - 1e-9 <= due_s
         assert due_s <= max(now_s + latency_s + jitter_s, before_s) + 1e-9
@@ -63,15 +63,15 @@ def test_with_jitter_frames_keep_their_order_and_nearly_their_range(
 def test_as_many_frames_are_lost_as_chance_allows_and_the_seed_decides_which() -> None:
     loss, count = 0.03, 20_000
     settings = lab(Link(loss=loss), seed=5)
-    lost = [due_s is None for _, due_s in dues(Delays(settings), [0.001] * count)]
+    lost = [due_s is None for _, due_s in dues(LinkEmulator(settings), [0.001] * count)]
     assert abs(sum(lost) / count - loss) < 5 * math.sqrt(loss * (1 - loss) / count)
-    assert lost == [due_s is None for _, due_s in dues(Delays(settings), [0.001] * count)]
-    other = Delays(lab(Link(loss=loss), seed=6))
+    assert lost == [due_s is None for _, due_s in dues(LinkEmulator(settings), [0.001] * count)]
+    other = LinkEmulator(lab(Link(loss=loss), seed=6))
     assert lost != [due_s is None for _, due_s in dues(other, [0.001] * count)]
 
 
 def test_every_direction_of_every_pair_has_its_own_latency() -> None:
-    delays = Delays(lab(Link(latency_s=0.01), links={(0, 1): Link(latency_s=0.03)}))
+    delays = LinkEmulator(lab(Link(latency_s=0.01), links={(0, 1): Link(latency_s=0.03)}))
     assert delays.due_s(frame(1), source=0, now_s=1.0) == pytest.approx(1.03)
     assert delays.due_s(frame(0), source=1, now_s=1.0) == pytest.approx(1.01)
     assert delays.due_s(frame(2), source=0, now_s=1.0) == pytest.approx(1.01)
@@ -79,11 +79,11 @@ def test_every_direction_of_every_pair_has_its_own_latency() -> None:
 
 
 def test_a_frame_that_is_too_short_to_have_a_destination_does_no_harm() -> None:
-    assert Delays(lab(Link(latency_s=0.01))).due_s(b"", source=0, now_s=1.0) == pytest.approx(1.01)
+    assert LinkEmulator(lab(Link(latency_s=0.01))).due_s(b"", source=0, now_s=1.0) == pytest.approx(1.01)
 
 
 def test_frames_keep_their_order_when_the_latency_becomes_shorter() -> None:
-    delays = Delays(lab(Link(latency_s=1.0)))
+    delays = LinkEmulator(lab(Link(latency_s=1.0)))
     first = delays.due_s(frame(1), source=0, now_s=0.0)
     delays.change(lab(Link()))
     assert delays.due_s(frame(1), source=0, now_s=0.1) == first == 1.0
@@ -101,7 +101,7 @@ class RelayAtWork:
             end.settimeout(10)
         files = [theirs.fileno() for theirs in self._theirs]
         control, self.control = os.pipe()
-        relay = Relay(Delays(settings), [(files[0], files[1]), (files[2], files[3])], control=control)
+        relay = Relay(LinkEmulator(settings), [(files[0], files[1]), (files[2], files[3])], control=control)
         self.thread = threading.Thread(target=relay.run, daemon=True)
         self.thread.start()
 

@@ -12,7 +12,7 @@ from thinwire.errors import MissingExtra
 from thinwire.events import Transfer, TransferLog
 from thinwire.lab.wire_benchmark import reference_torchft
 from thinwire.lab.wire_benchmark.contenders import ABLATION, CONTENDERS, REFERENCES, contender
-from thinwire.lab.wire_benchmark.readings import Meter, closing, span
+from thinwire.lab.wire_benchmark.readings import ByteMeter, closing, span
 from thinwire.lab.wire_benchmark.reference_torchft import matched_fragments, matched_numbers
 from thinwire.lab.wire_benchmark.trainers import check_installed
 from thinwire.lab.wire_benchmark.worker import WorkerOptions, lr_factor, run_worker
@@ -143,7 +143,7 @@ def test_the_learning_rate_warms_up_and_falls_to_a_twentieth() -> None:
 
 def test_a_span_counts_rounds_and_no_meetings() -> None:
     log = TransferLog()
-    meter = Meter(log, counts_bytes=True)
+    meter = ByteMeter(log, counts_bytes=True)
 
     def add(kind: str, payload_bytes: int, error: str = "") -> None:
         log.add(
@@ -168,7 +168,7 @@ def test_a_span_counts_rounds_and_no_meetings() -> None:
 
 
 def test_bytes_that_thinwire_does_not_send_are_not_known() -> None:
-    meter = Meter(TransferLog(), counts_bytes=False)
+    meter = ByteMeter(TransferLog(), counts_bytes=False)
     began, ended = meter.read(stalled_s=lambda: None), meter.read(stalled_s=lambda: None)
     found = span(began, ended, step_s=[0.1], tokens=1)
     assert found["payload_bytes_sent"] is None and found["stalled_s"] is None

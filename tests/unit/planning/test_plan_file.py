@@ -16,7 +16,7 @@ from torch import nn
 from thinwire.errors import DataError
 from thinwire.planning.cluster import Cluster, Machine
 from thinwire.planning.plan import Plan, load_plan, pareto, read_plan, save_plan
-from thinwire.planning.search import Wishes, make_plan
+from thinwire.planning.search import PlanConstraints, make_plan
 from thinwire.planning.workload import Workload
 
 
@@ -25,7 +25,7 @@ def small_plan() -> Plan:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     machines = tuple(Machine(name=n, flops_per_s=1e9, up_bits_per_s=1e6, down_bits_per_s=1e6) for n in "ab")
     workload = Workload(name="nano", model=model, tokens=1e6, seq_len=64, batch_size=4)
-    wishes = Wishes(intervals=(10, 30), overlaps=(1,), layers=(1,), min_replicas=2)
+    wishes = PlanConstraints(intervals=(10, 30), overlaps=(1,), layers=(1,), min_replicas=2)
     return make_plan(workload, Cluster(machines=machines), wishes)
 
 

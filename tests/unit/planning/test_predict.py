@@ -22,30 +22,30 @@ from thinwire.sync.schedule import EveryStep, Prefetched, RandomRefresh, Stagger
 
 def traffic(
     *fragments: tuple[float, ...],
-    exchange: simulate.Exchange | None = None,
+    exchange: simulate.ExchangeModel | None = None,
     coded: float = 0.0,
     times_sent: float = 1.0,
 ) -> Traffic:  # fmt: skip
     return Traffic(
         payload_bytes=fragments, times_sent=times_sent, coded=tuple((coded,) * len(one) for one in fragments),
-        exchange=exchange or simulate.Exchange(),
+        exchange=exchange or simulate.ExchangeModel(),
     )  # fmt: skip
 
 
-def star(count: int, *, rate: float = 8e6, latency_s: float = 0.0) -> simulate.Cluster:
-    return simulate.star([simulate.Link(bandwidth_bits_per_s=rate, latency_s=latency_s / 2)] * count)
+def star(count: int, *, rate: float = 8e6, latency_s: float = 0.0) -> simulate.SimCluster:
+    return simulate.star([simulate.SimLink(bandwidth_bits_per_s=rate, latency_s=latency_s / 2)] * count)
 
 
 def look(
     schedule: Any, sent: Traffic, *, num_steps: int, steps: tuple[float, ...] = (1.0, 1.0), **link: float
 ) -> Prediction:
-    replicas = [simulate.Replica(step_s=step_s) for step_s in steps]
+    replicas = [simulate.SimReplica(step_s=step_s) for step_s in steps]
     return predict(schedule, sent, links=star(len(steps), **link), replicas=replicas, num_steps=num_steps)
 
 
-def whole(schedule: Any, sent: Traffic, *, num_steps: int, steps: tuple[float, ...], **link: float) -> simulate.Run:
+def whole(schedule: Any, sent: Traffic, *, num_steps: int, steps: tuple[float, ...], **link: float) -> simulate.SimRun:
     return simulate.simulate_training(
-        schedule, cluster=star(len(steps), **link), replicas=[simulate.Replica(step_s=step_s) for step_s in steps],
+        schedule, cluster=star(len(steps), **link), replicas=[simulate.SimReplica(step_s=step_s) for step_s in steps],
         payload_bytes=sent.payload_bytes, num_steps=num_steps, exchange=sent.exchange,
     )  # fmt: skip
 
@@ -60,7 +60,7 @@ def whole(schedule: Any, sent: Traffic, *, num_steps: int, steps: tuple[float, .
 def test_what_is_left_out_is_what_a_simulation_of_it_would_say(
     schedule: Any, sizes: list[float], steps: tuple[float, ...], num_steps: int, latency_s: float, pattern: Any
 ) -> None:
-    sent = traffic(*((size,) for size in sizes), exchange=simulate.Exchange(pattern=pattern))
+    sent = traffic(*((size,) for size in sizes), exchange=simulate.ExchangeModel(pattern=pattern))
     found = look(schedule, sent, num_steps=num_steps, steps=steps, latency_s=latency_s)
     expected = whole(schedule, sent, num_steps=num_steps, steps=steps, latency_s=latency_s)
     assert found.simulated_steps <= found.num_steps == num_steps
@@ -154,7 +154,7 @@ def test_a_change_that_lies_behind_the_first_intervals_is_found_wherever_it_is()
 
 
 def test_steps_that_vary_are_looked_at_for_longer_and_cost_what_the_slower_one_of_each_step_takes() -> None:
-    replicas = [simulate.Replica(step_s=1.0, sigma=0.3)] * 2
+    replicas = [simulate.SimReplica(step_s=1.0, sigma=0.3)] * 2
     found = predict(
         EveryStep(), traffic((1.0,)), links=star(2, rate=1e15), replicas=replicas, num_steps=5000, seed=3
     )  # fmt: skip
@@ -165,7 +165,7 @@ def test_steps_that_vary_are_looked_at_for_longer_and_cost_what_the_slower_one_o
 
 def test_groups_that_change_are_looked_at_for_longer() -> None:
     method = recipe("noloco")(sync_interval=5)
-    sent = traffic((5e6, 5e6), exchange=simulate.Exchange(topology=method.topology))
+    sent = traffic((5e6, 5e6), exchange=simulate.ExchangeModel(topology=method.topology))
     steps = (1.0, 1.1, 1.2, 3.0)
     found = look(method.schedule, sent, num_steps=5000, steps=steps)
     expected = whole(method.schedule, sent, num_steps=5000, steps=steps)
@@ -193,7 +193,7 @@ def test_coding_takes_its_share_of_every_step_where_somebody_measured_it() -> No
 
 def test_after_a_warm_up_the_last_channel_s_coding_counts() -> None:
     sent = Traffic(
-        payload_bytes=((4e6, 1e5, 0.0),), times_sent=1.0, coded=((9e9, 1e6, 0.0),), exchange=simulate.Exchange()
+        payload_bytes=((4e6, 1e5, 0.0),), times_sent=1.0, coded=((9e9, 1e6, 0.0),), exchange=simulate.ExchangeModel()
     )
     assert sent.last_channel == 1
     assert coding_s(Machine(name="a", encode_bytes_per_s=4e6), EveryStep(), sent) == 1.0
@@ -203,7 +203,7 @@ def test_a_run_that_has_come_to_rest_is_not_simulated_for_longer(monkeypatch: py
     asked: list[int] = []
     real = simulate.simulate_training
 
-    def counting(*arguments: Any, **named: Any) -> simulate.Run:
+    def counting(*arguments: Any, **named: Any) -> simulate.SimRun:
         asked.append(named["num_steps"])
         return real(*arguments, **named)
 

@@ -13,14 +13,14 @@ import thinwire
 from thinwire.errors import PayloadError
 from thinwire.planning import probe
 from thinwire.planning.cluster import Machine
-from thinwire.planning.probe import Budget, Wires, probe_wires
+from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
 from thinwire.transport.loopback import LoopbackTransport, single
 
-QUICK = Budget(seconds=0.2, most_bytes=2**16)
+QUICK = ProbeBudget(seconds=0.2, most_bytes=2**16)
 
 
-def probed(count: int) -> list[Wires]:
-    def replica_main(transport: LoopbackTransport) -> Wires:
+def probed(count: int) -> list[WireMeasurements]:
+    def replica_main(transport: LoopbackTransport) -> WireMeasurements:
         return probe_wires(transport, budget=QUICK, deadline_s=10)
 
     return list(thinwire.run_replicas(count, replica_main))
@@ -48,13 +48,13 @@ def test_a_wire_of_known_speed_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     """A clock that moves by what each message would take on a wire of 8 Mbit/s and 10 ms."""
     clock = {"now_s": 0.0}
     monkeypatch.setattr(time, "perf_counter", lambda: clock["now_s"])
-    say = probe._Line.say
+    say = probe._PeerChannel.say
 
     def slow(line: Any, payload: torch.Tensor, *, to: int) -> None:
         clock["now_s"] += 0.010 + 8 * payload.numel() / 8e6
         say(line, payload, to=to)
 
-    monkeypatch.setattr(probe._Line, "say", slow)
+    monkeypatch.setattr(probe._PeerChannel, "say", slow)
     monkeypatch.setattr(probe, "_together", lambda line, sizes: {str(1 - line.transport.replica): 0.5})
     (found, _) = probed(2)
     for pair in ((0, 1), (1, 0)):
@@ -81,7 +81,7 @@ def test_what_a_peer_says_is_checked(said: dict[str, Any], why: str) -> None:
 
 def test_a_peer_that_wants_to_send_too_much_is_refused() -> None:
     def replica_main(transport: LoopbackTransport) -> None:
-        line = probe._Line(transport, number=0, deadline_s=5)
+        line = probe._PeerChannel(transport, number=0, deadline_s=5)
         if transport.replica == 0:
             line.say(probe._size_word(2**40), to=1)
             return
@@ -99,8 +99,8 @@ def test_a_probe_of_one_replica_says_where_to_start_it() -> None:
 @pytest.mark.parametrize(("arguments", "said"), [({"seconds": 0}, "above 0 s"), ({"most_bytes": 9}, "got 9")])
 def test_a_budget_that_measures_nothing_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Budget(**arguments)
+        ProbeBudget(**arguments)
 
 
 def test_a_pair_has_less_of_the_budget_where_there_are_more() -> None:
-    assert Budget(seconds=60).transfer_s(2) == 2.0 > Budget(seconds=60).transfer_s(16) > 0
+    assert ProbeBudget(seconds=60).transfer_s(2) == 2.0 > ProbeBudget(seconds=60).transfer_s(16) > 0

@@ -16,8 +16,8 @@ from thinwire.planning.candidates import Candidate, candidates, machine_sets, st
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.loss_penalty import compute_worth, loss_penalty
 from thinwire.planning.predict import Prediction, alone, coding_s, predict
-from thinwire.planning.search import Wishes, make_plan
-from thinwire.planning.simulator_adapter import Traffic, traffic_of, virtual_cluster
+from thinwire.planning.search import PlanConstraints, make_plan
+from thinwire.planning.simulator_adapter import Traffic, simulated_cluster, traffic_of
 from thinwire.planning.workload import Workload
 
 
@@ -29,7 +29,7 @@ def workload(**changes: Any) -> Workload:
 
 # 98,304 parameters and 512 tokens a step: 302 million operations.
 STEP = 6 * 98_304 * 512
-FEW = Wishes(intervals=(10, 100), overlaps=(1, 5), layers=(1,))
+FEW = PlanConstraints(intervals=(10, 100), overlaps=(1, 5), layers=(1,))
 
 
 def machines(*steps: float, rate: float | None = 1e6, **changes: Any) -> tuple[Machine, ...]:
@@ -40,7 +40,7 @@ def machines(*steps: float, rate: float | None = 1e6, **changes: Any) -> tuple[M
     )
 
 
-SMALL = Wishes(intervals=(10, 100), overlaps=(1, 5), layers=(1, 3), max_penalty=0.2, min_replicas=2)
+SMALL = PlanConstraints(intervals=(10, 100), overlaps=(1, 5), layers=(1, 3), max_penalty=0.2, min_replicas=2)
 
 
 def random_cluster(seed: int) -> Cluster:
@@ -61,7 +61,7 @@ def random_cluster(seed: int) -> Cluster:
     return Cluster(machines=found, wires=wires)
 
 
-def every_candidate(work: Workload, cluster: Cluster, wishes: Wishes) -> list[Candidate]:
+def every_candidate(work: Workload, cluster: Cluster, wishes: PlanConstraints) -> list[Candidate]:
     names = [machine.name for machine in cluster.machines]
     sets = machine_sets(cluster, names, step_s=step_times(cluster, work, names, num_replicas=len(names)))
     sets = [chosen for chosen in sets if len(chosen) >= wishes.min_replicas]
@@ -87,10 +87,10 @@ def equal_loss_s(candidate: Candidate, work: Workload, cluster: Cluster) -> floa
     method = candidate.make()
     sent = traffic_of(method, work.model, num_replicas=count)
     replicas = [
-        simulate.Replica(step_s=time_s + coding_s(cluster.machine(name), method.schedule, sent))
+        simulate.SimReplica(step_s=time_s + coding_s(cluster.machine(name), method.schedule, sent))
         for time_s, name in zip(times, names, strict=True)
     ]
-    links = virtual_cluster(cluster, names=names)
+    links = simulated_cluster(cluster, names=names)
     found = predict(method.schedule, sent, links=links, replicas=replicas, num_steps=num_steps)
     return found.total_s * compute_worth(penalty.share)
 
@@ -192,7 +192,7 @@ def test_a_utilisation_that_nothing_reaches_is_told_with_what_it_would_take() ->
 
 def test_the_least_interval_that_keeps_machines_busy_is_the_least_one() -> None:
     cluster = Cluster(machines=machines(0.1, 0.1, rate=1e6))
-    wishes = Wishes(methods=("diloco",), intervals=(10, 20, 50, 100, 200), codecs=("e3m0",), min_replicas=2)
+    wishes = PlanConstraints(methods=("diloco",), intervals=(10, 20, 50, 100, 200), codecs=("e3m0",), min_replicas=2)
     plan = make_plan(workload(), cluster, wishes)
     assert plan.needs is not None and plan.needs.sync_interval is not None and plan.needs.penalty is not None
     by_interval = {}
@@ -215,7 +215,7 @@ def test_what_sends_less_is_not_taken_where_it_computes_less_than_was_wished(
         )  # fmt: skip
 
     monkeypatch.setattr(candidate_times, "predict", told)
-    wishes = Wishes(
+    wishes = PlanConstraints(
         methods=("diloco",), intervals=(30,), codecs=("float32", "e3m0"), min_replicas=2, min_utilisation=least
     )  # fmt: skip
     plan = make_plan(workload(), Cluster(machines=machines(0.1, 0.1)), wishes)
@@ -240,13 +240,15 @@ def test_a_method_whose_loss_nobody_has_published_comes_last_but_comes() -> None
     kinds = [outlook.penalty is None for outlook in plan.outlooks]
     assert kinds == sorted(kinds)
     assert {"noloco", "dgc"} <= {outlook.candidate.method for outlook in plan.outlooks if outlook.penalty is None}
-    alone = make_plan(workload(), Cluster(machines=machines(0.1, 0.1)), Wishes(methods=("dgc",), min_replicas=2))
+    alone = make_plan(
+        workload(), Cluster(machines=machines(0.1, 0.1)), PlanConstraints(methods=("dgc",), min_replicas=2)
+    )
     assert alone.best.candidate.method == "dgc" and alone.best.equal_loss_s == float("inf")
 
 
 def test_coding_counts_as_computing_where_it_was_measured() -> None:
     slow = [dataclasses.replace(machine, encode_bytes_per_s=1e6) for machine in machines(0.1, 0.1, rate=1e9)]
-    wishes = Wishes(methods=("diloco",), intervals=(10,), codecs=("e3m0",), min_replicas=2)
+    wishes = PlanConstraints(methods=("diloco",), intervals=(10,), codecs=("e3m0",), min_replicas=2)
     plan = make_plan(workload(), Cluster(machines=tuple(slow)), wishes)
     # encoded once and decoded twice: one and a half times 4 bytes of each of 98,304 elements, in ten steps
     assert plan.best.prediction.compute_s == pytest.approx(0.1 + 1.5 * 4 * 98_304 / 1e6 / 10, rel=1e-3)
@@ -277,7 +279,7 @@ def test_of_thousands_of_candidates_on_many_machines_few_are_simulated(monkeypat
     looks = counted(monkeypatch, candidate_times, "quick_step_s")
     simulated = counted(monkeypatch, candidate_times, "predict")
     runs = counted(monkeypatch, simulate, "simulate_training")
-    plan = make_plan(workload(tokens=1e9), Cluster(machines=many, wires=wires), Wishes(max_penalty=1.0))
+    plan = make_plan(workload(tokens=1e9), Cluster(machines=many, wires=wires), PlanConstraints(max_penalty=1.0))
     assert len(looks) > 1000
     assert len(simulated) <= 60 and len(runs) <= 2 * len(simulated)
     assert len(plan.outlooks) <= 24
@@ -325,4 +327,4 @@ def test_where_nothing_is_left_the_reason_is_told(changes: dict[str, Any], clust
 )
 def test_a_wish_out_of_its_range_is_refused_with_its_value(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Wishes(**changes)
+        PlanConstraints(**changes)

@@ -22,7 +22,14 @@ from thinwire import methods, simulate
 from thinwire.codecs import float32
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.predict import predict
-from thinwire.planning.simulator_adapter import KnownStages, Traffic, condensed, faster, traffic_of, virtual_cluster
+from thinwire.planning.simulator_adapter import (
+    PrecomputedStages,
+    Traffic,
+    condensed,
+    faster,
+    simulated_cluster,
+    traffic_of,
+)
 from thinwire.sync.schedule import EveryStep, Staggered
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
@@ -114,7 +121,7 @@ def test_an_exchange_that_is_not_known_is_refused_by_its_name() -> None:
 
 
 def traffic(*payloads: float, pattern: simulate.Pattern | None = None) -> Traffic:
-    exchange = simulate.Exchange(pattern=pattern or simulate.AllGather())
+    exchange = simulate.ExchangeModel(pattern=pattern or simulate.AllGather())
     sizes = tuple((size,) for size in payloads)
     return Traffic(payload_bytes=sizes, times_sent=1.0, coded=tuple((0.0,) for _ in sizes), exchange=exchange)
 
@@ -122,7 +129,8 @@ def traffic(*payloads: float, pattern: simulate.Pattern | None = None) -> Traffi
 def round_s(cluster: Cluster, *, payload_bytes: float) -> float:
     """Return how long one all-gather takes that everyone waits for."""
     run = simulate.simulate_training(
-        EveryStep(), cluster=virtual_cluster(cluster), replicas=[simulate.Replica(step_s=1.0)] * cluster.num_replicas,
+        EveryStep(), cluster=simulated_cluster(cluster),
+        replicas=[simulate.SimReplica(step_s=1.0)] * cluster.num_replicas,
         payload_bytes=[(payload_bytes,)], num_steps=1,
     )  # fmt: skip
     return run.total_s - 1.0
@@ -159,23 +167,23 @@ def test_machines_without_accesses_are_joined_by_their_wires_alone() -> None:
 def test_the_time_to_a_peer_is_that_of_both_accesses_or_that_of_the_pair_s_own_wire() -> None:
     own = Wire(source="m0", destination="m1", bandwidth_bits_per_s=1e9, latency_s=0.25)
     cluster = Cluster(machines=tuple(machines(2, latency_s=0.05)), wires=(own,))
-    links = virtual_cluster(cluster)
+    links = simulated_cluster(cluster)
     assert (links.latency_s(links.route(0, 1)), links.latency_s(links.route(1, 0))) == (0.25, 0.1)
 
 
 @given(st.floats(1e-6, 9.0))
 def test_latencies_are_rounded_up_by_less_than_a_tenth(latency_s: float) -> None:
     own = Wire(source="m0", destination="m1", bandwidth_bits_per_s=1e9, latency_s=latency_s)
-    links = virtual_cluster(Cluster(machines=tuple(machines(2)), wires=(own,)))
+    links = simulated_cluster(Cluster(machines=tuple(machines(2)), wires=(own,)))
     found = links.latency_s(links.route(0, 1))
     assert latency_s * (1 - 1e-12) <= found < 1.1 * latency_s
 
 
 def test_those_that_take_part_keep_their_own_order_and_an_unknown_name_is_refused() -> None:
     cluster = Cluster(machines=tuple(machines(4)))
-    assert virtual_cluster(cluster, names=["m3", "m1"]).num_hosts == 2
+    assert simulated_cluster(cluster, names=["m3", "m1"]).num_hosts == 2
     with pytest.raises(ValueError, match="there is no replica 'm7'; there are m0, m1"):
-        virtual_cluster(cluster, names=["m0", "m7"])
+        simulated_cluster(cluster, names=["m0", "m7"])
 
 
 def test_of_many_machines_pairs_that_have_nearly_what_their_accesses_leave_get_no_link_of_their_own() -> None:
@@ -184,12 +192,12 @@ def test_of_many_machines_pairs_that_have_nearly_what_their_accesses_leave_get_n
         Wire(source="m0", destination="m2", bandwidth_bits_per_s=4e6),
     )
     few, many = (Cluster(machines=tuple(machines(count)), wires=wires) for count in (8, 9))
-    assert len(virtual_cluster(few).links) - 2 * 8 == 2
-    assert len(virtual_cluster(many).links) - 2 * 9 == 1
+    assert len(simulated_cluster(few).links) - 2 * 8 == 2
+    assert len(simulated_cluster(many).links) - 2 * 9 == 1
 
 
 def test_faster_wires_have_the_same_latency() -> None:
-    links = virtual_cluster(Cluster(machines=tuple(machines(2, latency_s=0.1))))
+    links = simulated_cluster(Cluster(machines=tuple(machines(2, latency_s=0.1))))
     assert [link.bandwidth_bits_per_s for link in faster(links, 3.0).links[:2]] == [24e6, 24e6]
     assert faster(links, 3.0).latency_s(links.route(0, 1)) == 0.2
 
@@ -226,14 +234,14 @@ def clusters(draw: st.DrawFn) -> Cluster:
 def test_two_links_and_the_slowest_replica_tell_the_times_of_all(
     cluster: Cluster, schedule: Any, payloads: list[float], steps: list[float], num_steps: int, pattern: Any
 ) -> None:
-    links, sent = virtual_cluster(cluster), traffic(*payloads, pattern=pattern)
-    replicas = [simulate.Replica(step_s=step_s) for step_s in steps[: cluster.num_replicas]]
+    links, sent = simulated_cluster(cluster), traffic(*payloads, pattern=pattern)
+    replicas = [simulate.SimReplica(step_s=step_s) for step_s in steps[: cluster.num_replicas]]
     whole = simulate.simulate_training(
         schedule, cluster=links, replicas=replicas, payload_bytes=sent.payload_bytes, num_steps=num_steps,
         exchange=sent.exchange,
     )  # fmt: skip
     few = condensed(sent.exchange, links, num_replicas=cluster.num_replicas)
-    assert isinstance(few.pattern, KnownStages) and all(len(stage.loads) <= 2 for stage in few.pattern.made)
+    assert isinstance(few.pattern, PrecomputedStages) and all(len(stage.loads) <= 2 for stage in few.pattern.made)
     quick = simulate.simulate_training(
         schedule, cluster=links, replicas=[max(replicas, key=lambda replica: replica.step_s)] * 2,
         payload_bytes=sent.payload_bytes, num_steps=num_steps, exchange=few,
@@ -267,8 +275,8 @@ SLOW_PAIR = Cluster(
 def test_a_prediction_by_two_links_is_that_of_the_whole_cluster(
     cluster: Cluster, schedule: Any, payloads: list[float], steps: list[float], intervals: int
 ) -> None:
-    links, sent = virtual_cluster(cluster), traffic(*payloads)
-    replicas = [simulate.Replica(step_s=step_s) for step_s in steps[: cluster.num_replicas]]
+    links, sent = simulated_cluster(cluster), traffic(*payloads)
+    replicas = [simulate.SimReplica(step_s=step_s) for step_s in steps[: cluster.num_replicas]]
     few = dataclasses.replace(sent, exchange=condensed(sent.exchange, links, num_replicas=cluster.num_replicas))
     found = [
         predict(schedule, one, links=links, replicas=replicas, num_steps=intervals * schedule.sync_interval)
@@ -283,13 +291,13 @@ def test_a_prediction_by_two_links_is_that_of_the_whole_cluster(
 @pytest.mark.parametrize(
     "exchange",
     [
-        simulate.Exchange(pattern=simulate.Star(hub=0)),
-        simulate.Exchange(pattern=simulate.Star(hub=0), quorum=2),
-        simulate.Exchange(quorum=2),
+        simulate.ExchangeModel(pattern=simulate.Star(hub=0)),
+        simulate.ExchangeModel(pattern=simulate.Star(hub=0), quorum=2),
+        simulate.ExchangeModel(quorum=2),
     ],
 )
-def test_flows_that_differ_in_what_they_load_keep_all_links(exchange: simulate.Exchange) -> None:
-    links = virtual_cluster(Cluster(machines=tuple(machines(3))))
+def test_flows_that_differ_in_what_they_load_keep_all_links(exchange: simulate.ExchangeModel) -> None:
+    links = simulated_cluster(Cluster(machines=tuple(machines(3))))
     assert condensed(exchange, links, num_replicas=3) is exchange
 
 

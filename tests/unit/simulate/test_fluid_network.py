@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from thinwire.simulate import Clock, Demand, Flow, Link, Network, max_min_rates
+from thinwire.simulate import FlowDemand, FluidFlow, FluidNetwork, SimLink, VirtualClock, max_min_rates
 
 
 def ends(flows, links, *, starts=None):
     """Return when each flow ends, and the network."""
-    clock = Clock()
-    network = Network(links, clock=clock)
+    clock = VirtualClock()
+    network = FluidNetwork(links, clock=clock)
     found = [math.inf] * len(flows)
 
     def starting(number):
@@ -28,11 +28,11 @@ def ends(flows, links, *, starts=None):
 
 
 def over(*links, size, **settings):
-    return Flow(size_bits=size, loads=tuple((link, 1.0) for link in links), **settings)
+    return FluidFlow(size_bits=size, loads=tuple((link, 1.0) for link in links), **settings)
 
 
 def wire(rate, **settings):
-    return Link(bandwidth_bits_per_s=rate, **settings)
+    return SimLink(bandwidth_bits_per_s=rate, **settings)
 
 
 def test_one_flow_takes_its_bits_by_the_slowest_link_and_then_the_latency():
@@ -59,7 +59,7 @@ def test_what_one_flow_cannot_use_the_others_get():
 
 
 def test_the_classic_parking_lot():
-    demands = [Demand([(0, 1.0), (1, 1.0)]), Demand([(0, 1.0)]), Demand([(1, 1.0)])]
+    demands = [FlowDemand([(0, 1.0), (1, 1.0)]), FlowDemand([(0, 1.0)]), FlowDemand([(1, 1.0)])]
     assert max_min_rates(demands, {0: 6.0, 1: 10.0}) == [3, 3, 7]
 
 
@@ -70,14 +70,14 @@ def test_a_limit_paces_a_flow_and_leaves_the_rest_to_others():
 
 
 def test_a_share_of_three_gets_three_parts():
-    assert max_min_rates([Demand([(0, 1.0)], share=3.0), Demand([(0, 1.0)])], {0: 8.0}) == [6, 2]
+    assert max_min_rates([FlowDemand([(0, 1.0)], share=3.0), FlowDemand([(0, 1.0)])], {0: 8.0}) == [6, 2]
 
 
 def test_a_collective_flow_loads_links_by_its_weights_and_takes_one_part_of_its_busiest_one():
-    collective = Flow(size_bits=10, loads=((0, 3.0), (1, 1.0)))
+    collective = FluidFlow(size_bits=10, loads=((0, 3.0), (1, 1.0)))
     assert ends([collective], [wire(6), wire(6)])[0] == [5]
     # on link 0 both have 3 bits a second: a collective's part is that of the bits on the link, not of its own bits
-    assert max_min_rates([Demand(collective.loads), Demand([(0, 1.0)])], {0: 6.0, 1: 6.0}) == [1, 3]
+    assert max_min_rates([FlowDemand(collective.loads), FlowDemand([(0, 1.0)])], {0: 6.0, 1: 6.0}) == [1, 3]
 
 
 def test_a_link_that_is_named_twice_carries_both():
@@ -115,8 +115,8 @@ def test_a_link_that_never_comes_back_holds_its_flows_for_ever_and_no_others():
 
 
 def test_a_flow_that_is_stopped_leaves_its_link_to_the_others_and_never_ends():
-    clock = Clock()
-    network = Network([wire(10)], clock=clock)
+    clock = VirtualClock()
+    network = FluidNetwork([wire(10)], clock=clock)
     seen = []
     moving = network.start(over(0, size=100), lambda: seen.append("stopped"))
     network.start(over(0, size=100), lambda: seen.append(clock.now_s))
@@ -133,7 +133,7 @@ def test_flows_that_share_no_link_do_not_see_each_other():
 
 
 def test_what_happens_in_one_instant_happens_in_the_order_it_was_asked_for():
-    clock, seen = Clock(), []
+    clock, seen = VirtualClock(), []
     clock.at(1.0, lambda: clock.at(1.0, lambda: seen.append("last")))
     clock.at(1.0, lambda: seen.append("second"))
     clock.at(0.5, lambda: seen.append("first"))
@@ -146,22 +146,22 @@ def test_what_happens_in_one_instant_happens_in_the_order_it_was_asked_for():
 @pytest.mark.parametrize("time_s", [-1.0, math.nan])
 def test_a_clock_does_not_go_back(time_s):
     with pytest.raises(ValueError, match="at least the clock's 0"):
-        Clock().at(time_s, lambda: None)
+        VirtualClock().at(time_s, lambda: None)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Link(bandwidth_bits_per_s=-1), "at least 0, got -1"),
-        (lambda: Link(bandwidth_bits_per_s=math.nan), "at least 0, got nan"),
-        (lambda: Link(bandwidth_bits_per_s=1, latency_s=math.inf), "latency_s must be finite"),
-        (lambda: Link(bandwidth_bits_per_s=1, changes=((2, 1), (1, 1))), "ascending order"),
-        (lambda: Link(bandwidth_bits_per_s=1, changes=((2, -1),)), "at least 0, got -1"),
+        (lambda: SimLink(bandwidth_bits_per_s=-1), "at least 0, got -1"),
+        (lambda: SimLink(bandwidth_bits_per_s=math.nan), "at least 0, got nan"),
+        (lambda: SimLink(bandwidth_bits_per_s=1, latency_s=math.inf), "latency_s must be finite"),
+        (lambda: SimLink(bandwidth_bits_per_s=1, changes=((2, 1), (1, 1))), "ascending order"),
+        (lambda: SimLink(bandwidth_bits_per_s=1, changes=((2, -1),)), "at least 0, got -1"),
         (lambda: over(0, size=-1), "size_bits must be finite"),
         (lambda: over(0, size=1, latency_s=-1), "latency_s must be finite"),
         (lambda: over(0, size=1, limit_bits_per_s=0), "must be above 0"),
         (lambda: over(0, size=1, share=0), "must be above 0"),
-        (lambda: Flow(size_bits=1, loads=((0, 0.0),)), "leave out links"),
+        (lambda: FluidFlow(size_bits=1, loads=((0, 0.0),)), "leave out links"),
         (lambda: ends([over(3, size=1)], [wire(1)]), "links 0 to 0, got 3"),
     ],
 )

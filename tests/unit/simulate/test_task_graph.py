@@ -8,13 +8,13 @@ import pytest
 
 from thinwire.simulate import (
     AllGather,
-    Cluster,
-    Compute,
-    Flow,
-    Link,
+    ComputeTask,
+    FluidFlow,
     RingAllReduce,
+    SimCluster,
+    SimLink,
     Star,
-    Transfer,
+    TransferTask,
     TwoPhase,
     joined_sites,
     leaf_spine,
@@ -23,15 +23,15 @@ from thinwire.simulate import (
     star,
 )  # fmt: skip
 
-WIRE = Link(bandwidth_bits_per_s=10.0)
+WIRE = SimLink(bandwidth_bits_per_s=10.0)
 
 
 def send(size, link=0, latency_s=0.0, **settings):
-    return Transfer(flow=Flow(size_bits=size, loads=((link, 1.0),), latency_s=latency_s), **settings)
+    return TransferTask(flow=FluidFlow(size_bits=size, loads=((link, 1.0),), latency_s=latency_s), **settings)
 
 
 def work(seconds, processor="a", **settings):
-    return Compute(processor=processor, seconds=seconds, **settings)
+    return ComputeTask(processor=processor, seconds=seconds, **settings)
 
 
 def test_a_processor_does_one_task_after_another_in_the_order_of_readiness():
@@ -71,7 +71,7 @@ def test_a_queue_takes_the_lowest_priority_first():
 
 
 def test_what_waits_for_a_dead_link_never_starts_and_the_rest_ends():
-    dead = Link(bandwidth_bits_per_s=0.0)
+    dead = SimLink(bandwidth_bits_per_s=0.0)
     times = run_tasks([send(1), work(1, after=(0,)), work(2)], links=[dead])
     assert times.end_s == (math.inf, math.inf, 2)
     assert times.start_s == (0, math.inf, 0)
@@ -115,10 +115,12 @@ def test_work_that_takes_no_number_of_seconds_is_refused(seconds):
 
 
 CLUSTERS = {
-    "star": star([Link(bandwidth_bits_per_s=1.0 + n, latency_s=0.01 * n) for n in range(5)]),
-    "ring": ring([Link(bandwidth_bits_per_s=1.0 + n, latency_s=0.01 * n) for n in range(5)]),
+    "star": star([SimLink(bandwidth_bits_per_s=1.0 + n, latency_s=0.01 * n) for n in range(5)]),
+    "ring": ring([SimLink(bandwidth_bits_per_s=1.0 + n, latency_s=0.01 * n) for n in range(5)]),
     "leaf-spine": leaf_spine([[WIRE, WIRE], [WIRE, WIRE, WIRE]], trunks=[[WIRE] * 3] * 2),
-    "sites": joined_sites([[WIRE], [WIRE] * 3, [WIRE]], wires={(0, 1): WIRE, (2, 1): Link(bandwidth_bits_per_s=3.0)}),
+    "sites": joined_sites(
+        [[WIRE], [WIRE] * 3, [WIRE]], wires={(0, 1): WIRE, (2, 1): SimLink(bandwidth_bits_per_s=3.0)}
+    ),
 }
 
 
@@ -169,7 +171,7 @@ def test_a_pattern_that_needs_everyone_says_so():
         (lambda: ring([WIRE] * 2, backwards=[WIRE]), "each of the 2 hosts, got 1"),
         (lambda: leaf_spine([[WIRE]] * 2, trunks=[[WIRE], [WIRE] * 2]), r"got \[1, 2\]"),
         (lambda: joined_sites([[WIRE]] * 3, wires={(0, 1): WIRE}), r"lacks \[\(0, 2\)"),
-        (lambda: Cluster(links=(), site_of=(0,), ways_out=(), ways_in=()), "got 1, 0 and 0"),
+        (lambda: SimCluster(links=(), site_of=(0,), ways_out=(), ways_in=()), "got 1, 0 and 0"),
     ],
 )
 def test_a_cluster_that_does_not_hold_together_is_refused(make, message):

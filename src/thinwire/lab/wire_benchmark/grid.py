@@ -19,7 +19,7 @@ _POWERSGD_FACTOR = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wire:
+class BenchWire:
     """What all hosts of a run are joined by.
 
     Attributes:
@@ -50,7 +50,7 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class GridCell:
     """One run: a contender on a wire.
 
     Attributes:
@@ -69,7 +69,7 @@ class Cell:
 
     contender: str
     num_hosts: int
-    wire: Wire
+    wire: BenchWire
     repeat: int
     sync_interval: int
     overlap_steps: int
@@ -83,23 +83,23 @@ class Cell:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Cell:
+    def from_json(cls, values: dict[str, Any]) -> GridCell:
         """Read what `to_json` wrote."""
-        return cls(**{**values, "wire": Wire(**values["wire"])})
+        return cls(**{**values, "wire": BenchWire(**values["wire"])})
 
 
 def cells(
     *,
     contenders: Sequence[str],
     num_hosts: Sequence[int],
-    wires: Sequence[Wire],
+    wires: Sequence[BenchWire],
     repeats: Iterable[int],
     sync_interval: int = 30,
     overlap_steps: int = 6,
     intervals: int = 2,
     budget_s: float = 120.0,
     num_parameters: int = 3_050_000,
-) -> Iterator[Cell]:
+) -> Iterator[GridCell]:
     """Yield the runs, a contender's wires one after the other, so that ratios compare what ran at the same time.
 
     A contender that exchanges every step runs so many of them as fit the budget, because a step of it can take minutes;
@@ -127,7 +127,7 @@ def cells(
                         warmup = _WIDE_STEPS + 1
                         step_s = _STEP_S + _transfer_s(chosen, wire, num_hosts=hosts, num_parameters=num_parameters)
                         measured = max(_FEWEST_STEPS, min(measured, int(budget_s / step_s)))
-                    yield Cell(
+                    yield GridCell(
                         contender=name, num_hosts=hosts, wire=wire, repeat=repeat, sync_interval=sync_interval,
                         overlap_steps=overlap_steps, wide_steps=_WIDE_STEPS, warmup_steps=warmup,
                         measured_steps=measured,
@@ -175,7 +175,7 @@ def exchanges_every_step(chosen: Contender) -> bool:
     return chosen.kind in ("every-step", "ddp")
 
 
-def deadline_s(cell: Cell, *, num_parameters: int = 3_050_000) -> float:
+def deadline_s(cell: GridCell, *, num_parameters: int = 3_050_000) -> float:
     """Return how long a run may take before something must have gone wrong: ten times what it should."""
     chosen = contender(cell.contender)
     transfer_s = _transfer_s(chosen, cell.wire, num_hosts=cell.num_hosts, num_parameters=num_parameters)
@@ -184,7 +184,7 @@ def deadline_s(cell: Cell, *, num_parameters: int = 3_050_000) -> float:
     return 120 + 10 * (steps * _STEP_S * cell.num_hosts + (rounds + 1) * transfer_s)
 
 
-def _transfer_s(chosen: Contender, wire: Wire, *, num_hosts: int, num_parameters: int) -> float:
+def _transfer_s(chosen: Contender, wire: BenchWire, *, num_hosts: int, num_parameters: int) -> float:
     if wire.rate_bits_per_s is None:
         return 0.0
     copies = 2 * (num_hosts - 1) / num_hosts if exchanges_every_step(chosen) else num_hosts - 1

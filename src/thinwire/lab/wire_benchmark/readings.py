@@ -11,7 +11,7 @@ from thinwire.events import Direction, Totals, Transfer, TransferLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class MeterReading:
     """One moment.
 
     Attributes:
@@ -29,7 +29,7 @@ class Reading:
     stalled_s: float | None
 
 
-class Meter:
+class ByteMeter:
     """Takes readings; counts the messages of rounds and leaves out those by which the replicas meet.
 
     Args:
@@ -42,9 +42,9 @@ class Meter:
         self._totals: dict[Direction, Totals] = {"sent": Totals(), "received": Totals()}
         log.add_sink(self._add)
 
-    def read(self, *, stalled_s: Callable[[], float | None]) -> Reading:
+    def read(self, *, stalled_s: Callable[[], float | None]) -> MeterReading:
         """Return the clocks and counters now."""
-        return Reading(
+        return MeterReading(
             monotonic_s=time.perf_counter(),
             unix_s=time.time(),
             sent=self._totals["sent"] if self._counts_bytes else None,
@@ -58,7 +58,7 @@ class Meter:
             self._totals[transfer.direction] = self._totals[transfer.direction].plus(transfer)
 
 
-def span(began: Reading, ended: Reading, *, step_s: Sequence[float], tokens: int) -> dict[str, Any]:
+def span(began: MeterReading, ended: MeterReading, *, step_s: Sequence[float], tokens: int) -> dict[str, Any]:
     """Return the numbers of the measured steps: see `thinwire.lab.wire_benchmark.worker` for the fields."""
     return {
         "tokens": tokens,
@@ -71,7 +71,7 @@ def span(began: Reading, ended: Reading, *, step_s: Sequence[float], tokens: int
     }
 
 
-def closing(ended: Reading, closing: Reading, closed: Reading) -> dict[str, Any]:
+def closing(ended: MeterReading, closing: MeterReading, closed: MeterReading) -> dict[str, Any]:
     """Return the numbers of the final flush; its bytes include what was in flight when the steps ended."""
     return {
         "close_s": closed.monotonic_s - closing.monotonic_s,
@@ -81,13 +81,13 @@ def closing(ended: Reading, closing: Reading, closed: Reading) -> dict[str, Any]
     }
 
 
-def since_gate(opened: Reading, closed: Reading) -> dict[str, Any]:
+def since_gate(opened: MeterReading, closed: MeterReading) -> dict[str, Any]:
     """Return what was sent from the gate to the end: nothing is on its way at either."""
     payload_bytes = _bytes(opened, closed)["payload_bytes_sent"]
     return {"gate_unix_s": opened.unix_s, "gate_payload_bytes_sent": payload_bytes}
 
 
-def _bytes(began: Reading, ended: Reading) -> dict[str, int | None]:
+def _bytes(began: MeterReading, ended: MeterReading) -> dict[str, int | None]:
     fields: dict[str, int | None] = {}
     for direction, first, last in (("sent", began.sent, ended.sent), ("received", began.received, ended.received)):
         for name in ("messages", "payload_bytes", "wire_bytes"):

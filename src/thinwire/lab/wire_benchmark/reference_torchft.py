@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from thinwire.errors import MissingExtra, ThinwireError
-from thinwire.lab.wire_benchmark.trainers import Numbers, Tell, Trainer, loss_of
+from thinwire.lab.wire_benchmark.trainers import ShareNote, Trainer, TrainerSettings, loss_of
 from thinwire.methods import default_outer_lr
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
@@ -58,7 +58,12 @@ def load_torchft() -> SimpleNamespace:
 
 
 def torchft_trainer(
-    model: nn.Module, inner: torch.optim.Optimizer, *, numbers: Numbers, transport: RecordingTransport, tell: Tell
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    *,
+    numbers: TrainerSettings,
+    transport: RecordingTransport,
+    tell: ShareNote,
 ) -> Trainer:
     """Train with torchft's DiLoCo; each rank is a replica group of its own.
 
@@ -132,14 +137,14 @@ def matched_fragments(model: nn.Module) -> list[nn.Module]:
 class _Session:
     """What torchft needs around its DiLoCo, made in order and given back in the other."""
 
-    def __init__(self, torchft: SimpleNamespace, *, numbers: Numbers, num_replicas: int) -> None:
+    def __init__(self, torchft: SimpleNamespace, *, numbers: TrainerSettings, num_replicas: int) -> None:
         self.manager: Any = None
         self._torchft = torchft
         self._numbers = numbers
         self._num_replicas = num_replicas
         self._made = _Made()
 
-    def open(self, *, replica: int, tell: Tell) -> None:
+    def open(self, *, replica: int, tell: ShareNote) -> None:
         """Start the Lighthouse on replica 0, and here a store, a group and a manager."""
         address, made = self._numbers.address, self._made
         own = ""

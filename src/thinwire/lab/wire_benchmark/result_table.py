@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.lab.wire_benchmark.contenders import CONTENDERS
-from thinwire.lab.wire_benchmark.grid import Wire
+from thinwire.lab.wire_benchmark.grid import BenchWire
 from thinwire.training.reporting.axes import Axis
 from thinwire.training.reporting.chart import Chart, Series, image_file, line_chart
 from thinwire.units import format_bytes, format_rate, format_seconds
@@ -23,7 +23,7 @@ _FIGURE = ("all-reduce", "ddp", "ddp-powersgd", "diloco", "torchft-diloco", "str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ResultRow:
     """One contender on one wire, over its repeats.
 
     Attributes:
@@ -41,7 +41,7 @@ class Row:
     """
 
     num_hosts: int
-    wire: Wire
+    wire: BenchWire
     contender: str
     runs: int
     tokens_per_s: tuple[float, ...]
@@ -69,25 +69,25 @@ class Row:
         )
 
 
-def rows(summaries: Iterable[Mapping[str, Any]]) -> list[Row]:
+def rows(summaries: Iterable[Mapping[str, Any]]) -> list[ResultRow]:
     """Group runs by hosts, wire and contender, and hold each against its own unshaped run of the same repeat.
 
     Args:
         summaries: As `thinwire.lab.wire_benchmark.runner.summary` returns them.
     """
     runs = list(summaries)
-    unshaped = {(run["num_hosts"], _label(run), run["repeat"]): run for run in runs if run["wire"] == Wire()}
+    unshaped = {(run["num_hosts"], _label(run), run["repeat"]): run for run in runs if run["wire"] == BenchWire()}
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for run in runs:
         groups.setdefault((run["num_hosts"], _order(run["wire"]), _place(run)), []).append(run)
     return [_row(group, unshaped) for _, group in sorted(groups.items())]
 
 
-def describe(wire: Wire) -> str:
+def describe(wire: BenchWire) -> str:
     """Return a wire in words.
 
     Example:
-        >>> describe(Wire(rate_bits_per_s=5e6)), describe(Wire())
+        >>> describe(BenchWire(rate_bits_per_s=5e6)), describe(BenchWire())
         ('5.00 Mbit/s', 'no limit')
     """
     words = ["no limit" if wire.rate_bits_per_s is None else format_rate(wire.rate_bits_per_s)]
@@ -109,14 +109,14 @@ def spread(values: Sequence[float], form: str) -> str:
     return middle if len(values) == 1 else f"{middle} ({form.format(min(values))} to {form.format(max(values))})"
 
 
-def markdown(found: Sequence[Row]) -> str:
+def markdown(found: Sequence[ResultRow]) -> str:
     """Return the table for the docs."""
     lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
     lines += ["| " + " | ".join(row.cells()) + " |" for row in found]
     return "\n".join(lines) + "\n"
 
 
-def figure(found: Sequence[Row], *, num_hosts: int) -> str:
+def figure(found: Sequence[ResultRow], *, num_hosts: int) -> str:
     """Return the figure as SVG: the share of unshaped throughput against the wire's rate."""
     series = []
     for colour, name in enumerate(_FIGURE):
@@ -138,7 +138,7 @@ def figure(found: Sequence[Row], *, num_hosts: int) -> str:
     return image_file(line_chart(chart))
 
 
-def _row(group: Sequence[Mapping[str, Any]], unshaped: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> Row:
+def _row(group: Sequence[Mapping[str, Any]], unshaped: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> ResultRow:
     first = group[0]
     shares, losses = [], []
     for run in group:
@@ -149,7 +149,7 @@ def _row(group: Sequence[Mapping[str, Any]], unshaped: Mapping[tuple[Any, ...], 
             shares.append(run["tokens_per_s"] / whole["tokens_per_s"])
         if run["measured_steps"] == whole["measured_steps"] and run["val_loss"] is not None:
             losses.append(run["val_loss"])
-    return Row(
+    return ResultRow(
         num_hosts=first["num_hosts"],
         wire=first["wire"],
         contender=_label(first),
@@ -168,7 +168,7 @@ def _label(run: Mapping[str, Any]) -> str:
     return str(run["contender"]) + (" (paced)" if run["pace"] else "")
 
 
-def _order(wire: Wire) -> tuple[float, ...]:
+def _order(wire: BenchWire) -> tuple[float, ...]:
     rate = math.inf if wire.rate_bits_per_s is None else wire.rate_bits_per_s
     return (rate, wire.latency_s, wire.jitter_s, wire.loss)
 

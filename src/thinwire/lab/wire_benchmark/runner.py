@@ -14,14 +14,14 @@ from typing import Any
 from thinwire.errors import WorkerFailed
 from thinwire.lab import HostProcess, Lab
 from thinwire.lab.counters import Sample, at, between, peak_rate, sent_by
-from thinwire.lab.wire_benchmark.grid import Cell, Wire, deadline_s
+from thinwire.lab.wire_benchmark.grid import BenchWire, GridCell, deadline_s
 
 _START_S = 180.0
 _BEAT_S = 0.02
 _LAST_WORDS = 2_000
 
 
-def run_cell(cell: Cell, *, cache_dir: Path, timeout_s: float | None = None) -> dict[str, Any]:
+def run_cell(cell: GridCell, *, cache_dir: Path, timeout_s: float | None = None) -> dict[str, Any]:
     """Run one contender on one wire.
 
     The hosts meet without limits; then the wire becomes thin, the warm-up goes on, and the measured steps begin.
@@ -42,7 +42,7 @@ def run_cell(cell: Cell, *, cache_dir: Path, timeout_s: float | None = None) -> 
     limit_s = deadline_s(cell) if timeout_s is None else timeout_s
     with tempfile.TemporaryDirectory(prefix="thinwire-bench-") as name:
         folder = Path(name)
-        with Lab.of(Wire().settings(cell.num_hosts), folder=folder / "lab", can_delay=cell.wire.is_delayed) as lab:
+        with Lab.of(BenchWire().settings(cell.num_hosts), folder=folder / "lab", can_delay=cell.wire.is_delayed) as lab:
             gate = folder / "gate"
             with (folder / "words").open("wb") as words:
                 command = _command(cell, folder=folder, gate=gate, cache_dir=cache_dir, timeout_s=limit_s)
@@ -93,7 +93,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     return {
         "contender": hosts[0]["contender"],
         "num_hosts": len(hosts),
-        "wire": Wire(**result["cell"]["wire"]),
+        "wire": BenchWire(**result["cell"]["wire"]),
         "repeat": result["cell"]["repeat"],
         "pace": result["cell"]["pace"],
         "measured_steps": result["cell"]["measured_steps"],
@@ -107,7 +107,7 @@ def summary(result: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _command(cell: Cell, *, folder: Path, gate: Path, cache_dir: Path, timeout_s: float) -> list[str]:
+def _command(cell: GridCell, *, folder: Path, gate: Path, cache_dir: Path, timeout_s: float) -> list[str]:
     options = {
         "contender": cell.contender,
         "steps": cell.warmup_steps + cell.measured_steps,

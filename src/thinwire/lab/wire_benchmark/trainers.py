@@ -15,11 +15,11 @@ from thinwire.lab.wire_benchmark.contenders import Contender
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.transport.recording import RecordingTransport
 
-Tell = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+ShareNote = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
+class TrainerSettings:
     """The numbers that all contenders share.
 
     Attributes:
@@ -74,8 +74,8 @@ class Trainer:
 
 
 def make_trainer(
-    contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: Numbers,
-    transport: RecordingTransport, tell: Tell,
+    contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
+    transport: RecordingTransport, tell: ShareNote,
 ) -> Trainer:  # fmt: skip
     """Put a contender to work on a model.
 
@@ -121,7 +121,7 @@ def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _own_trainer(
-    contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: Numbers,
+    contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
     transport: RecordingTransport,
 ) -> Trainer:  # fmt: skip
     method = contender.method(sync_interval=numbers.sync_interval, overlap_steps=numbers.overlap_steps)

@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from thinwire.errors import DeadlineExceeded, DesyncError
 from thinwire.files import write_whole
 from thinwire.lab.wire_benchmark.contenders import contender
-from thinwire.lab.wire_benchmark.readings import Meter, Reading, closing, since_gate, span
-from thinwire.lab.wire_benchmark.trainers import Numbers, Trainer, check_installed, make_trainer
+from thinwire.lab.wire_benchmark.readings import ByteMeter, MeterReading, closing, since_gate, span
+from thinwire.lab.wire_benchmark.trainers import Trainer, TrainerSettings, check_installed, make_trainer
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.models import PRESETS, build_model
 from thinwire.training.models.presets import preset
@@ -173,7 +173,7 @@ class _Run:
         self._corpus = corpus
         self._transport = transport
         self._contender = contender(options.contender)
-        self._meter = Meter(transport.log, counts_bytes=not self._contender.is_reference)
+        self._meter = ByteMeter(transport.log, counts_bytes=not self._contender.is_reference)
         self._note_numbers = itertools.count()
         self._data_digest = hashlib.sha256()
         self._trainer: Trainer | None = None
@@ -239,7 +239,7 @@ class _Run:
     def _make_trainer(self, model: nn.Module) -> Trainer:
         options = self._options
         inner = torch.optim.AdamW(model.parameters(), lr=_PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1)
-        numbers = Numbers(
+        numbers = TrainerSettings(
             sync_interval=options.sync_interval, overlap_steps=options.overlap_steps, timeout_s=options.timeout_s,
             address=options.address, seed=options.seed, pace=options.pace,
         )  # fmt: skip
@@ -311,7 +311,7 @@ class _Run:
             "thinwire_version": __version__,
         }
 
-    def _read(self, trainer: Trainer) -> Reading:
+    def _read(self, trainer: Trainer) -> MeterReading:
         return self._meter.read(stalled_s=trainer.stalled_s)
 
     def _tell(self, note: Mapping[str, Any]) -> list[dict[str, Any]]:
