@@ -8,14 +8,18 @@ from pathlib import Path
 import pytest
 
 from thinwire.simulate.fluid_network import SimLink
-from thinwire.simulate.layered_step import LayeredMethod, LayeredModel, StepOrder, compute_utilisation, layered_tasks
-from thinwire.simulate.published import (
+from thinwire.simulate.layered_step import (
     SCALING_METHODS,
     SCALING_MODELS,
     STREAMING_METHODS,
     STREAMING_MODELS,
+    LayeredMethod,
+    LayeredModel,
+    StepOrder,
     bandwidth_grid,
+    compute_utilisation,
     grid_label,
+    layered_tasks,
     printed_deviations,
     reaching,
 )

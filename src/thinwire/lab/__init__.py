@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from thinwire.lab.counters import Counters
-from thinwire.lab.lab import Lab
-from thinwire.lab.process import HostProcess, HostResult
+from thinwire.lab.lab import HostProcess, HostResult, Lab, rank_environment
 from thinwire.lab.settings import Access, LabSettings, Link
 
-__all__ = ["Access", "Counters", "HostProcess", "HostResult", "Lab", "LabSettings", "Link"]
+__all__ = ["Access", "Counters", "HostProcess", "HostResult", "Lab", "LabSettings", "Link", "rank_environment"]

@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire.errors import LabError
-from thinwire.lab.lab import Lab
-from thinwire.lab.rendezvous import TOOLS, check_machine
+from thinwire.lab.lab import TOOLS, Lab, check_machine
 from thinwire.lab.settings import Link
 from thinwire.lab.traffic_probe import measure_delays, measure_rate
 from thinwire.units import format_rate, format_seconds

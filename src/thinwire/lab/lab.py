@@ -8,10 +8,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any
@@ -20,10 +22,115 @@ from thinwire.errors import LabError
 from thinwire.lab import network_commands as commands
 from thinwire.lab.counters import Counters, Sample, read_samples
 from thinwire.lab.daemon_client import DaemonClient
-from thinwire.lab.process import HostProcess, HostResult
-from thinwire.lab.rendezvous import FIRST_PORT, NUM_PORTS, check_machine, rendezvous
 from thinwire.lab.settings import Access, LabSettings, Link, Pair, parse_access
 from thinwire.units import parse_rate
+
+FIRST_PORT = 29_500
+NUM_PORTS = 1_000
+TOOLS = {"ip": "iproute2", "bridge": "iproute2", "tc": "iproute2"}
+
+
+def rank_environment(host: int, num_hosts: int, *, port: int = FIRST_PORT) -> dict[str, str]:
+    """Return the variables by which `torchrun`, `thinwire train` or a plain script on a host finds the others.
+
+    A plain script is one rank a host; `torchrun` reads the variables that begin with PET_ and starts ranks of its own.
+    """
+    first, rank, size = commands.address_of(0), str(host), str(num_hosts)
+    ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
+    torchrun = {"PET_NNODES": size, "PET_NODE_RANK": rank, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": str(port)}
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), commands.INTERFACE)
+    meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "THINWIRE_LAB_HOST": rank}
+    return {**ranks, **torchrun, **interfaces, **meeting}
+
+
+def check_machine() -> None:
+    """Refuse a machine that cannot hold a lab.
+
+    Raises:
+        LabError: Names what is missing, and the remedy.
+    """
+    if sys.platform != "linux":
+        raise LabError(f"a lab is made of Linux network namespaces, and this is {sys.platform}; use a Linux machine")
+    for tool, package in TOOLS.items():
+        if shutil.which(tool) is None:
+            raise LabError(f"a lab needs the program {tool!r}, which is not here; install it: apt install {package}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostResult:
+    """How a command ended on one host.
+
+    Attributes:
+        host: The host.
+        exit_code: Its exit code; -N where signal N ended it.
+        stdout: What it wrote to stdout.
+        stderr: What it wrote to stderr.
+    """
+
+    host: int
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+class HostProcess:
+    """A command that runs, or ran, on a host. Made by `Lab.start`.
+
+    Attributes:
+        host: The host.
+        command: Its words.
+        pid: Its process id inside the lab.
+    """
+
+    def __init__(self, lab: Lab, *, host: int, command: list[str], number: int) -> None:
+        self.host = host
+        self.command = command
+        self.pid = 0
+        self._lab = lab
+        self._number = number
+        self._ended = threading.Event()
+        self._exit_code: int | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, -N where signal N ended it; None while it runs."""
+        return self._exit_code
+
+    def wait(self, *, deadline_s: float) -> int:
+        """Wait until it ends, and return its exit code.
+
+        Args:
+            deadline_s: Seconds at most.
+
+        Raises:
+            TimeoutError: It still runs.
+            LabError: The lab itself broke, or was closed meanwhile.
+        """
+        ended = self._ended.wait(timeout=deadline_s)
+        self._lab.check()
+        if ended and self._exit_code is None:
+            raise LabError(f"{self.command[0]} on host {self.host} ended with its lab, which was closed")
+        if self._exit_code is None:
+            raise TimeoutError(f"{self.command[0]} on host {self.host} has not ended within {deadline_s:g} s")
+        return self._exit_code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command and all it started in its group; one that has ended is left alone."""
+        self._lab.signal_process(self._number, number)
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it (SIGKILL)."""
+        self.send_signal(signal.SIGKILL)
+
+    def end(self, exit_code: int | None) -> None:
+        """Note that it ended; None where the lab broke before that was known."""
+        self._exit_code = exit_code
+        self._ended.set()
+
 
 File = int | IO[Any]
 
@@ -180,7 +287,7 @@ class Lab:
         more = options.pop("environment", None) or {}
         return [
             self.start(
-                command, host=host, environment={**rendezvous(host, self.num_hosts, port=port), **more}, **options
+                command, host=host, environment={**rank_environment(host, self.num_hosts, port=port), **more}, **options
             )
             for host in range(self.num_hosts)
         ]
@@ -207,7 +314,7 @@ class Lab:
             outputs = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(self.num_hosts)]
             processes = []
             for host, (stdout, stderr) in enumerate(outputs):
-                variables = {**rendezvous(host, self.num_hosts, port=port), **(environment or {})}
+                variables = {**rank_environment(host, self.num_hosts, port=port), **(environment or {})}
                 processes.append(self.start(command, host=host, environment=variables, stdout=stdout, stderr=stderr))
             self._wait_for(processes, deadline_s=deadline_s)
             return [

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.errors import LabError
-from thinwire.lab.lab import Lab
-from thinwire.lab.process import HostProcess
+from thinwire.lab.lab import HostProcess, Lab
 
 _PORT = 9_999
 _SETTLE_S = 0.3

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
 
-from thinwire.planning.candidate_times import CandidateTimes
 from thinwire.planning.candidates import (
     INTERVALS,
     LAYERS,
     OVERLAPS,
     PUBLISHED,
     Candidate,
+    CandidateTimes,
     candidates,
     machine_sets,
     step_times,

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from thinwire.simulate.cluster import SimCluster, joined_sites, leaf_spine, ring, star
 from thinwire.simulate.exchange_model import Everyone, ExchangeModel, RoundTimes
-from thinwire.simulate.fluid_network import FluidFlow, FluidNetwork, SimLink
+from thinwire.simulate.fluid_network import FlowDemand, FluidFlow, FluidNetwork, SimLink, max_min_rates
 from thinwire.simulate.patterns import AllGather, LinkStage, Pattern, RingAllReduce, Star, TwoPhase
-from thinwire.simulate.runs import SimReplica, SimRun, Stall
-from thinwire.simulate.sharing import FlowDemand, max_min_rates
 from thinwire.simulate.task_graph import ComputeTask, TaskTimes, TransferTask, run_tasks
-from thinwire.simulate.training_loop import simulate_training
+from thinwire.simulate.training_loop import SimReplica, SimRun, Stall, simulate_training
 from thinwire.simulate.virtual_clock import VirtualClock
 
 __all__ = [

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.lab.counters import (
+    BEAT_S,
     Counters,
+    CounterSampler,
     at,
     between,
     parse_devices,
@@ -20,7 +22,6 @@ from thinwire.lab.counters import (
     sample_line,
     sent_by,
 )
-from thinwire.lab.sampler import BEAT_S, CounterSampler
 
 TEXT = """\
 Inter-|   Receive                            |  Transmit

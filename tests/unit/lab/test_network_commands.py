@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.lab import network_commands as commands
-from thinwire.lab import rendezvous
+from thinwire.lab import rank_environment
 from thinwire.lab.relay import host_of
 from thinwire.lab.settings import MAX_HOSTS, Access, LabSettings, Link, Pair
 
@@ -145,7 +145,7 @@ def test_with_netem_a_link_without_delay_among_delayed_ones_stays_without() -> N
 
 
 def test_a_host_finds_its_rank_and_the_meeting_point_in_its_environment() -> None:
-    found = rendezvous.rendezvous(1, 3, port=29_501)
+    found = rank_environment(1, 3, port=29_501)
     assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_ADDR"]) == ("1", "3", commands.address_of(0))
     assert (found["PET_NODE_RANK"], found["PET_NNODES"]) == ("1", "3")
     assert found["MASTER_PORT"] == found["PET_MASTER_PORT"] == "29501"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import LabError
-from thinwire.lab.wiring import open_tap
+from thinwire.lab.namespace_daemon import open_tap
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ import torch
 from thinwire.errors import MissingExtra
 from thinwire.events import Transfer, TransferLog
 from thinwire.lab.wire_benchmark import reference_torchft
-from thinwire.lab.wire_benchmark.contenders import ABLATION, CONTENDERS, REFERENCES, contender
-from thinwire.lab.wire_benchmark.readings import ByteMeter, closing, span
+from thinwire.lab.wire_benchmark.contenders import ABLATION, CONTENDERS, REFERENCES, check_installed, contender
 from thinwire.lab.wire_benchmark.reference_torchft import matched_fragments, matched_numbers
-from thinwire.lab.wire_benchmark.trainers import check_installed
-from thinwire.lab.wire_benchmark.worker import WorkerOptions, lr_factor, run_worker
+from thinwire.lab.wire_benchmark.worker import ByteMeter, WorkerOptions, closing, lr_factor, run_worker, span
 from thinwire.methods import streaming_diloco
 from thinwire.sync.blocks import find_blocks
 from thinwire.training.models import build_model

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.planning.candidate_times import CandidateTimes
-from thinwire.planning.candidates import Candidate, candidates
+from thinwire.planning.candidates import Candidate, CandidateTimes, candidates
 from thinwire.planning.cluster import Cluster, Machine
 from thinwire.planning.workload import Workload
 

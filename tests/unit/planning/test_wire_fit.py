@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.planning.wire_fit import TimedTransfer, fit_wire
+from thinwire.planning.probe import TimedTransfer, fit_wire
 
 
 def times(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.lab.wire_benchmark.trainers import Trainer, loss_of
+from thinwire.lab.wire_benchmark.contenders import Trainer, loss_of
 
 # The least that the hook takes with error feedback and warm start, both of which its documentation wants on: DDP makes
 # its buckets anew after the first step. Its rule of a tenth of all steps would leave little to measure in a short run.
