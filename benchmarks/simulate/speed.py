@@ -22,7 +22,7 @@ from thinwire.simulate import (
     SimLink,
     SimReplica,
     SimRun,
-    TwoPhase,
+    TwoPhaseMessages,
     simulate_training,
     star,
 )
@@ -36,7 +36,7 @@ def streaming(sigma: float) -> SimRun:
     return simulate_training(
         Staggered(sync_interval=100, overlap_steps=5), cluster=star([WIRE] * 64), num_steps=1000,
         replicas=[SimReplica(step_s=1.0, sigma=sigma)] * 64, payload_bytes=[(2e7,)] * 36,
-        exchange=ExchangeModel(pattern=TwoPhase()),
+        exchange=ExchangeModel(pattern=TwoPhaseMessages()),
     )  # fmt: skip
 
 

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from tests.laws.test_schedule_laws import staggered
 from thinwire.averaging.mixing import RandomPairs
 from thinwire.simulate import (
-    AllGather,
+    AllGatherMessages,
     ComputeTask,
     ExchangeModel,
     FlowDemand,
     FluidFlow,
     FluidNetwork,
-    RingAllReduce,
+    RingMessages,
     SimLink,
     SimReplica,
-    Star,
+    StarMessages,
     TransferTask,
-    TwoPhase,
+    TwoPhaseMessages,
     VirtualClock,
     max_min_rates,
     run_tasks,
@@ -205,7 +205,7 @@ def test_where_flows_share_links_a_faster_link_can_make_the_end_later():
 
 
 schedules = st.one_of(st.just(EveryStep()), staggered(most=8))
-patterns = st.sampled_from([AllGather(), TwoPhase(), RingAllReduce(), Star(hub=0)])
+patterns = st.sampled_from([AllGatherMessages(), TwoPhaseMessages(), RingMessages(), StarMessages(server=0)])
 
 
 @st.composite
@@ -251,9 +251,7 @@ def test_a_training_computes_every_step_waits_only_where_it_applies_and_carries_
         for round in schedule.launches(step, num_fragments=num_fragments)
     ]  # fmt: skip
     assert sorted(r.id for r in result.rounds) == [round.id for round in launched]
-    stages = case["exchange"].pattern.stages(
-        star(case["links"]), senders=range(len(replicas)), members=range(len(replicas))
-    )
+    stages = case["exchange"].stages(star(case["links"]), senders=range(len(replicas)), members=range(len(replicas)))
     bits = sum(8 * case["payload_bytes"][round.fragment][round.channel] for round in launched)
     for link, carried in enumerate(result.link_bits):
         load = sum(weight for stage in stages for at, weight in stage.loads if at == link)

@@ -15,8 +15,9 @@ import torch
 from thinwire.averaging.bound_hops import BoundHops
 from thinwire.averaging.decoding import decode, refuse_non_finite
 from thinwire.averaging.delivery import Average, Delivery, Progress, Steps, Wait
-from thinwire.averaging.exchange import BoundExchange, Shapes, laid_out
+from thinwire.averaging.exchange import BoundExchange, Shapes, coding_passes, laid_out, numel_of
 from thinwire.averaging.hop import Hop
+from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
 from thinwire.averaging.quorum_words import (
     OFFER_BYTES,
     Offer,
@@ -111,6 +112,16 @@ class Quorum:
             return 0
         mean_bytes = verdict_bytes(num_replicas) + self.server_codec.payload_bytes(numel)
         return max(OFFER_BYTES + self.codec.payload_bytes(numel), (num_replicas - 1) * mean_bytes)
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        return RoundTraffic(
+            pattern=StarMessages(server=self.server),
+            sent_bytes=self.sent_bytes(numel_of(shapes), num_replicas=num_members),
+            num_messages=num_members - 1,
+            coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
+            quorum=self.quorum,
+        )
 
 
 class _BoundQuorum(BoundHops):

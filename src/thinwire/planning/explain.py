@@ -70,7 +70,7 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
 
     longest_s = sum(bound.seconds(max(sizes)) for bound in bounds) + latency_s(max(sizes))
     interval, overlap = method.schedule.sync_interval, chosen.overlap_steps or 0
-    pattern = type(traffic.exchange.pattern).__name__
+    pattern = traffic.exchange.pattern.name
     lines = [
         f"payload: {format_bytes(sum(sizes))} for the whole model in {len(sizes)} fragments, the largest "
         f"{format_bytes(max(sizes))}: {8 * sum(sizes) / workload.num_parameters:.3g} bits a parameter",

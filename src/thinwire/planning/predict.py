@@ -9,7 +9,7 @@ from statistics import fmean
 
 from thinwire import simulate
 from thinwire.planning.cluster import Machine
-from thinwire.planning.simulator_adapter import PrecomputedStages, Traffic
+from thinwire.planning.simulator_adapter import Traffic
 from thinwire.sync.schedule import Schedule
 
 # Operations of a step a parameter and token: two forward, four backward.
@@ -166,7 +166,7 @@ def _acting(replicas: Sequence[simulate.SimReplica], exchange: simulate.Exchange
     it launches them, and so its times do not depend on the others. It stands for all of them, twice, as a round has
     two ends.
     """
-    if not isinstance(exchange.pattern, PrecomputedStages) or not _are_steady(replicas):
+    if not exchange.fixed_stages is not None or not _are_steady(replicas):
         return list(replicas)
     return [max(replicas, key=lambda replica: replica.step_s)] * 2
 

@@ -11,16 +11,11 @@ import torch
 from torch import nn
 
 from thinwire import simulate
-from thinwire.averaging.cost import most_members, sent_bytes_of
-from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
-from thinwire.averaging.gossip import Gossip
-from thinwire.averaging.low_rank import LowRank
+from thinwire.averaging.cost import most_members
+from thinwire.averaging.exchange import DescribesTraffic, Exchange, Shapes, numel_of
+from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic, sent_payloads
 from thinwire.averaging.mixing import Neighbours
-from thinwire.averaging.nothing import Nothing
-from thinwire.averaging.quorum import Quorum
-from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas
-from thinwire.codecs import float32
 from thinwire.planning.cluster import Cluster
 from thinwire.sync.method import Method
 from thinwire.sync.views import BoundView
@@ -124,19 +119,6 @@ def simulated_cluster(cluster: Cluster, *, names: Sequence[str] | None = None) -
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecomputedStages:
-    """A `simulate.Pattern` whose members are always the same, so that its stages were made once."""
-
-    made: tuple[simulate.LinkStage, ...]
-
-    def stages(
-        self, cluster: simulate.SimCluster, *, senders: Sequence[int], members: Sequence[int]
-    ) -> tuple[simulate.LinkStage, ...]:
-        """Return them, whoever asks."""
-        return self.made
-
-
 def condensed(
     exchange: simulate.ExchangeModel, cluster: simulate.SimCluster, *, num_replicas: int
 ) -> simulate.ExchangeModel:
@@ -148,11 +130,12 @@ def condensed(
 
     Example:
         >>> cluster = simulate.star([simulate.SimLink(bandwidth_bits_per_s=rate) for rate in (1e9, 1e6, 1e9)])
-        >>> condensed(simulate.ExchangeModel(), cluster, num_replicas=3).pattern.made[0].loads
+        >>> condensed(simulate.ExchangeModel(), cluster, num_replicas=3).fixed_stages[0].loads
         ((0, 2.0), (1, 2.0))
     """
-    is_alike = isinstance(exchange.pattern, simulate.AllGather | simulate.TwoPhase)
-    if not is_alike or not isinstance(exchange.topology, simulate.Everyone) or exchange.quorum is not None:
+    everyone = range(num_replicas)
+    is_alike = all(stage.is_all_to_all for stage in exchange.pattern.stages(senders=everyone, members=everyone))
+    if not is_alike or not isinstance(exchange.topology, AllReplicas) or exchange.quorum is not None:
         return exchange
     made = []
     for stage in stages_of(exchange, cluster, num_replicas=num_replicas):
@@ -160,7 +143,7 @@ def condensed(
         full = max(limited, key=lambda load: load[1] / cluster.links[load[0]].bandwidth_bits_per_s, default=None)
         most = max(limited, key=lambda load: load[1], default=None)
         made.append(replace(stage, loads=tuple(sorted({load for load in (full, most) if load is not None}))))
-    return replace(exchange, pattern=PrecomputedStages(made=tuple(made)))
+    return replace(exchange, fixed_stages=tuple(made))
 
 
 def stages_of(
@@ -169,7 +152,7 @@ def stages_of(
     """Return the stages of a round of the largest group of the first round."""
     groups = [group for group, _ in exchange.parts(0, alive=tuple(range(num_replicas)))]
     most = max(groups, key=len)
-    return exchange.pattern.stages(cluster, senders=most, members=most)
+    return exchange.stages(cluster, senders=most, members=most)
 
 
 def faster(cluster: simulate.SimCluster, factor: float) -> simulate.SimCluster:
@@ -211,72 +194,60 @@ def traffic_of(
         >>> model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device="meta") for _ in range(6)))
         >>> traffic = traffic_of(streaming_diloco(), model, num_replicas=2)
         >>> traffic.payload_bytes, traffic.exchange.pattern
-        (((6392.0,), (6392.0,)), AllGather())
+        (((6392.0,), (6392.0,)), AllGatherMessages())
     """
     if view is None:
         view = method.view.bind(model, inner=torch.optim.AdamW(model.parameters()) if inner is None else inner)
     num_fragments = len(view.parameters.fragments)
     method.schedule.check(num_fragments=num_fragments, num_replicas=num_replicas)
-    exchanges = method.exchanges(num_replicas)
     members = most_members(method.topology, num_replicas=num_replicas)
-    common = _exchange(method, exchanges)
-    often = _times_sent(common.pattern, members)
-    payloads, coded = [], []
-    for fragment in range(num_fragments):
-        sizes, elements = [], []
-        for channel, exchange in enumerate(exchanges):
-            shapes = view.shapes(fragment=fragment, channel=channel)
-            sent = sent_bytes_of(exchange, shapes, num_members=members)
-            headers = HEADER_BYTES * _messages(exchange, members)
-            sizes.append((sent + headers) / often if sent else 0.0)
-            numel = sum(shape.numel() for shape in shapes)
-            elements.append(numel * _codings(exchange, numel, members=members) if sent else 0.0)
-        payloads.append(tuple(sizes))
-        coded.append(tuple(elements))
-    return Traffic(payload_bytes=tuple(payloads), times_sent=often, coded=tuple(coded), exchange=common)
+    exchanges = method.exchanges(num_replicas)
+    shapes = [
+        [view.shapes(fragment=fragment, channel=channel) for channel in range(len(exchanges))]
+        for fragment in range(num_fragments)
+    ]
+    rounds = [
+        [_round_traffic(*channel, num_members=members) for channel in zip(exchanges, tensors, strict=True)]
+        for tensors in shapes
+    ]
+    common = _exchange_model(method, rounds[0])
+    times_sent = sent_payloads(common.pattern, num_members=members)
+
+    def payload_bytes(found: RoundTraffic) -> float:
+        # a payload that is sent `times_sent` times loads the links as all messages with their headers do
+        return (found.sent_bytes + HEADER_BYTES * found.num_messages) / times_sent if found.sent_bytes else 0.0
+
+    def coded(found: RoundTraffic, tensors: Shapes) -> float:
+        return numel_of(tensors) * found.coding_passes if found.sent_bytes else 0.0
+
+    return Traffic(
+        payload_bytes=tuple(tuple(map(payload_bytes, channels)) for channels in rounds),
+        times_sent=times_sent,
+        coded=tuple(tuple(map(coded, *pair)) for pair in zip(rounds, shapes, strict=True)),
+        exchange=common,
+    )
 
 
-def _exchange(method: Method, exchanges: Sequence[Exchange]) -> simulate.ExchangeModel:
-    first = next((one for one in exchanges if not isinstance(one, Nothing)), exchanges[0])
-    pattern: simulate.Pattern = simulate.AllGather()
-    quorum = None
-    if isinstance(first, TwoPhase | LowRank):
-        pattern = simulate.TwoPhase()
-    elif isinstance(first, Star):
-        pattern = simulate.Star(hub=first.server)
-    elif isinstance(first, Quorum):
-        pattern, quorum = simulate.Star(hub=0), first.quorum
-    elif not isinstance(first, AllGather | Gossip | Nothing):
-        raise ValueError(f"nothing is known of how {type(first).__name__}() crosses the links; simulate another method")
-    made = simulate.ExchangeModel(pattern=pattern, quorum=quorum, num_trips=_TRIPS, opening_bytes=OPENING_BYTES)
+def _round_traffic(exchange: Exchange, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+    if not isinstance(exchange, DescribesTraffic):
+        raise ValueError(
+            f"nothing is known of how {type(exchange).__name__}() crosses the links; give it a method `traffic` (see "
+            f"thinwire.averaging.exchange.DescribesTraffic), or simulate another method"
+        )
+    return exchange.traffic(shapes, num_members=num_members)
+
+
+def _exchange_model(method: Method, channels: Sequence[RoundTraffic]) -> simulate.ExchangeModel:
+    """Return the model of the first channel that sends anything."""
+    sending = [channel for channel in channels if channel.pattern is not None]
+    pattern, quorum = (sending[0].pattern, sending[0].quorum) if sending else (None, None)
+    made = simulate.ExchangeModel(
+        pattern=pattern or AllGatherMessages(), quorum=quorum, num_trips=_TRIPS, opening_bytes=OPENING_BYTES
+    )
     if isinstance(method.topology, AllReplicas):
         return made
     is_direct = isinstance(method.topology, Neighbours)
     return replace(made, quorum=None, topology=method.topology, is_direct=is_direct)
-
-
-def _times_sent(pattern: simulate.Pattern, members: int) -> float:
-    """Return how often the busiest replica sends its payload."""
-    if isinstance(pattern, simulate.TwoPhase):
-        return 2 * (members - 1) / members
-    return members - 1
-
-
-def _messages(exchange: Exchange, members: int) -> int:
-    """Return how many messages the busiest replica sends in a round."""
-    if isinstance(exchange, LowRank):  # both factors, each as the cheaper exchange sends it
-        return 2 * _messages(cheapest(float32(), num_replicas=members), members)
-    return (2 if isinstance(exchange, TwoPhase) else 1) * (members - 1)
-
-
-def _codings(exchange: Exchange, numel: int, *, members: int) -> float:
-    """Return how many times a replica encodes and decodes each element, half for either of them."""
-    sent = exchange.sent_bytes(numel, num_replicas=2)
-    if isinstance(exchange, LowRank) or sent >= 2 * numel:  # dense: nothing to code but a cast
-        return 0.0
-    if isinstance(exchange, TwoPhase):
-        return (3 + 1 / members) / 2
-    return (1 + members) / 2
 
 
 def _rounded_up(latency_s: float) -> float:

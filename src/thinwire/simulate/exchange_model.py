@@ -1,4 +1,8 @@
-"""How rounds cross the links: the pattern, who exchanges with whom, quorum and pace; and what came of a round."""
+"""Model of an exchange on simulated links: its message pattern, groups, quorum, pace and what a message costs.
+
+The pattern and the topology are those of the exchange itself (`thinwire.averaging`). All messages of a stage become one
+flow that loads many links at once, however many replicas there are.
+"""
 
 from __future__ import annotations
 
@@ -7,78 +11,93 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, Protocol
 
-from thinwire.simulate.fluid_network import FluidFlow
-from thinwire.simulate.patterns import AllGather, LinkStage, Pattern
+from thinwire.averaging.message_pattern import AllGatherMessages, MessagePattern, MessageStage
+from thinwire.averaging.topology import AllReplicas, Topology
+from thinwire.simulate.cluster import SimCluster
+from thinwire.simulate.fluid_network import FluidFlow, Loads
 
 
-class Peers(Protocol):
-    """Who takes part in a round, as `thinwire.averaging.topology.Peers` says it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStage:
+    """Load of one stage's messages on the links.
 
-    @property
-    def members(self) -> tuple[int, ...]:
-        """All members, ascending."""
-        ...
+    Attributes:
+        loads: Pairs of a link and its bits for one bit of a replica's payload.
+        latency_s: Latency of all messages in a row that the stage is made of.
+        num_messages: Number of messages in a row.
+        part: A message's part of a replica's payload.
+    """
 
-    @property
-    def absent(self) -> tuple[int, ...]:
-        """Members that send nothing."""
-        ...
+    loads: Loads
+    latency_s: float
+    num_messages: int = 1
+    part: float = 1.0
+
+    @staticmethod
+    def of(stage: MessageStage, cluster: SimCluster) -> LinkStage:
+        """Put a stage's messages on a cluster's links.
+
+        Example:
+            >>> from thinwire.simulate import SimLink, star
+            >>> cluster, everyone = star([SimLink(bandwidth_bits_per_s=1e9)] * 3), (0, 1, 2)
+            >>> LinkStage.of(MessageStage(senders=everyone, receivers=everyone), cluster).loads
+            ((0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0), (5, 2.0))
+        """
+        part = 1 / stage.num_shards
+        if stage.is_ring:
+            # messages follow each other without a gap, so the ring is one stage, as fast as its slowest link
+            ways = [cluster.route(*message) for message in _once_around(stage)]
+            loads = tuple((link, bits * stage.num_in_row / stage.num_shards) for way in ways for link, bits in way)
+            latency_s = stage.num_in_row * max(cluster.latency_s(way) for way in ways)
+            return LinkStage(loads=loads, latency_s=latency_s, num_messages=stage.num_in_row, part=part)
+        loads, latency_s = cluster.spread(stage.senders, stage.receivers)
+        loads = tuple((link, bits / stage.num_shards) for link, bits in loads)
+        return LinkStage(loads=loads, latency_s=latency_s, part=part)
 
 
-class Topology(Protocol):
-    """A choice of peers, as `thinwire.averaging.topology.Topology`."""
-
-    def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
-        """Return who takes part in a round with a replica."""
-        ...
+def _once_around(stage: MessageStage) -> list[tuple[int, int]]:
+    return list(zip(stage.senders, (*stage.receivers[1:], stage.receivers[0]), strict=True))
 
 
-class Groups(Protocol):
-    """A partition of the replicas for every round, as `thinwire.averaging.mixing.RandomPairs`."""
+class GroupTopology(Protocol):
+    """Topology that returns all groups of a round at once, such as `thinwire.averaging.mixing.RandomPairs`."""
 
     def groups(self, *, round_id: int, alive: Sequence[int]) -> Sequence[Sequence[int]]:
         """Return all groups of a round."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Everyone:
-    """All replicas that are alive are one group."""
-
-    def groups(self, *, round_id: int, alive: Sequence[int]) -> Sequence[Sequence[int]]:
-        """See `Groups.groups`."""
-        return (tuple(alive),)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeModel:
-    """How a round crosses the links.
+    """Model of how a round crosses the links.
 
     Attributes:
-        pattern: What the members of a group send each other.
-        topology: The groups, or a topology of peers whose members form groups.
-        is_direct: The topology's members form no groups: each sends its payload to its peers as soon as it launches,
-            and waits for theirs. One flow a replica: slow to simulate for many replicas on shared links.
-        quorum: A round starts when so many have launched it. Whoever comes later sends nothing and gets the mean
-            still. None waits for all.
-        pace_bits_per_s: No replica's most loaded link carries more for one round.
-        message_s: What every message costs beside its bits and the links' latency.
-        num_trips: Latencies until a message is there: 1 where it is sent at once, 2 where its receiver says first that
-            it has room.
-        opening_bytes: A longer message takes two trips more: its rest is asked for when its opening is there.
+        pattern: Messages that the members of a group exchange.
+        topology: Groups of each round; peers must form groups unless `is_direct`.
+        is_direct: The peers form no groups: each replica sends its payload to its peers as soon as it launches, and
+            waits for theirs. One flow a replica: slow to simulate for many replicas on shared links.
+        quorum: A round starts when so many replicas have launched it. A later one sends nothing and still receives the
+            mean. None waits for all.
+        pace_bits_per_s: Limit of one round's rate on each replica's most loaded link.
+        message_s: Cost of every message beside its bits and the links' latency.
+        num_trips: Latencies until a message has arrived: 1 where it is sent at once, 2 where its receiver grants room
+            first.
+        opening_bytes: A longer message takes two trips more, because its rest is requested after its opening.
+        fixed_stages: Stages of every round, where the members never change; None computes them from the pattern.
 
     Raises:
         ValueError: A number is out of its range.
     """
 
-    pattern: Pattern = field(default_factory=AllGather)
-    topology: Topology | Groups = field(default_factory=Everyone)
+    pattern: MessagePattern = field(default_factory=AllGatherMessages)
+    topology: Topology | GroupTopology = field(default_factory=AllReplicas)
     is_direct: bool = False
     quorum: int | None = None
     pace_bits_per_s: float = inf
     message_s: float = 0.0
     num_trips: int = 1
     opening_bytes: float = inf
+    fixed_stages: tuple[LinkStage, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.quorum is not None and (self.quorum < 1 or self.is_direct):
@@ -90,6 +109,16 @@ class ExchangeModel:
             )
         if self.is_direct and not hasattr(self.topology, "peers"):
             raise ValueError(f"a direct exchange needs a topology of peers, got {self.topology}")
+
+    def stages(self, cluster: SimCluster, *, senders: Sequence[int], members: Sequence[int]) -> tuple[LinkStage, ...]:
+        """Return the stages of one round on the links.
+
+        Raises:
+            ValueError: The pattern needs a payload from every member, and one sends none.
+        """
+        if self.fixed_stages is not None:
+            return self.fixed_stages
+        return tuple(LinkStage.of(stage, cluster) for stage in self.pattern.stages(senders=senders, members=members))
 
     def flow(self, stage: LinkStage, *, payload_bits: float) -> FluidFlow:
         """Return the flow of one stage."""
@@ -116,7 +145,7 @@ class ExchangeModel:
             if me in seen:
                 continue
             peers = self.topology.peers(round_id=round_id, me=me, alive=alive)
-            senders = tuple(member for member in peers.members if member not in peers.absent)
+            senders = peers.senders
             if self.is_direct:
                 parts.append(((me, *(member for member in peers.members if member != me)), senders))
                 continue

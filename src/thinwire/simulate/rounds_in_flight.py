@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from thinwire.simulate.cluster import SimCluster
-from thinwire.simulate.exchange_model import ExchangeModel, RoundTimes
+from thinwire.simulate.exchange_model import ExchangeModel, LinkStage, RoundTimes
 from thinwire.simulate.fluid_network import ActiveFlow, FluidNetwork
-from thinwire.simulate.patterns import LinkStage
 from thinwire.simulate.virtual_clock import VirtualClock
 
 
@@ -218,7 +217,7 @@ class GroupRoundTracker(RoundTracker):
         if not hasattr(self, "_stages") or len(self._stages) > 256:  # random groups hardly ever meet again
             self._stages = {}
         if (members, senders) not in self._stages:
-            stages = self._exchange.pattern.stages(self._cluster, senders=senders, members=members)
+            stages = self._exchange.stages(self._cluster, senders=senders, members=members)
             self._stages[members, senders] = stages
         return self._stages[members, senders]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import exp, inf, isfinite
 from random import Random
 from statistics import NormalDist
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from thinwire.shared_random import derive_seed
 from thinwire.simulate.cluster import SimCluster
@@ -19,38 +19,7 @@ from thinwire.simulate.exchange_model import ExchangeModel, RoundTimes
 from thinwire.simulate.fluid_network import FluidFlow, FluidNetwork
 from thinwire.simulate.rounds_in_flight import make_tracker
 from thinwire.simulate.virtual_clock import VirtualClock
-
-
-class Round(Protocol):
-    """One exchange of one fragment, as `thinwire.sync.schedule.Round`."""
-
-    @property
-    def id(self) -> int:
-        """Running number, in the order of launches."""
-        ...
-
-    @property
-    def fragment(self) -> int:
-        """The fragment."""
-        ...
-
-    @property
-    def channel(self) -> int:
-        """What of it."""
-        ...
-
-    @property
-    def apply_step(self) -> int:
-        """The step after which the replica that was asked for applies the result, not before that of the launch."""
-        ...
-
-
-class Schedule(Protocol):
-    """When rounds are launched, and when they are applied, as `thinwire.sync.schedule.Schedule`."""
-
-    def launches(self, step: int, *, num_fragments: int, replica: int = 0) -> Sequence[Round]:
-        """Return the rounds to launch after a step, the same for all replicas but for the steps to apply them."""
-        ...
+from thinwire.sync.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,8 @@ def whole(schedule: Any, sent: Traffic, *, num_steps: int, steps: tuple[float, .
     schedule=st.one_of(st.just(EveryStep()), staggered(most=12)),
     sizes=st.lists(st.floats(1e3, 5e6), min_size=1, max_size=4),
     steps=st.lists(st.floats(0.1, 2.0), min_size=2, max_size=3).map(tuple), num_steps=st.integers(1, 600),
-    latency_s=st.sampled_from([0.0, 0.3]), pattern=st.sampled_from([simulate.AllGather(), simulate.TwoPhase()]),
+    latency_s=st.sampled_from([0.0, 0.3]),
+    pattern=st.sampled_from([simulate.AllGatherMessages(), simulate.TwoPhaseMessages()]),
 )  # fmt: skip
 def test_what_is_left_out_is_what_a_simulation_of_it_would_say(
     schedule: Any, sizes: list[float], steps: tuple[float, ...], num_steps: int, latency_s: float, pattern: Any

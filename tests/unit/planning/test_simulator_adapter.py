@@ -19,11 +19,11 @@ from tests.laws.test_simulate_laws import schedules
 from tests.reference.loops import wrap
 from tests.reference.small_models import Transformer
 from thinwire import methods, simulate
+from thinwire.averaging.message_pattern import MessagePattern
 from thinwire.codecs import float32
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.predict import predict
 from thinwire.planning.simulator_adapter import (
-    PrecomputedStages,
     Traffic,
     condensed,
     faster,
@@ -120,8 +120,8 @@ def test_an_exchange_that_is_not_known_is_refused_by_its_name() -> None:
         traffic_of(method, small_model(), num_replicas=2)
 
 
-def traffic(*payloads: float, pattern: simulate.Pattern | None = None) -> Traffic:
-    exchange = simulate.ExchangeModel(pattern=pattern or simulate.AllGather())
+def traffic(*payloads: float, pattern: MessagePattern | None = None) -> Traffic:
+    exchange = simulate.ExchangeModel(pattern=pattern or simulate.AllGatherMessages())
     sizes = tuple((size,) for size in payloads)
     return Traffic(payload_bytes=sizes, times_sent=1.0, coded=tuple((0.0,) for _ in sizes), exchange=exchange)
 
@@ -229,7 +229,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @given(
     cluster=clusters(), schedule=schedules, payloads=st.lists(st.floats(1e3, 1e6), min_size=1, max_size=4),
     steps=st.lists(st.floats(0.01, 2.0), min_size=6, max_size=6), num_steps=st.integers(1, 60),
-    pattern=st.sampled_from([simulate.AllGather(), simulate.TwoPhase()]),
+    pattern=st.sampled_from([simulate.AllGatherMessages(), simulate.TwoPhaseMessages()]),
 )  # fmt: skip
 def test_two_links_and_the_slowest_replica_tell_the_times_of_all(
     cluster: Cluster, schedule: Any, payloads: list[float], steps: list[float], num_steps: int, pattern: Any
@@ -241,7 +241,7 @@ def test_two_links_and_the_slowest_replica_tell_the_times_of_all(
         exchange=sent.exchange,
     )  # fmt: skip
     few = condensed(sent.exchange, links, num_replicas=cluster.num_replicas)
-    assert isinstance(few.pattern, PrecomputedStages) and all(len(stage.loads) <= 2 for stage in few.pattern.made)
+    assert few.fixed_stages is not None and all(len(stage.loads) <= 2 for stage in few.fixed_stages)
     quick = simulate.simulate_training(
         schedule, cluster=links, replicas=[max(replicas, key=lambda replica: replica.step_s)] * 2,
         payload_bytes=sent.payload_bytes, num_steps=num_steps, exchange=few,
@@ -291,8 +291,8 @@ def test_a_prediction_by_two_links_is_that_of_the_whole_cluster(
 @pytest.mark.parametrize(
     "exchange",
     [
-        simulate.ExchangeModel(pattern=simulate.Star(hub=0)),
-        simulate.ExchangeModel(pattern=simulate.Star(hub=0), quorum=2),
+        simulate.ExchangeModel(pattern=simulate.StarMessages(server=0)),
+        simulate.ExchangeModel(pattern=simulate.StarMessages(server=0), quorum=2),
         simulate.ExchangeModel(quorum=2),
     ],
 )
@@ -307,6 +307,6 @@ def test_payloads_of_two_patterns_are_told_apart_only_by_their_load() -> None:
     model = nn.Linear(100, 100, bias=False)
     found = traffic_of(method, model, num_replicas=2)
     dense = found.payload_bytes[0][0] * found.times_sent
-    assert isinstance(found.exchange.pattern, simulate.AllGather)
+    assert isinstance(found.exchange.pattern, simulate.AllGatherMessages)
     assert dense == float32().payload_bytes(100 * 100 + 1) + 56  # one element says whether there is a gradient
     assert 0 < found.payload_bytes[0][1] < dense / 20

@@ -7,15 +7,16 @@ import math
 import pytest
 
 from thinwire.simulate import (
-    AllGather,
+    AllGatherMessages,
     ComputeTask,
+    ExchangeModel,
     FluidFlow,
-    RingAllReduce,
+    RingMessages,
     SimCluster,
     SimLink,
-    Star,
+    StarMessages,
     TransferTask,
-    TwoPhase,
+    TwoPhaseMessages,
     joined_sites,
     leaf_spine,
     ring,
@@ -149,19 +150,19 @@ def test_each_pattern_puts_the_bits_of_its_formula_on_every_link():
     cluster, everyone = star([WIRE] * 8), list(range(8))
 
     def load(pattern):
-        stages = pattern.stages(cluster, senders=everyone, members=everyone)
+        stages = ExchangeModel(pattern=pattern).stages(cluster, senders=everyone, members=everyone)
         total = [sum(dict(stage.loads).get(link, 0.0) for stage in stages) for link in range(16)]
         return sorted(set(total)), sum(stage.num_messages for stage in stages)
 
-    assert load(AllGather()) == ([7], 1)
-    assert load(TwoPhase()) == ([2 * 7 / 8], 2)
-    assert load(RingAllReduce()) == ([2 * 7 / 8], 14)
-    assert load(Star(hub=3)) == ([1, 7], 2)
+    assert load(AllGatherMessages()) == ([7], 1)
+    assert load(TwoPhaseMessages()) == ([2 * 7 / 8], 2)
+    assert load(RingMessages()) == ([2 * 7 / 8], 14)
+    assert load(StarMessages(server=3)) == ([1, 7], 2)
 
 
 def test_a_pattern_that_needs_everyone_says_so():
-    with pytest.raises(ValueError, match="needs a payload from each of the 3 members, got 2; take AllGather"):
-        TwoPhase().stages(star([WIRE] * 3), senders=[0, 1], members=[0, 1, 2])
+    with pytest.raises(ValueError, match="needs a payload from each of the 3 members, got 2; take AllGatherMessages"):
+        TwoPhaseMessages().stages(senders=[0, 1], members=[0, 1, 2])
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from thinwire.averaging.mixing import Neighbours, RandomPairs, Ring
 from thinwire.averaging.topology import AllReplicas, Participation
 from thinwire.simulate import (
-    AllGather,
+    AllGatherMessages,
     ExchangeModel,
-    RingAllReduce,
+    RingMessages,
     SimLink,
     SimReplica,
-    Star,
-    TwoPhase,
+    StarMessages,
+    TwoPhaseMessages,
     joined_sites,
     leaf_spine,
     simulate_training,
@@ -39,10 +40,10 @@ def train(schedule=DILOCO, *, num_replicas=4, num_steps=30, cluster=None, replic
 ONE_S = 8 * BYTES / BANDWIDTH
 UNEQUAL = [SimReplica(step_s=1.0 + number) for number in range(3)]
 PATTERNS = {
-    "all-gather": (AllGather(), 3 * ONE_S + 2 * LATENCY),
-    "two-phase": (TwoPhase(), 2 * (3 / 4 * ONE_S + 2 * LATENCY)),
-    "ring": (RingAllReduce(), 2 * 3 / 4 * ONE_S + 6 * 2 * LATENCY),
-    "star": (Star(hub=0), 2 * (3 * ONE_S + 2 * LATENCY)),
+    "all-gather": (AllGatherMessages(), 3 * ONE_S + 2 * LATENCY),
+    "two-phase": (TwoPhaseMessages(), 2 * (3 / 4 * ONE_S + 2 * LATENCY)),
+    "ring": (RingMessages(), 2 * 3 / 4 * ONE_S + 6 * 2 * LATENCY),
+    "star": (StarMessages(server=0), 2 * (3 * ONE_S + 2 * LATENCY)),
 }
 
 
@@ -69,7 +70,7 @@ def test_links_carry_the_bits_of_the_formula(name):
 
 
 def test_an_all_reduce_at_every_step_waits_for_every_step():
-    run = train(EveryStep(), exchange=ExchangeModel(pattern=RingAllReduce()), num_steps=5)
+    run = train(EveryStep(), exchange=ExchangeModel(pattern=RingMessages()), num_steps=5)
     assert run.total_s == pytest.approx(5 * (1 + PATTERNS["ring"][1]))
 
 
@@ -89,7 +90,7 @@ def test_staggered_fragments_with_overlap_hide_what_one_exchange_of_all_does_not
 
 
 def test_message_cost_counts_once_for_each_message_in_a_row():
-    free, paid = (train(exchange=ExchangeModel(pattern=RingAllReduce(), message_s=cost)) for cost in (0.0, 0.25))
+    free, paid = (train(exchange=ExchangeModel(pattern=RingMessages(), message_s=cost)) for cost in (0.0, 0.25))
     assert paid.total_s - free.total_s == pytest.approx(3 * 6 * 0.25)
 
 
@@ -184,7 +185,7 @@ def test_a_thin_wire_between_sites_carries_every_pair_that_it_joins():
     run = train(cluster=cluster, num_steps=10)
     assert run.link_bits[8:] == (2 * 2 * 8 * BYTES,) * 2
     assert run.total_s == pytest.approx(10 + 4 * ONE_S + LATENCY)
-    rings = train(cluster=cluster, num_steps=10, exchange=ExchangeModel(pattern=RingAllReduce()))
+    rings = train(cluster=cluster, num_steps=10, exchange=ExchangeModel(pattern=RingMessages()))
     assert rings.link_bits[8:] == (1.5 * 8 * BYTES,) * 2  # a ring in the hosts' order crosses once each way
 
 
@@ -269,7 +270,7 @@ def test_a_neighbour_that_dies_is_no_longer_waited_for_in_a_direct_exchange():
 
 def test_a_replica_alone_never_waits():
     assert train(num_replicas=1).total_s == 30
-    assert train(EveryStep(), num_replicas=1, exchange=ExchangeModel(pattern=TwoPhase())).total_s == 30
+    assert train(EveryStep(), num_replicas=1, exchange=ExchangeModel(pattern=TwoPhaseMessages())).total_s == 30
 
 
 def test_a_wire_that_fails_for_good_leaves_replicas_standing_and_says_which_rounds():
@@ -300,13 +301,21 @@ def test_steps_vary_by_the_seed_and_by_nothing_else():
         (lambda: SimReplica(step_s=1.0, outages=((3.0, 2.0),)), "pairs of times"),
         (lambda: ExchangeModel(quorum=0), "quorum must be at least 1"),
         (lambda: ExchangeModel(pace_bits_per_s=0), "pace_bits_per_s must be above 0"),
-        (lambda: ExchangeModel(is_direct=True), "needs a topology of peers"),
-        (lambda: train(exchange=ExchangeModel(pattern=TwoPhase(), quorum=2), replicas=UNEQUAL), "a payload from each"),
+        (lambda: ExchangeModel(topology=GroupsAlone(), is_direct=True), "needs a topology of peers"),
+        (
+            lambda: train(exchange=ExchangeModel(pattern=TwoPhaseMessages(), quorum=2), replicas=UNEQUAL),
+            "needs a payload from each",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_simulated_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class GroupsAlone:
+    def groups(self, *, round_id, alive):
+        return [tuple(alive)]
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3, 8])
@@ -315,9 +324,13 @@ def test_a_replica_sends_the_bytes_that_the_exchange_of_that_name_counts(num_rep
     from thinwire.codecs import float32
 
     numel = 64 * 7 * num_replicas
-    for pattern, real in ((AllGather(), exchange.AllGather), (TwoPhase(), exchange.TwoPhase)):
+    for kind in (exchange.AllGather, exchange.TwoPhase):
+        stated = kind(codec=float32()).traffic([torch.Size([numel])], num_members=num_replicas)
         run = train(
-            num_replicas=num_replicas, num_steps=10, fragments=(4 * numel,), exchange=ExchangeModel(pattern=pattern)
+            num_replicas=num_replicas,
+            num_steps=10,
+            fragments=(4 * numel,),
+            exchange=ExchangeModel(pattern=stated.pattern),
         )
-        sent_bytes = real(codec=float32()).sent_bytes(numel, num_replicas=num_replicas)
+        sent_bytes = kind(codec=float32()).sent_bytes(numel, num_replicas=num_replicas)
         assert run.link_bits[:num_replicas] == pytest.approx([8 * sent_bytes] * num_replicas)
