@@ -52,7 +52,7 @@ def printing_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[s
 
 
 def environment_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[str]:
-    # the keeper hands the environment of the one who made the lab on to the commands that it starts
+    # the daemon hands the environment of the one who made the lab on to the commands that it starts
     if name.startswith("cli/") or name in ("transport/connect.py", "lab/namespace_daemon.py"):
         return
     reads = ("os.environ", "os.getenv", "os.putenv")

@@ -157,7 +157,7 @@ class RingMessages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundTraffic:
-    """What one round sends and codes, once every warm-up has ended.
+    """Traffic and coding of one round, once every warm-up has ended.
 
     Attributes:
         pattern: Its messages; None where nothing is sent.

@@ -1,4 +1,4 @@
-"""Thin wires on one machine: hosts with links of their own, made by the kernel, gone when the lab ends."""
+"""Lab: slow networks on one machine, made from the kernel's namespaces and removed when the lab ends."""
 
 from __future__ import annotations
 

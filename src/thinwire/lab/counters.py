@@ -1,4 +1,4 @@
-"""What the kernel counted on each host's interface, and what follows from it. Pure, but for reading a file."""
+"""Byte counters of the hosts' interfaces: sampled from the kernel, written as JSON lines, and read as rates."""
 
 from __future__ import annotations
 

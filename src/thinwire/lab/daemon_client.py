@@ -1,4 +1,4 @@
-"""The lab's side of the talk with its keeper."""
+"""Client of the namespace daemon: starts it, sends requests, and receives its events."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ANSWER_S = 60.0
 
 
 class DaemonClient:
-    """Starts a keeper, asks it, and hears from it.
+    """Starts a daemon, sends requests, and receives its events.
 
     Args:
-        order: What the keeper shall make.
-        on_exit: Called with a command's number and exit code, or None where the keeper ended first.
+        order: What the daemon shall make.
+        on_exit: Called with a command's number and exit code, or None where the daemon ended first.
 
     Attributes:
-        ready: What the keeper said when all was made.
+        ready: The daemon's report when all was made.
         is_closed: Whether it was ended from here.
 
     Raises:
@@ -42,7 +42,7 @@ class DaemonClient:
         self._changed = threading.Condition()
         self._fault = ""
         self.is_closed = False
-        self._keeper, self._channel = _start()
+        self._daemon, self._channel = _start()
         with contextlib.suppress(OSError):  # it ended at once; the listener sees that
             self._channel.send(dict(order))
         self._listener = threading.Thread(target=self._listen, name="thinwire-lab", daemon=True)
@@ -59,20 +59,20 @@ class DaemonClient:
         return next(self._numbers)
 
     def check(self) -> None:
-        """Raise where the keeper broke.
+        """Raise where the daemon broke.
 
         Raises:
             LabError: Says how.
         """
         if self._fault:
-            raise LabError(f"{self._fault}; make the lab anew")
+            raise LabError(f"{self._fault}; make the lab again")
 
     def ask(self, what: str, request: Mapping[str, Any], *, files: Sequence[int] = ()) -> dict[str, Any]:
         """Ask and wait for the answer.
 
         Raises:
             ValueError: A command cannot be started.
-            LabError: The keeper refused, broke, or is closed.
+            LabError: The daemon refused, broke, or is closed.
         """
         number = self.next_number()
         with self._changed:
@@ -84,11 +84,11 @@ class DaemonClient:
             try:
                 self._channel.send({"ask": what, "id": number, **request}, files)
             except OSError as error:
-                raise LabError(f"the lab's keeper has ended: {error.strerror}; make the lab anew") from None
+                raise LabError(f"the lab's daemon has ended: {error.strerror}; make the lab again") from None
             self._changed.wait_for(lambda: number in self._replies or self._fault, timeout=ANSWER_S)
             reply = self._replies.pop(number, None)
         if reply is None:
-            raise LabError(self._fault or f"the lab's keeper did not answer within {ANSWER_S:g} s; make the lab anew")
+            raise LabError(self._fault or f"the lab's daemon did not answer within {ANSWER_S:g} s; make the lab again")
         if "error" in reply:
             if what == "start":
                 self._running.discard(request["number"])
@@ -97,17 +97,17 @@ class DaemonClient:
         return reply
 
     def close(self) -> None:
-        """End the keeper and, with it, everything in the lab; may be called again."""
+        """End the daemon and, with it, everything in the lab; may be called again."""
         if self.is_closed:
             return
         self.is_closed = True
         with contextlib.suppress(OSError):
             self._channel.send({"ask": "close", "id": 0})
         try:
-            self._keeper.wait(timeout=ANSWER_S)
+            self._daemon.wait(timeout=ANSWER_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()  # its inner process dies with it, and all others with that one
-            self._keeper.wait()
+            self._daemon.kill()  # its inner process dies with it, and all others with that one
+            self._daemon.wait()
         self._listener.join(timeout=ANSWER_S)
         self._channel.close()
 
@@ -119,7 +119,7 @@ class DaemonClient:
                 received = None
             with self._changed:
                 if received is None:
-                    self._end("" if self.is_closed else "the lab's keeper has ended")
+                    self._end("" if self.is_closed else "the lab's daemon has ended")
                     return
                 self._note(received[0])
                 self._changed.notify_all()
@@ -147,6 +147,6 @@ def _start() -> tuple[subprocess.Popen[bytes], Channel]:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "thinwire.lab.namespace_daemon", str(theirs.fileno())]
     with theirs:
-        # a session of its own: the terminal's Ctrl-C is for the lab, which tells the hosts
-        keeper = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
-    return keeper, Channel(ours)
+        # a session of its own: the terminal's Ctrl-C is for the lab, which signals the hosts
+        daemon = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+    return daemon, Channel(ours)

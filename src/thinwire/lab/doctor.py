@@ -1,4 +1,4 @@
-"""What this machine can and cannot shape, found out by doing it."""
+"""Self-test of the lab: tries what this machine can shape, and measures it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lab: hosts with links of their own on one machine, for commands, tests and notebooks."""
+"""Lab of hosts with links of their own on one machine, for commands, tests and notebooks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check_machine() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostResult:
-    """How a command ended on one host.
+    """Result of a command on one host.
 
     Attributes:
         host: The host.
@@ -78,7 +78,7 @@ class HostProcess:
 
     Attributes:
         host: The host.
-        command: Its words.
+        command: Program and arguments.
         pid: Its process id inside the lab.
     """
 
@@ -140,7 +140,7 @@ class Lab:
 
     Every host has an address (10.77.0.1 and on), a name (`host-0` and on), and an interface `eth0`. All ends with the
     `with` block, or with this process, however it ends: no interface, namespace or process is left. Hosts reach each
-    other and nothing else. Needs Linux, and root or user namespaces; `thinwire lab doctor` tells.
+    other and nothing else. Needs Linux, and root or user namespaces; `thinwire lab doctor` checks it.
 
     Args:
         hosts: How many.
@@ -200,12 +200,12 @@ class Lab:
         self._processes: dict[int, HostProcess] = {}
         order = {
             "settings": settings.to_json(),
-            # a temporary one is the keeper's to make: it outlives us, wherever we may be killed
+            # the daemon makes a temporary one: it outlives us, wherever we may be killed
             "folder": None if folder is None else str(_made(Path(folder))),
             "force_relay": can_delay,
         }
-        self._keeper = DaemonClient(order, on_exit=self._note_exit)
-        self.folder = Path(self._keeper.ready["folder"])
+        self._daemon = DaemonClient(order, on_exit=self._note_exit)
+        self.folder = Path(self._daemon.ready["folder"])
 
     def __enter__(self) -> Lab:
         """Return the lab, which runs already."""
@@ -219,13 +219,13 @@ class Lab:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return self.settings.num_hosts
 
     @property
     def delays_by(self) -> str:
-        """What makes delays here: `netem`, `relay`, or an empty text where nothing can."""
-        ready = self._keeper.ready
+        """Source of delays: `netem`, `relay`, or an empty text if delays are impossible."""
+        ready = self._daemon.ready
         return "netem" if ready.get("has_netem") else "relay" if ready.get("is_relayed") else ""
 
     def address(self, host: int) -> str:
@@ -247,7 +247,7 @@ class Lab:
         """Start a command on one host; it inherits this process's environment.
 
         Args:
-            command: Its words.
+            command: Program and arguments.
             host: Where.
             environment: Further variables.
             stdin: An open file, or `subprocess.DEVNULL`.
@@ -262,7 +262,7 @@ class Lab:
         self.settings.check_host(host)
         if not command:
             raise ValueError("a command needs at least one word, got none")
-        number = self._keeper.next_number()
+        number = self._daemon.next_number()
         process = HostProcess(self, host=host, command=list(command), number=number)
         self._processes[number] = process
         request = {
@@ -274,7 +274,7 @@ class Lab:
         }
         try:
             with _files(stdin, stdout, stderr) as files:
-                reply = self._keeper.ask("start", request, files=files)
+                reply = self._daemon.ask("start", request, files=files)
         except (ValueError, LabError):
             self._processes.pop(number, None)
             raise
@@ -298,7 +298,7 @@ class Lab:
         """Run a command on every host and wait for all.
 
         Args:
-            command: Its words; `torchrun` and `thinwire train` find their rank and rendezvous in the environment.
+            command: Program and arguments; `torchrun` and `thinwire train` find their rank in the environment.
             deadline_s: Seconds at most.
             environment: Further variables.
 
@@ -363,7 +363,7 @@ class Lab:
         self.shape(settings)
 
     def cut(self, host: int, other: int | None = None) -> None:
-        """Pull a host's cable, or cut the link between two hosts: packets vanish, and nobody is told."""
+        """Pull a host's cable, or cut the link between two hosts: packets are lost silently."""
         self._set_cut(host, other, is_cut=True)
 
     def mend(self, host: int, other: int | None = None) -> None:
@@ -386,12 +386,12 @@ class Lab:
         """Return what the kernel counted on each host's interface since the lab began."""
         names = ("sent_bytes", "received_bytes", "sent_packets", "received_packets")
         return [
-            Counters(**dict(zip(names, counts, strict=True))) for counts in self._keeper.ask("count", {})["counters"]
+            Counters(**dict(zip(names, counts, strict=True))) for counts in self._daemon.ask("count", {})["counters"]
         ]
 
     def samples(self) -> list[Sample]:
         """Return the counts over time, sampled 50 times a second where they changed, and now."""
-        if not self._keeper.is_closed:
+        if not self._daemon.is_closed:
             self.counters()
         return read_samples(self.folder / "counters.jsonl")
 
@@ -401,11 +401,11 @@ class Lab:
         Raises:
             LabError: Says how.
         """
-        self._keeper.check()
+        self._daemon.check()
 
     def close(self) -> None:
         """End every command and take the lab away; may be called again."""
-        self._keeper.close()
+        self._daemon.close()
         self._forget_folder()
 
     def _forget_folder(self) -> None:
@@ -414,11 +414,11 @@ class Lab:
 
     def signal_process(self, number: int, signal_number: int) -> None:
         """Send a signal to a command by its number in the lab."""
-        self._keeper.ask("signal", {"number": number, "signal": int(signal_number)})
+        self._daemon.ask("signal", {"number": number, "signal": int(signal_number)})
 
     def _signal_host(self, host: int, number: int) -> int:
         self.settings.check_host(host)
-        return int(self._keeper.ask("signal_host", {"host": host, "signal": int(number)})["num_processes"])
+        return int(self._daemon.ask("signal_host", {"host": host, "signal": int(number)})["num_processes"])
 
     def _set_cut(self, host: int, other: int | None, *, is_cut: bool) -> None:
         self.settings.check_host(host)
@@ -437,7 +437,7 @@ class Lab:
             raise ValueError(f"this lab has {self.num_hosts} hosts, got settings for {settings.num_hosts}")
         if settings.is_delayed and not self.delays_by:
             raise ValueError("this lab was made without delays; make it with Lab(..., can_delay=True)")
-        self._keeper.ask("shape", {"settings": settings.to_json()})
+        self._daemon.ask("shape", {"settings": settings.to_json()})
         self.settings = settings
 
     def _note_exit(self, number: int, exit_code: int | None) -> None:

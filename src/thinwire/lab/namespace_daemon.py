@@ -1,4 +1,4 @@
-"""The first process of a lab's own world: makes the hosts, starts commands on them, counts their bytes.
+"""Namespace daemon, the first process of a lab: makes the hosts, starts commands on them, counts their bytes.
 
 `python -m thinwire.lab.namespace_daemon FILE` talks to the lab over a socket. It is started as two processes: the outer
 one only waits, the inner one is the first of a process namespace, so that the kernel ends every command when it ends.
@@ -46,7 +46,7 @@ class LabNetwork:
         force_relay: Whether delays shall be possible later, though none is asked for now.
 
     Attributes:
-        worlds: One a host.
+        hosts: One a host.
         has_netem: Whether the kernel makes delays itself.
         relay_id: Process id of our relay, if there is one.
 
@@ -61,18 +61,18 @@ class LabNetwork:
         self._done: dict[tuple[int, int], list[str]] = {}
         self.has_netem = can_netem()
         is_relayed = not self.has_netem and (settings.is_delayed or force_relay)
-        self.worlds = [make_host(commands.name_of(host), hosts_file=names) for host in range(settings.num_hosts)]
+        self.hosts = [make_host(commands.name_of(host), hosts_file=names) for host in range(settings.num_hosts)]
         run("ip", commands.switch_lines())
         taps = (
             [(open_tap(commands.tap_of(h)), open_tap(commands.port_of(h))) for h in self._hosts] if is_relayed else []
         )
-        for host, world in enumerate(self.worlds):
-            lines = commands.cable_lines(host, network_path=world.network_path, is_relayed=is_relayed)
-            run("ip", lines, files=[world.network])
-            run("ip", commands.host_lines(settings, host), world=world)
+        for host, host_namespaces in enumerate(self.hosts):
+            lines = commands.cable_lines(host, network_path=host_namespaces.network_path, is_relayed=is_relayed)
+            run("ip", lines, files=[host_namespaces.network])
+            run("ip", commands.host_lines(settings, host), host_namespaces=host_namespaces)
             for place, (tool, make, on_host) in enumerate(self._shapes()):
                 lines = self._done[host, place] = make(settings, host)
-                run(tool, lines, world=world if on_host else None)
+                run(tool, lines, host_namespaces=host_namespaces if on_host else None)
         self._control: int | None = None
         self.relay_id = self._start_relay(taps) if is_relayed else None
 
@@ -83,7 +83,7 @@ class LabNetwork:
             LabError: One of the tools refused.
         """
         self._settings = settings
-        for host, world in enumerate(self.worlds):
+        for host, host_namespaces in enumerate(self.hosts):
             for place, (tool, make, on_host) in enumerate(self._shapes()):
                 wanted = lines = make(settings, host)
                 if wanted == self._done.pop((host, place), None):
@@ -93,7 +93,7 @@ class LabNetwork:
                     interface = commands.INTERFACE if on_host else commands.port_of(host)
                     # without --force the first error would end it, and there may be nothing to remove
                     lines = [f"qdisc replace dev {interface} root pfifo", f"qdisc del dev {interface} root", *lines]
-                run(tool, lines, world=world if on_host else None)
+                run(tool, lines, host_namespaces=host_namespaces if on_host else None)
                 self._done[host, place] = wanted  # what was refused is tried again at the next change
         self._tell_relay()
 
@@ -125,7 +125,7 @@ class LabNetwork:
         command = [sys.executable, "-m", "thinwire.lab.relay", str(control), *ports]
         files = [control, *(file for pair in taps for file in pair)]
         process = subprocess.Popen(command, pass_fds=files, stdin=subprocess.DEVNULL)
-        process.returncode = 0  # the keeper waits for all its children
+        process.returncode = 0  # the daemon waits for all its children
         for file in files:
             os.close(file)
         self._tell_relay()
@@ -133,7 +133,7 @@ class LabNetwork:
 
 
 def can_netem() -> bool:
-    """Tell whether this kernel makes delays itself; leaves nothing behind."""
+    """Return whether this kernel makes delays itself; leaves nothing behind."""
     tried = subprocess.run(
         ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"],
         check=False, capture_output=True, timeout=_TOOL_S,
@@ -175,7 +175,9 @@ def _why_no_tap(error: OSError) -> str:
     )
 
 
-def run(tool: str, lines: Sequence[str], *, world: HostNamespaces | None = None, files: Sequence[int] = ()) -> None:
+def run(
+    tool: str, lines: Sequence[str], *, host_namespaces: HostNamespaces | None = None, files: Sequence[int] = ()
+) -> None:
     """Run a batch of `ip`, `bridge` or `tc` here or on a host.
 
     Raises:
@@ -185,7 +187,7 @@ def run(tool: str, lines: Sequence[str], *, world: HostNamespaces | None = None,
         return
     done = subprocess.run(
         [tool, "-batch", "-"], check=False, input="\n".join(lines) + "\n", capture_output=True, text=True,
-        timeout=_TOOL_S, pass_fds=files, preexec_fn=None if world is None else world.enter,
+        timeout=_TOOL_S, pass_fds=files, preexec_fn=None if host_namespaces is None else host_namespaces.enter,
     )  # fmt: skip
     if done.returncode != 0:
         raise LabError(f"{tool} refused a part of the lab: {' '.join(done.stderr.split())}; lines: {'; '.join(lines)}")
@@ -196,7 +198,7 @@ class NamespaceDaemon:
 
     def __init__(self, channel: Channel, *, wiring: LabNetwork, sampler: CounterSampler) -> None:
         self._channel = channel
-        self._wiring = wiring
+        self._lab_network = wiring
         self._sampler = sampler
         self._commands: dict[int, int] = {}  # process id -> the lab's number for it
         self._relay_id = wiring.relay_id
@@ -219,7 +221,7 @@ class NamespaceDaemon:
                 if self._channel in ready and not self._answer():
                     return
         finally:
-            # the sockets close with this object; a child that ends later must not be told of through a closed file
+            # the sockets close with this object; a child that ends later must not be reported through a closed file
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
@@ -239,12 +241,12 @@ class NamespaceDaemon:
         return True
 
     def _on_start(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
-        world, folder = self._wiring.worlds[request["host"]], request["folder"]
+        host_namespaces, folder = self._lab_network.hosts[request["host"]], request["folder"]
         if not Path(folder).is_dir():
             raise ValueError(f"there is no folder {folder}; give one that is there")
 
         def enter() -> None:
-            world.enter()
+            host_namespaces.enter()
             os.chdir(folder)  # entering another world of mounts leads to its root
 
         stdin, stdout, stderr = files
@@ -269,18 +271,18 @@ class NamespaceDaemon:
 
     def _on_signal_host(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
         """Signal every process on a host, also those that left their command's group."""
-        world = self._wiring.worlds[request["host"]]
-        told: set[int] = set()
-        # one that was told may have started another just before
-        while found := processes_on(world) - told:
+        host_namespaces = self._lab_network.hosts[request["host"]]
+        signalled: set[int] = set()
+        # one that was signalled may have started another just before
+        while found := processes_on(host_namespaces) - signalled:
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, request["signal"])
-            told |= found
-        return {"num_processes": len(told)}
+            signalled |= found
+        return {"num_processes": len(signalled)}
 
     def _on_shape(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
-        self._wiring.change(LabSettings.from_json(request["settings"]))
+        self._lab_network.change(LabSettings.from_json(request["settings"]))
         return {}
 
     def _on_count(self, request: dict[str, Any], files: list[int]) -> dict[str, Any]:
@@ -302,9 +304,9 @@ class NamespaceDaemon:
                 self._channel.send({"event": "exit", "number": self._commands.pop(pid), "code": code})
 
 
-def processes_on(world: HostNamespaces) -> set[int]:
+def processes_on(host_namespaces: HostNamespaces) -> set[int]:
     """Return the processes that live in a host's network namespace."""
-    wanted, found = world.network_id(), set()
+    wanted, found = host_namespaces.network_id(), set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):  # it ended meanwhile
@@ -314,7 +316,7 @@ def processes_on(world: HostNamespaces) -> set[int]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the keeper of one lab."""
+    """Start the daemon of one lab."""
     end = socket.socket(fileno=int(arguments[0]))
     os.set_inheritable(end.fileno(), False)
     channel = Channel(end)
@@ -322,7 +324,7 @@ def main(arguments: Sequence[str]) -> int:
     if received is None:
         return 1
     order = received[0]
-    # the lab alone is meant by the terminal's signals, and tells us
+    # the terminal's signals are for the lab, which closes this daemon
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -361,7 +363,9 @@ def _run(channel: Channel, order: dict[str, Any]) -> int:
     try:
         become_init_process()
         wiring = LabNetwork(LabSettings.from_json(order["settings"]), folder=folder, force_relay=order["force_relay"])
-        sampler = CounterSampler([world.device_counters for world in wiring.worlds], path=folder / "counters.jsonl")
+        sampler = CounterSampler(
+            [host_namespaces.device_counters for host_namespaces in wiring.hosts], path=folder / "counters.jsonl"
+        )
     except (LabError, OSError) as error:
         channel.send({"event": "failed", "text": str(error)})
         return 1

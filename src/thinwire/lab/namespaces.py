@@ -1,4 +1,4 @@
-"""The kernel's own walls around hosts: namespaces for network, name, mounts and processes.
+"""Kernel namespaces of the hosts: network, host name, mounts and processes.
 
 All of them are held by open files and by one process only: when it ends, however it ends, the kernel removes the
 namespaces, their interfaces and every process in them. So nothing of a lab can be left behind. Linux only.
@@ -135,5 +135,5 @@ def _call(name: str, *arguments: object, what: str) -> None:
 _REMEDY = (
     "run as root, or allow user namespaces (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns=0); in a container, start it with --privileged; "
-    "`thinwire lab doctor` tells more"
+    "`thinwire lab doctor` says more"
 )

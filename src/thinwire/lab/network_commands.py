@@ -1,4 +1,4 @@
-"""From a lab's settings to the words of `ip`, `bridge` and `tc`. Pure: nothing is run here.
+"""Commands of `ip`, `bridge` and `tc` for a lab's settings. Pure: nothing is run here.
 
 ```
  host 0                the switch's own namespace                host 1
@@ -98,7 +98,7 @@ def tap_of(host: int) -> str:
 
 
 def host_lines(settings: LabSettings, host: int) -> list[str]:
-    """Return what `ip -batch` sets up inside a host: its address, and its neighbours, so that nobody has to ask."""
+    """Return what `ip -batch` sets up inside a host: its address, and its neighbours, which spares ARP requests."""
     lines = [
         "link set lo up",
         f"link set {INTERFACE} txqueuelen {_TAP_QUEUE_PACKETS} up",
@@ -118,7 +118,7 @@ def attachment_lines(settings: LabSettings, host: int) -> list[str]:
 
 
 def table_lines(settings: LabSettings, host: int) -> list[str]:
-    """Return what `bridge -batch` tells the switch where a host is by: it would ask, and tell, all others."""
+    """Return what `bridge -batch` gives the switch as a host's port, so that it does not flood all others."""
     if settings.accesses[host].is_cut:
         return []
     return [f"fdb replace {hardware_address_of(host)} dev {port_of(host)} master static"]

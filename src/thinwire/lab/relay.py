@@ -1,6 +1,6 @@
-"""Delay, jitter and loss in user space, for kernels without `netem`: frames wait here between two TAP devices.
+"""Relay that adds delay, jitter and loss in user space, between TAP devices, for kernels without `netem`.
 
-The keeper opens the files and starts `python -m thinwire.lab.relay CONTROL HOST_FILE:SWITCH_FILE...`. What a
+The daemon opens the files and starts `python -m thinwire.lab.relay CONTROL HOST_FILE:SWITCH_FILE...`. What a
 host sends waits for its link's latency; what comes back from the switch passes at once, so a packet waits once.
 """
 
@@ -29,7 +29,7 @@ _OUR_ADDRESSES = bytes.fromhex("02747700")
 
 
 class LinkEmulator:
-    """Which frames are lost, and when the others are due. Pure but for its random numbers, which are seeded."""
+    """Emulates links: drops frames, and gives the others their departure time. Pure, with seeded random numbers."""
 
     def __init__(self, settings: LabSettings) -> None:
         self._random = random.Random(settings.seed)

@@ -1,6 +1,6 @@
-"""Traffic of a known kind between two hosts of a lab, and what it shows: rate, delays, losses.
+"""Traffic probe between two hosts of a lab: measures rate, delays and losses.
 
-`python -m thinwire.lab.traffic_probe sink|flood|hear|tick ...` runs on the hosts; the functions start it there. All
+`python -m thinwire.lab.traffic_probe sink|flood|receive|tick ...` runs on the hosts; the functions start it there. All
 hosts share one clock, so delays are one way.
 """
 
@@ -31,7 +31,7 @@ _CHUNK = bytes(65_536)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DelayMeasurement:
-    """What became of packets sent one at a time.
+    """Delays and losses of packets sent one at a time.
 
     Attributes:
         delays_s: One-way seconds of those that arrived, in the order in which they did.
@@ -74,13 +74,13 @@ def measure_delays(
 ) -> DelayMeasurement:
     """Send small packets, one after the other, and return what became of them."""
     with tempfile.NamedTemporaryFile() as heard:
-        command = _command("hear", str(_PORT), str(packets), str(packets * interval_s + _SLACK_S / 4), heard.name)
+        command = _command("receive", str(_PORT), str(packets), str(packets * interval_s + _SLACK_S / 4), heard.name)
         hearing = lab.start(command, host=destination)
         _wait_for_port(lab, destination)
         words = _command("tick", lab.address(destination), str(_PORT), str(packets), str(interval_s))
         lab.start(words, host=source).wait(deadline_s=packets * interval_s + _SLACK_S)
         if hearing.wait(deadline_s=packets * interval_s + _SLACK_S) != 0:
-            raise LabError(f"the program that hears packets on host {destination} ended with {hearing.exit_code}")
+            raise LabError(f"the program that receives packets on host {destination} ended with {hearing.exit_code}")
         heard.seek(0)
         arrived = [(int(number), float(delay_s)) for number, delay_s in json.load(heard)]
     highest, num_late = -1, 0
@@ -143,7 +143,7 @@ def _connected(address: str, port: int) -> socket.socket:
             time.sleep(0.02)
 
 
-def _hear(port: str, packets: str, seconds: str, path: str) -> None:
+def _receive(port: str, packets: str, seconds: str, path: str) -> None:
     arrived: list[tuple[int, float]] = []
     end_s = time.monotonic() + float(seconds)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
@@ -168,7 +168,7 @@ def _tick(address: str, port: str, packets: str, interval_s: str) -> None:
             end.sendto(_STAMP.pack(number, time.monotonic()), (address, int(port)))
 
 
-_PARTS: dict[str, Callable[..., None]] = {"sink": _sink, "flood": _flood, "hear": _hear, "tick": _tick}
+_PARTS: dict[str, Callable[..., None]] = {"sink": _sink, "flood": _flood, "receive": _receive, "tick": _tick}
 
 if __name__ == "__main__":
     _PARTS[sys.argv[1]](*sys.argv[2:])

@@ -1,4 +1,4 @@
-"""What could be run: methods with their settings, on some of the machines; and a quick look at what it would take."""
+"""Candidates of a plan: methods with settings on sets of machines, and the time that each takes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.sync.method import Method
 from thinwire.sync.schedule import Schedule
 from thinwire.sync.views import BoundView
 
-# Every how many steps, and how many of them an exchange may last. Beyond 10, nobody has published what overlap costs.
+# Every how many steps, and how many of them an exchange may last. Beyond 10, no cost of overlap is published.
 INTERVALS = (10, 20, 30, 50, 100, 200, 300, 500)
 OVERLAPS = (1, 2, 5, 10)
 LAYERS = (1, 3, 6)
@@ -30,7 +30,7 @@ CODECS = {
     "diloco": ("float32", "bfloat16", "e3m0"), "streaming-diloco": ("bfloat16", "e3m0"),
     "slowmo": ("float32", "bfloat16"), "co2": ("float32", "bfloat16"), "noloco": ("float32", "bfloat16"),
 }  # fmt: skip
-# Those whose loss somebody has published for several sizes, so that a plan can choose between them.
+# Methods whose loss is published for several sizes, so that a plan can choose between them.
 PUBLISHED = ("all-reduce", "diloco", "streaming-diloco")
 # What of a candidate is an option of a method.
 _CHOSEN = ("sync_interval", "overlap_steps", "codec", "exchange", "layers_per_fragment")
@@ -62,11 +62,11 @@ class Candidate:
 
     @property
     def num_replicas(self) -> int:
-        """How many machines take part."""
+        """Number of machines."""
         return len(self.replicas)
 
     def settings(self) -> dict[str, Any]:
-        """Return what `thinwire train` is told beside the method, by the options' names."""
+        """Return the options of `thinwire train` beside the method, by their names."""
         found = {name: getattr(self, name) for name in _CHOSEN}
         return {name: value for name, value in found.items() if value is not None} | {"batch_size": self.batch_size}
 
@@ -202,7 +202,7 @@ def _thinnest(cluster: Cluster, names: Sequence[str]) -> list[float]:
 
 
 def quick_step_s(schedule: Schedule, rounds_s: Sequence[float], *, step_s: float) -> float:
-    """Return about how long an inner step is with all waits: a first guess, to tell what is worth a simulation.
+    """Return about how long an inner step is with all waits: a first guess, to choose what is worth a simulation.
 
     Every round takes what its busiest link needs for it alone, of which tau steps are hidden; and all rounds together
     cannot take less than one after the other.
@@ -258,7 +258,7 @@ def step_times(cluster: Cluster, workload: Workload, names: Sequence[str], *, nu
 
 
 class CandidateTimes:
-    """How long the candidates of one workload take on one cluster.
+    """Run times of the candidates of one workload on one cluster; shared parts are computed once.
 
     Args:
         workload: What is to be trained.
@@ -308,7 +308,7 @@ class CandidateTimes:
         return self._predictions[key]
 
     def method(self, candidate: Candidate) -> Method:
-        """Return a candidate's method, which is the same whoever takes part.
+        """Return a candidate's method, which does not depend on the machines.
 
         Raises:
             ValueError: A setting is out of its range.

@@ -1,4 +1,4 @@
-"""The arithmetic behind a plan, a line a step, so that a person can do it again on paper."""
+"""Arithmetic behind a plan, one line a step, so that it can be repeated on paper."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
         f"{format_bytes(max(sizes))}: {8 * sum(sizes) / workload.num_parameters:.3g} bits a parameter",
         f"a round ({pattern}): {sum(bound.bits for bound in bounds):.3g} payloads over the busiest link of "
         f"{format_rate(min(bound.rate for bound in bounds))}, and {format_seconds(latency_s(max(sizes)))} of latency, "
-        f"with the words before a message: the largest fragment takes {format_seconds(longest_s)}",
+        f"with the messages before a transfer: the largest fragment takes {format_seconds(longest_s)}",
     ]
     hidden_s = overlap * best.prediction.compute_s
     all_rounds_s = sum(sum(bound.seconds(size) for bound in bounds) + latency_s(size) for size in sizes)
@@ -108,7 +108,7 @@ def _total(best: Outlook) -> list[str]:
     ]
     penalty = best.penalty
     if penalty is None:
-        return [*lines, "loss: nobody has published what this method costs in loss, so no time to equal loss"]
+        return [*lines, "loss: no published loss of this method, so no time to equal loss"]
     parts = ", ".join(f"{name} {share:+.2%}" for name, share in penalty.parts)
     lines.append(f"loss against data-parallel training: {penalty.share:+.2%} ({parts}; arXiv 2503.09799, 2501.18512)")
     lines.append(

@@ -1,4 +1,4 @@
-"""What a method will do on a cluster: a few intervals are simulated, and the rest of the run goes on like the last."""
+"""Prediction of a run on a cluster: a few intervals are simulated, and the rest repeats the last ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a simulated run tells of a real one.
+    """Time and traffic of a run, extrapolated from a simulation.
 
     Attributes:
         num_steps: Inner steps of the real run.
@@ -70,7 +70,7 @@ def inner_step_s(machine: Machine, *, num_parameters: float, tokens: float) -> f
         tokens: Of one step of this replica.
 
     Raises:
-        ValueError: Nobody knows how fast the machine is.
+        ValueError: The machine's speed is unknown.
 
     Example:
         >>> inner_step_s(Machine(name="a", flops_per_s=6e12), num_parameters=1e9, tokens=1000)
@@ -85,7 +85,7 @@ def inner_step_s(machine: Machine, *, num_parameters: float, tokens: float) -> f
 
 
 def coding_s(machine: Machine, schedule: Schedule, traffic: Traffic) -> float:
-    """Return the seconds of an average inner step in which a replica encodes and decodes, 0 where nobody knows.
+    """Return the seconds of an average inner step in which a replica encodes and decodes, 0 if unknown.
 
     Args:
         machine: Whose `encode_bytes_per_s` counts: that of E3M0, which stands for all codes.
@@ -96,7 +96,7 @@ def coding_s(machine: Machine, schedule: Schedule, traffic: Traffic) -> float:
 
 
 def interval_coding_s(machine: Machine, traffic: Traffic) -> float:
-    """Return the seconds of a whole interval in which a replica encodes and decodes, 0 where nobody knows.
+    """Return the seconds of a whole interval in which a replica encodes and decodes, 0 if unknown.
 
     Every fragment counts once, in what is sent at the end: the last channel that sends anything.
     """
@@ -162,8 +162,8 @@ def predict(
 def _acting(replicas: Sequence[simulate.SimReplica], exchange: simulate.ExchangeModel) -> list[simulate.SimReplica]:
     """Return the replicas that decide when everything happens.
 
-    Where all take part in every round, and steps do not vary, nobody launches later than the slowest: rounds start when
-    it launches them, and so its times do not depend on the others. It stands for all of them, twice, as a round has
+    If all take part in every round, and steps do not vary, no replica launches later than the slowest. Rounds start
+    when it launches them, so its times do not depend on the others. It stands for all of them, twice, as a round has
     two ends.
     """
     if not exchange.fixed_stages is not None or not _are_steady(replicas):
@@ -192,7 +192,7 @@ def _launched_bytes(schedule: Schedule, traffic: Traffic, *, first: int, last: i
 
 
 def alone(num_steps: int, *, step_s: float) -> Prediction:
-    """Return what one machine does that exchanges with nobody: nothing but its steps.
+    """Return the prediction of a single machine, which only computes.
 
     Example:
         >>> alone(100, step_s=0.5).total_s, alone(100, step_s=0.5).compute_utilisation
@@ -205,7 +205,7 @@ def alone(num_steps: int, *, step_s: float) -> Prediction:
 
 
 class LinkUsage:
-    """What the links with a limit have carried; those without one stand for delays.
+    """Traffic on the links with a limit; links without one stand for delays.
 
     Attributes:
         peak_bits_per_s: The highest rate on any of them.

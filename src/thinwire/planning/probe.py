@@ -1,4 +1,4 @@
-"""Measuring the wires between replicas: each pair alone in both directions, then all at once."""
+"""Probe of the wires between replicas: each pair alone in both directions, then all at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.transport.notes import tell_all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedTransfer:
-    """One timed transfer: its payload, and seconds until the receiver's word that it is there had come back."""
+    """One timed transfer: its payload, and seconds until the receiver's acknowledgement."""
 
     num_bytes: int
     seconds: float
@@ -28,7 +28,7 @@ class TimedTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFit:
-    """What transfers say of a wire: `seconds = overhead_s + 8 num_bytes / bandwidth_bits_per_s`.
+    """Bandwidth and overhead of a wire: `seconds = overhead_s + 8 num_bytes / bandwidth_bits_per_s`.
 
     Attributes:
         bandwidth_bits_per_s: The median of what any two transfers of unlike sizes say.
@@ -44,7 +44,7 @@ class WireFit:
 
 
 def fit_wire(transfers: Sequence[TimedTransfer]) -> WireFit:
-    """Fit a line through sizes and times by the median of pairwise slopes (Theil and Sen).
+    """Fit a channel through sizes and times by the median of pairwise slopes (Theil and Sen).
 
     A transfer that something else disturbed counts as one of many, however late it came. The interval follows from the
     ranks of the slopes (Sen 1968, with the variance of Kendall's statistic where sizes repeat).
@@ -111,7 +111,7 @@ _PATIENCE = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeBudget:
-    """How long and how much a probe of wires may send.
+    """Limits on the time and bytes of a probe.
 
     Args:
         seconds: About how long all pairs take, one after the other. What a pair has of it bounds its transfers.
@@ -131,7 +131,7 @@ class ProbeBudget:
         if self.most_bytes < 4 * _SMALLEST_BYTES:
             raise ValueError(
                 f"the largest transfer must have at least {4 * _SMALLEST_BYTES} bytes, got {self.most_bytes}; smaller "
-                f"ones tell a latency, and no bandwidth"
+                f"ones measure a latency, and no bandwidth"
             )
 
     def transfer_s(self, num_replicas: int) -> float:
@@ -142,11 +142,11 @@ class ProbeBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireMeasurements:
-    """What was measured, the same on all replicas.
+    """Measurements of all wires, the same on all replicas.
 
     Attributes:
         fits: By (source, destination), alone.
-        latencies_s: By the same, one way: half of what a word and its answer take, as no clock is shared.
+        latencies_s: By the same, one way: half of a round trip, as no clock is shared.
         together_bits_per_s: By the same, while everyone sends to everyone.
         up_bits_per_s: By replica: what it sent to all others while everyone did.
         down_bits_per_s: By replica: what it received meanwhile.
@@ -217,7 +217,7 @@ def probe_wires(
         transport: Joins the replicas, at least two.
         budget: Bounds time and bytes.
         deadline_s: Seconds until a replica that does not answer counts as lost.
-        number: The first of the numbers of notes and messages, which nobody else uses.
+        number: The first of the numbers of notes and messages, which no other part uses.
 
     Returns:
         The same on all replicas.
@@ -233,22 +233,22 @@ def probe_wires(
     pairs = list(itertools.permutations(range(transport.num_replicas), 2))
     found = {}
     for place, pair in enumerate(pairs):
-        line = _PeerChannel(transport, number=number + (place + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
-        said: dict[str, Any] = {}
+        channel = _PeerChannel(transport, number=number + (place + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
+        report: dict[str, Any] = {}
         if transport.replica == pair[0]:
-            said = _lead(line, pair[1], limits)
+            report = _lead(channel, pair[1], limits)
         elif transport.replica == pair[1]:
-            _follow(line, pair[0], limits)
-        # nobody else may send meanwhile, so all wait until the pair has done
-        notes_of_all = tell_all(said, transport=transport, number=next(notes), deadline_s=_PATIENCE * deadline_s)
+            _follow(channel, pair[0], limits)
+        # no other replica may send meanwhile, so all wait until the pair has done
+        notes_of_all = tell_all(report, transport=transport, number=next(notes), deadline_s=_PATIENCE * deadline_s)
         found[pair] = _checked(notes_of_all[pair[0]], pair)
     fits = {pair: _fit(*found[pair]) for pair in pairs}
-    line = _PeerChannel(transport, number=number + (len(pairs) + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
+    channel = _PeerChannel(transport, number=number + (len(pairs) + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
     sizes = _sizes_together(fits, limits, num_replicas=transport.num_replicas)
     tell_all({}, transport=transport, number=next(notes), deadline_s=deadline_s)
-    arrived = _together(line, sizes)
-    told = tell_all(arrived, transport=transport, number=next(notes), deadline_s=deadline_s)
-    seconds = {(s, d): _positive(told[d].get(str(s)), replica=d) for s, d in pairs}
+    arrived = _together(channel, sizes)
+    reported = tell_all(arrived, transport=transport, number=next(notes), deadline_s=deadline_s)
+    seconds = {(s, d): _positive(reported[d].get(str(s)), replica=d) for s, d in pairs}
     return _wires(fits, {pair: found[pair][0] for pair in pairs}, sizes, seconds, transport.num_replicas)
 
 
@@ -260,49 +260,49 @@ class _PeerChannel:
         self.deadline_s = deadline_s
         self._numbers = itertools.count(number)
 
-    def say(self, payload: torch.Tensor, *, to: int) -> None:
+    def send(self, payload: torch.Tensor, *, to: int) -> None:
         envelope = Envelope(kind=Kind.SETUP, round_id=next(self._numbers), payload_bytes=payload.numel())
         self.transport.send(payload, to=to, envelope=envelope).wait(deadline_s=self.deadline_s)
 
-    def hear(self, num_bytes: int, *, source: int) -> torch.Tensor:
+    def receive(self, num_bytes: int, *, source: int) -> torch.Tensor:
         envelope = Envelope(kind=Kind.SETUP, round_id=next(self._numbers), payload_bytes=num_bytes)
         received = self.transport.receive(source=source, envelope=envelope).wait(deadline_s=self.deadline_s)
         assert received is not None
         return received.payload
 
 
-def _lead(line: _PeerChannel, peer: int, budget: ProbeBudget) -> dict[str, Any]:
-    """Time words and transfers to a peer; return the latency, sizes and seconds."""
-    pings = [_timed(line, peer, 1) for _ in range(_PINGS)]
-    longest_s = budget.transfer_s(line.transport.num_replicas)
+def _lead(channel: _PeerChannel, peer: int, budget: ProbeBudget) -> dict[str, Any]:
+    """Time pings and transfers to a peer; return the latency, sizes and seconds."""
+    pings = [_timed(channel, peer, 1) for _ in range(_PINGS)]
+    longest_s = budget.transfer_s(channel.transport.num_replicas)
     size, transfers = _SMALLEST_BYTES, []
     while True:
-        taken_s = _timed(line, peer, size)
+        taken_s = _timed(channel, peer, size)
         if taken_s >= longest_s / 3 or 4 * size > budget.most_bytes:
             break
         size *= 4
     for _ in range(_REPEATS):
         for num_bytes in (size // 4, size // 2, size):
-            transfers.append((num_bytes, _timed(line, peer, num_bytes)))
-    line.say(_size_word(0), to=peer)
+            transfers.append((num_bytes, _timed(channel, peer, num_bytes)))
+    channel.send(_encode_size(0), to=peer)
     return {"latency_s": statistics.median(pings) / 2, "transfers": transfers}
 
 
-def _timed(line: _PeerChannel, peer: int, num_bytes: int) -> float:
-    line.say(_size_word(num_bytes), to=peer)
+def _timed(channel: _PeerChannel, peer: int, num_bytes: int) -> float:
+    channel.send(_encode_size(num_bytes), to=peer)
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    line.hear(1, source=peer)  # it is waiting now
+    channel.receive(1, source=peer)  # it is waiting now
     began_s = time.perf_counter()
-    line.say(payload, to=peer)
-    line.hear(1, source=peer)
+    channel.send(payload, to=peer)
+    channel.receive(1, source=peer)
     return time.perf_counter() - began_s
 
 
-def _follow(line: _PeerChannel, peer: int, budget: ProbeBudget) -> None:
+def _follow(channel: _PeerChannel, peer: int, budget: ProbeBudget) -> None:
     """Answer what a peer's probe sends, until it says that it has done."""
     answer = torch.zeros(1, dtype=torch.uint8)
     while True:
-        num_bytes = int.from_bytes(bytes(line.hear(8, source=peer).numpy()), "little")
+        num_bytes = int.from_bytes(bytes(channel.receive(8, source=peer).numpy()), "little")
         if num_bytes == 0:
             return
         if num_bytes > budget.most_bytes:
@@ -310,12 +310,12 @@ def _follow(line: _PeerChannel, peer: int, budget: ProbeBudget) -> None:
                 f"replica {peer} wants to send a probe of {num_bytes} bytes, more than {budget.most_bytes}; run the "
                 f"same thinwire with the same options on all hosts"
             )
-        line.say(answer, to=peer)
-        line.hear(num_bytes, source=peer)
-        line.say(answer, to=peer)
+        channel.send(answer, to=peer)
+        channel.receive(num_bytes, source=peer)
+        channel.send(answer, to=peer)
 
 
-def _size_word(num_bytes: int) -> torch.Tensor:
+def _encode_size(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(num_bytes.to_bytes(8, "little")), dtype=torch.uint8)
 
 
@@ -331,11 +331,11 @@ def _sizes_together(
     }
 
 
-def _together(line: _PeerChannel, sizes: Mapping[tuple[int, int], int]) -> dict[str, float]:
+def _together(channel: _PeerChannel, sizes: Mapping[tuple[int, int], int]) -> dict[str, float]:
     """Send to and receive from all at once; return the seconds until each source's message was here."""
-    transport, me = line.transport, line.transport.replica
+    transport, me = channel.transport, channel.transport.replica
     others = [replica for replica in range(transport.num_replicas) if replica != me]
-    first = next(line._numbers)
+    first = next(channel._numbers)
     began_s = time.perf_counter()
     waiting = {
         source: transport.receive(source=source, envelope=_envelope(first, sizes[source, me])) for source in others
@@ -347,16 +347,16 @@ def _together(line: _PeerChannel, sizes: Mapping[tuple[int, int], int]) -> dict[
     seconds: dict[str, float] = {}
     # where replicas take turns in one process, the others can only send while this one waits
     looks = transport.runs_in_background
-    while looks and waiting and time.perf_counter() - began_s < line.deadline_s:
+    while looks and waiting and time.perf_counter() - began_s < channel.deadline_s:
         for source in [source for source, pending in waiting.items() if pending.done()]:
-            waiting.pop(source).wait(deadline_s=line.deadline_s)
+            waiting.pop(source).wait(deadline_s=channel.deadline_s)
             seconds[str(source)] = time.perf_counter() - began_s
         time.sleep(_POLL_S)
     for source, pending in waiting.items():  # where all was looked at, it is late: this raises, and names it
-        pending.wait(deadline_s=_POLL_S if looks else line.deadline_s)
+        pending.wait(deadline_s=_POLL_S if looks else channel.deadline_s)
         seconds[str(source)] = time.perf_counter() - began_s
     for pending in sends:
-        pending.wait(deadline_s=line.deadline_s)
+        pending.wait(deadline_s=channel.deadline_s)
     return seconds
 
 
@@ -364,25 +364,25 @@ def _envelope(number: int, num_bytes: int) -> Envelope:
     return Envelope(kind=Kind.SETUP, round_id=number, payload_bytes=num_bytes)
 
 
-def _checked(said: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, list[TimedTransfer]]:
+def _checked(report: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, list[TimedTransfer]]:
     """Return what a replica says of its wire: the latency, and transfers."""
     source, destination = pair
-    if not isinstance(said.get("transfers"), list):
+    if not isinstance(report.get("transfers"), list):
         raise PayloadError(
-            f"replica {source} did not tell of its wire to {destination}; run the same thinwire on all hosts"
+            f"replica {source} did not report its wire to {destination}; run the same thinwire on all hosts"
         )
     transfers = [
         TimedTransfer(num_bytes=int(_positive(size, replica=source)), seconds=_positive(taken, replica=source))
-        for size, taken in _couples(said["transfers"], replica=source)
+        for size, taken in _couples(report["transfers"], replica=source)
     ]
-    return _positive(said.get("latency_s"), replica=source), transfers
+    return _positive(report.get("latency_s"), replica=source), transfers
 
 
 def _couples(entries: Sequence[Any], *, replica: int) -> Iterator[tuple[Any, Any]]:
     for entry in entries:
         if not isinstance(entry, list) or len(entry) != 2:
             raise PayloadError(
-                f"replica {replica} told a transfer as {entry!r:.60}; run the same thinwire on all hosts"
+                f"replica {replica} reported a transfer as {entry!r:.60}; run the same thinwire on all hosts"
             )
         yield entry[0], entry[1]
 
@@ -390,8 +390,8 @@ def _couples(entries: Sequence[Any], *, replica: int) -> Iterator[tuple[Any, Any
 def _positive(value: object, *, replica: int) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise PayloadError(
-            f"replica {replica} told a measurement as {value!r:.60}, which is no number above 0; run the same thinwire "
-            f"on all hosts"
+            f"replica {replica} reported a measurement as {value!r:.60}, which is no number above 0; run the same "
+            f"thinwire on all hosts"
         )
     return float(value)
 

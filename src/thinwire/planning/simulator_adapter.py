@@ -1,4 +1,4 @@
-"""From a method, a model and a cluster to what the simulator takes: links, payloads, patterns. Nothing is sent."""
+"""Adapter from a method, a model and a cluster to the simulator's links, payloads and exchange. Nothing is sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TRIPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a method sends.
+    """Traffic of a method.
 
     Attributes:
         payload_bytes: What a replica sends of each fragment, of each channel: `payload_bytes[fragment][channel]`. The
@@ -49,7 +49,7 @@ class Traffic:
 
     @property
     def num_fragments(self) -> int:
-        """How many fragments there are."""
+        """Number of fragments."""
         return len(self.payload_bytes)
 
     @cached_property
@@ -126,7 +126,7 @@ def condensed(
 
     Where every flow loads all links in the same proportions, the link that is full first bounds all of them, and no
     other one matters: so an all-gather of thousands of links is one of two, that one and the one that carries most.
-    Other exchanges are returned as they are. It holds as long as nobody dies.
+    Other exchanges are returned as they are. It holds while no replica dies.
 
     Example:
         >>> cluster = simulate.star([simulate.SimLink(bandwidth_bits_per_s=rate) for rate in (1e9, 1e6, 1e9)])

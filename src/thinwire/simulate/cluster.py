@@ -1,4 +1,4 @@
-"""Hosts and the links between them: stars, rings, leaves and spines, and sites that are joined by thin wires.
+"""Simulated clusters: hosts and the links between them, as star, ring, leaf-spine fabric or joined sites.
 
 Every host has links of its own out of and into its site, and sites are joined by ways over links that they share. A
 star is one site, and a ring is as many sites as hosts. A way may spread its bits evenly over parallel links.
@@ -15,7 +15,7 @@ from thinwire.simulate.fluid_network import Loads, SimLink
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimCluster:
-    """Who reaches whom over which links; `star`, `ring`, `leaf_spine` and `joined_sites` make them.
+    """Hosts with their routes over links; made by `star`, `ring`, `leaf_spine` and `joined_sites`.
 
     Attributes:
         links: All links, numbered in this order.
@@ -47,7 +47,7 @@ class SimCluster:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return len(self.site_of)
 
     def route(self, source: int, to: int) -> Loads:

@@ -160,14 +160,14 @@ class ExchangeModel:
 
 
 class RoundTimes(NamedTuple):
-    """What came of a round of one group.
+    """Times of one round of one group.
 
     Attributes:
         id: The round's number.
-        members: Who took part in the end.
-        launched_s: When the first of them launched it.
-        started_s: When its bits began to move: the last time, where it was begun anew without a replica that died.
-        finished_s: When all had the mean; infinity where that never came to be.
+        members: Replicas that took part in the end.
+        launched_s: Time of the first member's launch.
+        started_s: Start of its transfer; the last start, if it was restarted without a replica that died.
+        finished_s: Time at which all members had the mean; infinity if that never happened.
     """
 
     id: int

@@ -1,4 +1,4 @@
-"""Bits on links in virtual time: flows over several links at once, at max-min fair rates, from one event to the next.
+"""Fluid network in virtual time: flows over several links at once, at max-min fair rates that change at events.
 
 A flow is a fluid: it has one rate, and loads every link that it names in proportion. A transfer along a path loads each
 link of it with one bit for a bit; an exchange among many replicas is one flow too, which loads all their links at once
@@ -16,7 +16,7 @@ from thinwire.simulate.virtual_clock import VirtualClock
 
 
 class FlowDemand(NamedTuple):
-    """What one flow asks of the links.
+    """Demand of one flow on the links.
 
     Attributes:
         loads: Pairs of a link and the bits that it carries for one bit of the flow, above 0; every link once.
@@ -254,7 +254,7 @@ class FluidNetwork:
         if moving.left_bits > 0:
             self._bring_up_to_date(moving)
             self._leave(moving)
-            moving.left_bits = 0.0  # whoever dies next does not stop it again
+            moving.left_bits = 0.0  # a later death does not stop it again
 
     def carried_bits(self) -> list[float]:
         """Return the bits that each link has carried so far."""

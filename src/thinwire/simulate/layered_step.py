@@ -1,4 +1,4 @@
-"""A training step as a graph over the model's layers, and what a wire leaves of the processor's time.
+"""Training step as a graph over the model's layers, with the compute utilisation that a bandwidth allows.
 
 This is the kind of simulator that arXiv 2501.18512 (Streaming DiLoCo, section 3.1 and table 4) describes: every layer
 has a forward node, a backward node for its activations, one for its weights, and, where it is exchanged, one for its
@@ -55,7 +55,7 @@ class LayeredModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOrder:
-    """What a description of such a simulator leaves open; the defaults are what explains the published tables.
+    """Choices that the papers leave open; the defaults reproduce the published tables.
 
     Attributes:
         weights_first: Whether a layer's weights come before its activations in the backward pass.
@@ -72,7 +72,7 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredMethod:
-    """When which layers cross the wire.
+    """Schedule of the layers' exchanges.
 
     Attributes:
         sync_interval: H: inner steps between two exchanges of a layer.

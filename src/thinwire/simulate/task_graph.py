@@ -1,4 +1,4 @@
-"""Graphs of work in virtual time: computing on processors that do one thing after another, and transfers over links.
+"""Task graphs in virtual time: computing on processors, one task at a time, and transfers over links.
 
 Nothing is assumed about the graph: a training step, a pipeline's microbatches and a ring of messages are all written as
 tasks that wait for others.
@@ -67,7 +67,7 @@ Task = ComputeTask | TransferTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTimes:
-    """What came of a graph.
+    """Times of all tasks of a graph.
 
     Attributes:
         start_s: When each task started; infinity where it never did, since a link that it waits for never came back.
@@ -83,7 +83,7 @@ class TaskTimes:
 
     @property
     def makespan_s(self) -> float:
-        """When the last task ended."""
+        """End of the last task."""
         return max(self.end_s, default=0.0)
 
 

@@ -1,4 +1,4 @@
-"""The step loop of a method in virtual time: computing, launches, transfers in flight, waits where rounds are applied.
+"""Step loop of a method in virtual time: computing, launches, transfers in flight, waits at apply.
 
 The schedule is the one that the engine runs. Every replica computes its steps one after another; after each it launches
 what the schedule says and waits for what it must apply, and a round under way costs computing nothing.
@@ -24,7 +24,7 @@ from thinwire.sync.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimReplica:
-    """How fast a replica computes, and when it is gone.
+    """Speed and outages of a simulated replica.
 
     Attributes:
         step_s: Seconds of an inner step: of each, or the median where `sigma` is above 0.
@@ -66,7 +66,7 @@ class Stall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimRun:
-    """What came of a simulated training.
+    """Result of a simulated training.
 
     Attributes:
         step_ends_s: For each replica, when each of its steps was done, with what was applied after it. Steps that it
@@ -91,7 +91,7 @@ class SimRun:
 
     @property
     def total_s(self) -> float:
-        """When the last replica was done."""
+        """End of the last replica's last step."""
         return max(self.finished_s, default=0.0)
 
     @property
@@ -126,7 +126,7 @@ def simulate_training(
             `payload_bytes[fragment][channel]`.
         num_steps: Inner steps from the start.
         exchange: How rounds cross the links; None for an all-gather among all.
-        detection_s: From a replica's death until the others go on without it: their rounds with it begin anew.
+        detection_s: From a replica's death until the others go on without it: their rounds with it restart.
         rejoin_bytes: What a replica that returns loads before it goes on, from the first replica that is alive.
         seed: Of the step times that vary.
 
@@ -158,7 +158,7 @@ def simulate_training(
 
 
 class _Worker:
-    """Where a replica is.
+    """State of one replica.
 
     Steps after which nothing is launched or applied are one event: `planned` holds the ends of those that are to come,
     and of the step after which something is.
@@ -179,7 +179,7 @@ class _Worker:
 
 
 class _StepTimes:
-    """How long each step of each replica takes: drawn in the order of steps, whatever happens between them."""
+    """Seconds of each step of each replica, drawn in the order of steps whatever happens between them."""
 
     def __init__(self, replicas: Sequence[SimReplica], seed: int) -> None:
         self._replicas = replicas
@@ -210,12 +210,12 @@ class _Loop:
         self.workers = [_Worker() for _ in replicas]
         self.known = tuple(range(len(replicas)))  # who is alive, as far as the others know
         self.step_times = _StepTimes(replicas, seed)
-        # every replica launches a round after the same step, so one of them can tell for all
+        # every replica launches a round after the same step, so one of them stands for all
         self.has_launches = [
             bool(schedule.launches(step, num_fragments=self.num_fragments)) for step in range(1, num_steps + 1)
         ]
         self.stalls: list[Stall] = []
-        self.book = make_tracker(
+        self.tracker = make_tracker(
             exchange, cluster=cluster, payload_bytes=payload_bytes, network=self.network, clock=self.clock,
             alive=lambda: self.known, resume=self._resume,
         )  # fmt: skip
@@ -225,7 +225,7 @@ class _Loop:
             for death_s, return_s in replica.outages:
                 self.clock.at(death_s, self._dying(number))
                 if return_s < inf:
-                    # nobody comes back before its death has been noticed
+                    # no replica returns before its death has been noticed
                     self.clock.at(max(return_s, death_s + self.detection_s), self._returning(number))
             self._compute(number)
         self.clock.run()
@@ -236,7 +236,7 @@ class _Loop:
             compute_s=tuple(worker.compute_s for worker in workers),
             finished_s=tuple(worker.finished_s for worker in workers),
             stalls=tuple(self.stalls),
-            rounds=(*self.book.times, *self.book.unfinished()),
+            rounds=(*self.tracker.times, *self.tracker.unfinished()),
             link_bits=tuple(self.network.carried_bits()),
             peak_bits_per_s=tuple(self.network.peak_bits_per_s),
         )
@@ -280,16 +280,16 @@ class _Loop:
         worker.waits_since_s = self.clock.now_s
         if self.has_launches[worker.step - 1]:
             self._launch(number)
-        # a round that ends at once resumes nobody: who waits is known only after all have been asked for
+        # a round that ends at once resumes no replica: the waits are known only after all rounds have been asked for
         worker.missing = 1
         for round_id in worker.due.pop(worker.step, ()):
-            worker.missing += not self.book.is_collected(number, round_id)
+            worker.missing += not self.tracker.is_collected(number, round_id)
         self._resume(number)
 
     def _launch(self, number: int) -> None:
         worker = self.workers[number]
         for round in self.schedule.launches(worker.step, num_fragments=self.num_fragments, replica=number):
-            self.book.launch(number, round.id, fragment=round.fragment, channel=round.channel)
+            self.tracker.launch(number, round.id, fragment=round.fragment, channel=round.channel)
             worker.due.setdefault(round.apply_step, []).append(round.id)
 
     def _resume(self, number: int) -> None:
@@ -317,12 +317,12 @@ class _Loop:
             worker.missing = 0
             worker.planned.clear()
             worker.due.clear()
-            self.book.break_off(number)
+            self.tracker.break_off(number)
             self.clock.at(self.clock.now_s + self.detection_s, strike_off)
 
         def strike_off() -> None:
             self.known = tuple(other for other in self.known if other != number)
-            self.book.go_on_without(number)
+            self.tracker.go_on_without(number)
 
         return die
 

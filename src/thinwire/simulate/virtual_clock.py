@@ -1,4 +1,4 @@
-"""Virtual time: actions run in the order of their times, and those of one instant in the order they were asked for."""
+"""Virtual clock: runs actions in the order of their times, and those of one instant in the order of their requests."""
 
 from __future__ import annotations
 

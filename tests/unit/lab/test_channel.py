@@ -1,4 +1,4 @@
-"""Messages between a lab and its keeper arrive whole, in order and with their files, or are refused."""
+"""Messages between a lab and its daemon arrive whole, in order and with their files, or are refused."""
 
 from __future__ import annotations
 

@@ -48,13 +48,13 @@ def test_a_wire_of_known_speed_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     """A clock that moves by what each message would take on a wire of 8 Mbit/s and 10 ms."""
     clock = {"now_s": 0.0}
     monkeypatch.setattr(time, "perf_counter", lambda: clock["now_s"])
-    say = probe._PeerChannel.say
+    send = probe._PeerChannel.send
 
     def slow(line: Any, payload: torch.Tensor, *, to: int) -> None:
         clock["now_s"] += 0.010 + 8 * payload.numel() / 8e6
-        say(line, payload, to=to)
+        send(line, payload, to=to)
 
-    monkeypatch.setattr(probe._PeerChannel, "say", slow)
+    monkeypatch.setattr(probe._PeerChannel, "send", slow)
     monkeypatch.setattr(probe, "_together", lambda line, sizes: {str(1 - line.transport.replica): 0.5})
     (found, _) = probed(2)
     for pair in ((0, 1), (1, 0)):
@@ -65,9 +65,9 @@ def test_a_wire_of_known_speed_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({}, "replica 0 did not tell of its wire to 1"),
-        ({"latency_s": 1, "transfers": 3}, "did not tell of its wire"),
-        ({"latency_s": 1, "transfers": [[1, 2, 3]]}, r"told a transfer as \[1, 2, 3\]"),
+        ({}, "replica 0 did not report its wire to 1"),
+        ({"latency_s": 1, "transfers": 3}, "did not report its wire"),
+        ({"latency_s": 1, "transfers": [[1, 2, 3]]}, r"reported a transfer as \[1, 2, 3\]"),
         ({"latency_s": 1, "transfers": [[1, -2]]}, "a measurement as -2, which is no number above 0"),
         ({"latency_s": None, "transfers": [[1, 1]]}, "a measurement as None"),
         ({"latency_s": float("inf"), "transfers": [[1, 1]]}, "a measurement as inf"),
@@ -83,7 +83,7 @@ def test_a_peer_that_wants_to_send_too_much_is_refused() -> None:
     def replica_main(transport: LoopbackTransport) -> None:
         line = probe._PeerChannel(transport, number=0, deadline_s=5)
         if transport.replica == 0:
-            line.say(probe._size_word(2**40), to=1)
+            line.send(probe._encode_size(2**40), to=1)
             return
         with pytest.raises(PayloadError, match=r"replica 0 .* 1099511627776 bytes, more than 65536"):
             probe._follow(line, 0, QUICK)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from thinwire import simulate
-from thinwire.planning import candidate_times
+from thinwire.planning import candidates as candidates_module
 from thinwire.planning.candidates import Candidate, candidates, machine_sets, step_times
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.loss_penalty import compute_worth, loss_penalty
@@ -214,7 +214,7 @@ def test_what_sends_less_is_not_taken_where_it_computes_less_than_was_wished(
             sent_bytes_per_step=sent.payload_bytes[0][0],
         )  # fmt: skip
 
-    monkeypatch.setattr(candidate_times, "predict", told)
+    monkeypatch.setattr(candidates_module, "predict", told)
     wishes = PlanConstraints(
         methods=("diloco",), intervals=(30,), codecs=("float32", "e3m0"), min_replicas=2, min_utilisation=least
     )  # fmt: skip
@@ -276,8 +276,8 @@ def test_of_thousands_of_candidates_on_many_machines_few_are_simulated(monkeypat
         Wire(source=a.name, destination=b.name, bandwidth_bits_per_s=draw.uniform(1e6, 1e8))
         for a in many for b in many if a is not b
     )  # fmt: skip
-    looks = counted(monkeypatch, candidate_times, "quick_step_s")
-    simulated = counted(monkeypatch, candidate_times, "predict")
+    looks = counted(monkeypatch, candidates_module, "quick_step_s")
+    simulated = counted(monkeypatch, candidates_module, "predict")
     runs = counted(monkeypatch, simulate, "simulate_training")
     plan = make_plan(workload(tokens=1e9), Cluster(machines=many, wires=wires), PlanConstraints(max_penalty=1.0))
     assert len(looks) > 1000

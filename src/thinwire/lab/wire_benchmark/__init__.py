@@ -1,1 +1,1 @@
-"""Who takes part in `bench wire`, and the program that every host of a lab runs for it."""
+"""Wire benchmark (`thinwire bench wire`): training methods compared on real sockets over slow links."""

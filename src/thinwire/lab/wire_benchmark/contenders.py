@@ -1,4 +1,4 @@
-"""The contenders of `bench wire`: our methods, what each of their parts contributes, and what others offer.
+"""Contenders of `bench wire`: our methods, one part at a time, and what others offer.
 
 | contender | fragments | overlap | payload | program |
 | --- | --- | --- | --- | --- |
@@ -34,8 +34,8 @@ from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.transport.recording import RecordingTransport
 
 Kind = Literal["every-step", "diloco", "streaming", "ddp", "torchft"]
-# The top of what PyTorch's documentation calls typical (1 to 4; it tells to go up from 1 until the loss is right, and a
-# benchmark has no time to try). On `nano` it sends a fortieth of a block's gradients.
+# The top of what PyTorch's documentation calls typical (1 to 4; it advises to go up from 1 until the loss is right, and
+# a benchmark has no time to try). On `nano` it sends a fortieth of a block's gradients.
 POWERSGD_RANK = 4
 
 
@@ -166,7 +166,7 @@ class Trainer:
         close: Ends the training: everything in flight is taken in, and the global parameters become the mean of the
             replicas'.
         global_parameters: Puts them into the model for as long as a with block lasts.
-        stalled_s: Seconds that the training thread has waited for the wire, None where nobody counts them.
+        stalled_s: Seconds that the training thread has waited for the wire, None if not counted.
         release: Gives back what was made for the training, also after a failure.
         num_fragments: In how many parts the model is exchanged.
         sync_interval: H as it is in effect.
@@ -197,7 +197,7 @@ def make_trainer(
         inner: Over the model's parameters.
         numbers: What all contenders share.
         transport: Joins the replicas; torch's default group does so too.
-        tell: Tells all replicas a note and returns the notes of all.
+        tell: Sends a note to all replicas and returns the notes of all.
 
     Raises:
         MissingExtra: The contender's package is not installed.

@@ -1,4 +1,4 @@
-"""Which runs the wire benchmark is made of, and how many steps each may take. Pure."""
+"""Grid of the wire benchmark's runs, and the number of steps of each. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POWERSGD_FACTOR = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchWire:
-    """What all hosts of a run are joined by.
+    """Network between the hosts of a run.
 
     Attributes:
         rate_bits_per_s: Each host's access, both ways; None is no limit.
@@ -171,7 +171,7 @@ def paced(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def exchanges_every_step(chosen: Contender) -> bool:
-    """Tell whether a contender exchanges at every step."""
+    """Return whether a contender exchanges at every step."""
     return chosen.kind in ("every-step", "ddp")
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.lab.wire_benchmark.contenders import Trainer, loss_of
 
 # The least that the hook takes with error feedback and warm start, both of which its documentation wants on: DDP makes
-# its buckets anew after the first step. Its rule of a tenth of all steps would leave little to measure in a short run.
+# its buckets again after the first step. Its rule of a tenth of all steps would leave little to measure in a short run.
 _FIRST_COMPRESSED_STEP = 2
 _MEBIBYTE = 1 << 20
 

@@ -135,7 +135,7 @@ def matched_fragments(model: nn.Module) -> list[nn.Module]:
 
 
 class _Session:
-    """What torchft needs around its DiLoCo, made in order and given back in the other."""
+    """Server, group and manager that torchft's DiLoCo needs, closed in reverse order."""
 
     def __init__(self, torchft: SimpleNamespace, *, numbers: TrainerSettings, num_replicas: int) -> None:
         self.manager: Any = None

@@ -1,4 +1,4 @@
-"""From the wire benchmark's runs to its table and figure. Pure."""
+"""Result table and figure of the wire benchmark. Pure."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def rows(summaries: Iterable[Mapping[str, Any]]) -> list[ResultRow]:
 
 
 def describe(wire: BenchWire) -> str:
-    """Return a wire in words.
+    """Return a wire as text.
 
     Example:
         >>> describe(BenchWire(rate_bits_per_s=5e6)), describe(BenchWire())

@@ -1,4 +1,4 @@
-"""Runs a contender on the hosts of a lab, and joins what it says of itself with what the kernel counted."""
+"""Runner of the wire benchmark: starts a contender on a lab's hosts, and joins its numbers with the kernel's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.lab.wire_benchmark.grid import BenchWire, GridCell, deadline_s
 
 _START_S = 180.0
 _BEAT_S = 0.02
-_LAST_WORDS = 2_000
+_LAST_CHARACTERS = 2_000
 
 
 def run_cell(cell: GridCell, *, cache_dir: Path, timeout_s: float | None = None) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run_cell(cell: GridCell, *, cache_dir: Path, timeout_s: float | None = None)
 
     Raises:
         LabError: This machine cannot make the lab.
-        WorkerFailed: A host's process ended; names it and its last words.
+        WorkerFailed: A host's process ended; names it and its last output.
         TimeoutError: The run took too long.
     """
     limit_s = deadline_s(cell) if timeout_s is None else timeout_s
@@ -44,13 +44,13 @@ def run_cell(cell: GridCell, *, cache_dir: Path, timeout_s: float | None = None)
         folder = Path(name)
         with Lab.of(BenchWire().settings(cell.num_hosts), folder=folder / "lab", can_delay=cell.wire.is_delayed) as lab:
             gate = folder / "gate"
-            with (folder / "words").open("wb") as words:
+            with (folder / "output").open("wb") as output:
                 command = _command(cell, folder=folder, gate=gate, cache_dir=cache_dir, timeout_s=limit_s)
-                processes = lab.start_all(command, stdout=words, stderr=words)
-                _wait_until_ready(processes, gate, words=folder / "words")
+                processes = lab.start_all(command, stdout=output, stderr=output)
+                _wait_until_ready(processes, gate, output=folder / "output")
                 lab.shape(cell.wire.settings(cell.num_hosts))
                 gate.write_text("")
-                _wait_until_done(processes, words=folder / "words", limit_s=limit_s)
+                _wait_until_done(processes, output=folder / "output", limit_s=limit_s)
             hosts = [json.loads((folder / f"host-{host}.json").read_text()) for host in range(cell.num_hosts)]
             return {"cell": cell.to_json(), "hosts": hosts, "kernel": kernel_numbers(lab.samples(), hosts)}
 
@@ -120,36 +120,36 @@ def _command(cell: GridCell, *, folder: Path, gate: Path, cache_dir: Path, timeo
         "cache-dir": cache_dir,
         "timeout-s": timeout_s,
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     pace = ["--pace"] if cell.pace else []
-    return [sys.executable, "-m", "thinwire.cli.bench_worker", *words, *pace]
+    return [sys.executable, "-m", "thinwire.cli.bench_worker", *arguments, *pace]
 
 
-def _wait_until_ready(processes: Sequence[HostProcess], gate: Path, *, words: Path) -> None:
+def _wait_until_ready(processes: Sequence[HostProcess], gate: Path, *, output: Path) -> None:
     waiting = {process.host: gate.with_name(f"{gate.name}.{process.host}") for process in processes}
     end_s = time.monotonic() + _START_S
     while not all(path.exists() for path in waiting.values()):
-        _check(processes, words=words)
+        _check(processes, output=output)
         if time.monotonic() > end_s:
-            raise TimeoutError(f"the hosts were not ready within {_START_S:g} s: {_tail(words)}")
+            raise TimeoutError(f"the hosts were not ready within {_START_S:g} s: {_tail(output)}")
         time.sleep(_BEAT_S)
 
 
-def _wait_until_done(processes: Sequence[HostProcess], *, words: Path, limit_s: float) -> None:
+def _wait_until_done(processes: Sequence[HostProcess], *, output: Path, limit_s: float) -> None:
     end_s = time.monotonic() + limit_s
     while any(process.exit_code is None for process in processes):
-        _check(processes, words=words)
+        _check(processes, output=output)
         if time.monotonic() > end_s:
-            raise TimeoutError(f"the run has not ended within {limit_s:.0f} s: {_tail(words)}")
+            raise TimeoutError(f"the run has not ended within {limit_s:.0f} s: {_tail(output)}")
         time.sleep(_BEAT_S)
-    _check(processes, words=words)
+    _check(processes, output=output)
 
 
-def _check(processes: Sequence[HostProcess], *, words: Path) -> None:
+def _check(processes: Sequence[HostProcess], *, output: Path) -> None:
     for process in processes:
         if process.exit_code:
-            raise WorkerFailed(f"host {process.host} ended with exit code {process.exit_code}: {_tail(words)}")
+            raise WorkerFailed(f"host {process.host} ended with exit code {process.exit_code}: {_tail(output)}")
 
 
-def _tail(words: Path) -> str:
-    return " ".join(words.read_text(errors="replace")[-_LAST_WORDS:].split())
+def _tail(output: Path) -> str:
+    return " ".join(output.read_text(errors="replace")[-_LAST_CHARACTERS:].split())

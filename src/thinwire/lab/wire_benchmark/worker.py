@@ -1,4 +1,4 @@
-"""One host's part in a benchmark: the same model, data, steps and loop for every contender, and one file of numbers.
+"""Worker of the wire benchmark: one loop for every contender on one host, and its file of numbers.
 
 The file holds one JSON object. Spans begin and end with all replicas together, but for the end of the measured steps,
 which is each replica's own.
@@ -60,7 +60,7 @@ class MeterReading:
         unix_s: Since 1970, to be matched with counters that were sampled elsewhere.
         sent: Messages of rounds sent by thinwire so far; None where another program sends them.
         received: Likewise.
-        stalled_s: Seconds that the training thread has waited for the wire, None where nobody counts them.
+        stalled_s: Seconds that the training thread has waited for the wire, None if not counted.
     """
 
     monotonic_s: float
@@ -150,7 +150,7 @@ _GATE_BEAT_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What one host is told; but for paths and the address the same on all hosts.
+    """Options of one host; the same on all hosts except paths and the address.
 
     Attributes:
         contender: A name of `CONTENDERS`.
@@ -359,7 +359,7 @@ class _Run:
         return time.perf_counter() - began_s
 
     def _evaluate(self, model: nn.Module, trainer: Trainer) -> dict[str, Any]:
-        """Hash the global parameters; replica 0 evaluates them once nobody needs it any more."""
+        """Hash the global parameters; replica 0 evaluates them once no other replica needs it."""
         options = self._options
         with trainer.global_parameters():
             global_sha256 = parameters_sha256(model)
@@ -421,7 +421,7 @@ class _Run:
         end_s = time.monotonic() + self._options.timeout_s
         while not gate.exists():
             if time.monotonic() > end_s:
-                raise DeadlineExceeded(f"nobody made the file {gate} within {self._options.timeout_s:g} s")
+                raise DeadlineExceeded(f"the file {gate} was not made within {self._options.timeout_s:g} s")
             time.sleep(_GATE_BEAT_S)
         self._meet()
 
