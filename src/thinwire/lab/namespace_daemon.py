@@ -196,12 +196,16 @@ def run(
 class NamespaceDaemon:
     """Serves one lab."""
 
-    def __init__(self, channel: Channel, *, wiring: LabNetwork, sampler: CounterSampler) -> None:
+    def __init__(self, channel: Channel, *, lab_network: LabNetwork, sampler: CounterSampler) -> None:
         self._channel = channel
-        self._lab_network = wiring
+        self._lab_network = lab_network
         self._sampler = sampler
         self._commands: dict[int, int] = {}  # process id -> the lab's number for it
-        self._relay_id = wiring.relay_id
+        self._relay_id = lab_network.relay_id
+        self._handlers = {
+            "start": self._on_start, "signal": self._on_signal, "signal_host": self._on_signal_host,
+            "shape": self._on_shape, "count": self._on_count,
+        }  # fmt: skip
         self._wake_up, self._woken = socket.socketpair()
         for end in (self._wake_up, self._woken):
             end.setblocking(False)
@@ -231,7 +235,7 @@ class NamespaceDaemon:
             return False
         request, files = received
         try:
-            reply = getattr(self, f"_on_{request['ask']}")(request, files)
+            reply = self._handlers[request["ask"]](request, files)
         except (OSError, ValueError, LabError, subprocess.SubprocessError) as error:
             reply = {"error": _reason(error) if isinstance(error, OSError) else str(error)}
         finally:
@@ -362,9 +366,11 @@ def _run(channel: Channel, order: dict[str, Any]) -> int:
     folder = Path(order["folder"])
     try:
         become_init_process()
-        wiring = LabNetwork(LabSettings.from_json(order["settings"]), folder=folder, force_relay=order["force_relay"])
+        lab_network = LabNetwork(
+            LabSettings.from_json(order["settings"]), folder=folder, force_relay=order["force_relay"]
+        )
         sampler = CounterSampler(
-            [host_namespaces.device_counters for host_namespaces in wiring.hosts], path=folder / "counters.jsonl"
+            [host_namespaces.device_counters for host_namespaces in lab_network.hosts], path=folder / "counters.jsonl"
         )
     except (LabError, OSError) as error:
         channel.send({"event": "failed", "text": str(error)})
@@ -372,9 +378,13 @@ def _run(channel: Channel, order: dict[str, Any]) -> int:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # commands inherit what is ignored, and the first process ignores anyway
     with contextlib.suppress(OSError):  # the lab is gone
-        ready = {"is_relayed": wiring.relay_id is not None, "has_netem": wiring.has_netem, "folder": order["folder"]}
+        ready = {
+            "is_relayed": lab_network.relay_id is not None,
+            "has_netem": lab_network.has_netem,
+            "folder": order["folder"],
+        }
         channel.send({"event": "ready", **ready})
-        NamespaceDaemon(channel, wiring=wiring, sampler=sampler).serve()
+        NamespaceDaemon(channel, lab_network=lab_network, sampler=sampler).serve()
     sampler.take()
     return 0
 

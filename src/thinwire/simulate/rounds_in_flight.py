@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from thinwire.simulate.cluster import SimCluster
 from thinwire.simulate.exchange_model import ExchangeModel, LinkStage, RoundTimes
@@ -190,8 +191,10 @@ class ConnectionQueue:
 class GroupRoundTracker(RoundTracker):
     """Rounds of groups: one flow a stage for the whole group."""
 
-    _queues: dict[tuple[tuple[int, ...], int], ConnectionQueue]
-    _stages: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[LinkStage, ...]]
+    def __init__(self, exchange: ExchangeModel, **parts: Any) -> None:
+        super().__init__(exchange, **parts)
+        self._queues: dict[tuple[tuple[int, ...], int], ConnectionQueue] = {}
+        self._stages: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[LinkStage, ...]] = {}
 
     def _launch(self, replica: int, round: RoundInFlight) -> None:
         round.awaited.discard(replica)
@@ -225,7 +228,7 @@ class GroupRoundTracker(RoundTracker):
             self._next_stage(round, self._stages_of(round.members, round.senders), 0)
 
     def _stages_of(self, members: tuple[int, ...], senders: tuple[int, ...]) -> tuple[LinkStage, ...]:
-        if not hasattr(self, "_stages") or len(self._stages) > 256:  # random groups hardly ever meet again
+        if len(self._stages) > 256:  # random groups hardly ever meet again
             self._stages = {}
         if (members, senders) not in self._stages:
             stages = self._exchange.stages(self._cluster, senders=senders, members=members)
@@ -246,7 +249,7 @@ class GroupRoundTracker(RoundTracker):
         if not flow.size_bits:
             round.moving = self._network.start(flow, arrive)
             return
-        if not hasattr(self, "_queues") or len(self._queues) > 256:  # as with the stages; who is in a queue keeps it
+        if len(self._queues) > 256:  # as with the stages; a round in a queue keeps it
             self._queues = {}
         queue = self._queues.setdefault((round.members, number), ConnectionQueue())
 

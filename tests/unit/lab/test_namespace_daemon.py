@@ -68,7 +68,7 @@ def test_a_daemon_that_is_done_is_told_of_no_more_ended_children() -> None:
     """Python writes to the file it was given for signals; closed, it complains without an end."""
     ours, theirs = map(Channel, socket.socketpair())
     sampler = SimpleNamespace(wait_s=lambda now_s: 0.0, take_if_due=lambda now_s: None)
-    daemon = NamespaceDaemon(theirs, wiring=cast(Any, SimpleNamespace(relay_id=None)), sampler=cast(Any, sampler))
+    daemon = NamespaceDaemon(theirs, lab_network=cast(Any, SimpleNamespace(relay_id=None)), sampler=cast(Any, sampler))
     assert callable(signal.getsignal(signal.SIGCHLD))
     ours.send({"ask": "close", "id": 0})
     daemon.serve()
