@@ -113,7 +113,7 @@ def train_replica(transport: Any, settings: dict[str, Any], *, method: Any, corp
     import torch
 
     import thinwire
-    from thinwire.bench.worker import lr_factor
+    from thinwire.lab.wire_benchmark.worker import lr_factor
     from thinwire.training.corpora import Sampler
     from thinwire.training.models import build_model
 

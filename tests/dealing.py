@@ -32,7 +32,7 @@ LONGEST = (
     "tests/multiprocess/test_elastic_ranks.py",
     "tests/multiprocess/test_connect.py",
     "tests/lab/test_doctor_between_hosts.py",
-    "tests/lab/test_bench_wire.py",
+    "tests/lab/test_wire_benchmark.py",
     "tests/multiprocess/test_wire.py",
     "tests/multiprocess/test_killed_checkpoints.py",
     "tests/docs/test_examples.py",

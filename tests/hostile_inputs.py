@@ -41,7 +41,7 @@ from thinwire.membership.invitation import Invitation, read_invitation
 from thinwire.membership.journal import Journal
 from thinwire.membership.protocol import VERSION, Message, decode, encode
 from thinwire.planning import probe
-from thinwire.sync import setup
+from thinwire.sync import consistency_check
 from thinwire.training.active_plans import cells_of, read_flow, read_object, read_pair, seconds_of
 from thinwire.training.dashboard.feed import Feed
 from thinwire.training.dashboard.server import DashboardServer
@@ -214,7 +214,7 @@ def read_note(raw: bytes) -> None:
 def read_fingerprint(raw: bytes) -> None:
     """Read what a peer trains, as it says before the first step."""
     try:
-        found = setup._parse_fingerprint(raw, peer=1)
+        found = consistency_check._parse_fingerprint(raw, peer=1)
     except PayloadError:
         return
     assert set(found) == {"description", "model", "values"}

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from thinwire.lab import Lab
-from thinwire.lab.process import HostProcess
+from thinwire.lab import HostProcess, Lab
 
 PORT = 4000
 # All that take part have come to the end of the run so soon after the first has.

@@ -12,9 +12,7 @@ from pathlib import Path
 
 from chaos_job import Host, Life, _number_inside, _pids
 
-from thinwire.lab import Lab
-from thinwire.lab.process import HostProcess
-from thinwire.lab.rendezvous import rendezvous
+from thinwire.lab import HostProcess, Lab, rank_environment
 
 PORT = 29510
 LIGHTHOUSE = str(Path(sys.executable).parent / "torchft_lighthouse")
@@ -102,7 +100,7 @@ class TorchftJob:
             str(len(self.hosts)), self.lab.address(host.number), f"http://{self.lab.address(0)}:{PORT}",
             str(self._outer_steps), self._setting,
         ]  # fmt: skip
-        variables = {**rendezvous(host.number, self.lab.num_hosts), **self._environment}
+        variables = {**rank_environment(host.number, self.lab.num_hosts), **self._environment}
         with (self.folder / f"host-{host.number}.err").open("ab") as log:
             host.launcher = self.lab.start(words, host=host.number, environment=variables, stdout=log, stderr=log)
 

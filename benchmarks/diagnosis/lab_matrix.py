@@ -30,8 +30,7 @@ from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.findings import Finding, Place
 from thinwire.diagnosis.sources import read_files
 from thinwire.errors import DataError
-from thinwire.lab import Lab
-from thinwire.lab.rendezvous import rendezvous
+from thinwire.lab import Lab, rank_environment
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "diagnosis_lab.jsonl"
@@ -109,7 +108,7 @@ class Run:
             ]  # fmt: skip
             paths = [str(HERE / "slow_steps"), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment = {
-                **rendezvous(host, one.hosts), "OMP_NUM_THREADS": "1", "LAB_STEP_FILE": str(self._steps[host]),
+                **rank_environment(host, one.hosts), "OMP_NUM_THREADS": "1", "LAB_STEP_FILE": str(self._steps[host]),
                 "PYTHONPATH": os.pathsep.join(paths),
             }  # fmt: skip
             with (folder / f"host-{host}.log").open("wb") as log:

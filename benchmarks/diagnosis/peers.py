@@ -85,13 +85,12 @@ def on_loopback(folder: Path, fault: str, tool: str, victim: int) -> Iterator[Ru
 @contextlib.contextmanager
 def in_lab(folder: Path, fault: str, tool: str) -> Iterator[Running]:
     """Run a job in the lab, a rank a host; what breaks is host 1's way out, or what lies between it and host 2."""
-    from thinwire.lab import Lab
-    from thinwire.lab.rendezvous import rendezvous
+    from thinwire.lab import Lab, rank_environment
 
     words = [sys.executable, str(Path(__file__).with_name("peers_job.py")), str(folder), fault, tool]
     with Lab(hosts=3, rate=RATE) as lab:
         hosts = [
-            lab.start(words, host=host, environment={**rendezvous(host, 3), "OMP_NUM_THREADS": "1"})
+            lab.start(words, host=host, environment={**rank_environment(host, 3), "OMP_NUM_THREADS": "1"})
             for host in range(3)
         ]
 

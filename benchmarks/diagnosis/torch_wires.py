@@ -34,8 +34,7 @@ from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.live import LiveJudge
 from thinwire.diagnosis.sources import read_files
 from thinwire.diagnosis.tail import RecordTail
-from thinwire.lab import Lab
-from thinwire.lab.rendezvous import rendezvous
+from thinwire.lab import Lab, rank_environment
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_torch_wires.jsonl"
 JOB = Path(__file__).with_name("torch_wires_job.py")
@@ -151,7 +150,7 @@ def play(scenario: Scenario, *, keep_in: Path | None = None) -> dict[str, Any]:
         folder = name if keep_in is None else str(keep_in)
         words = [scenario.pattern, str(scenario.numel), str(scenario.work_s), str(scenario.has_probes)]
         for host in range(scenario.hosts):
-            variables = {**rendezvous(host, scenario.hosts), "OMP_NUM_THREADS": "1"}
+            variables = {**rank_environment(host, scenario.hosts), "OMP_NUM_THREADS": "1"}
             lab.start([sys.executable, str(JOB), folder, *words], host=host, environment=variables)
         tails = [RecordTail(Path(folder) / f"records-rank-{rank}.jsonl") for rank in range(scenario.hosts)]
         judge, told = LiveJudge(), _Told(scenario)

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thinwire.lab import HostProcess, Lab
-from thinwire.lab.rendezvous import rendezvous
+from thinwire.lab import HostProcess, Lab, rank_environment
 
 REPLICA = Path(__file__).parent / "torchft_replica.py"
 LIGHTHOUSE = str(Path(sys.executable).parent / "torchft_lighthouse")
@@ -73,7 +72,7 @@ class Job:
         log = self.lab.folder / f"{name}-{self._starts}.out"
         if name.startswith("replica"):
             self.logs[int(name.split("-")[1])] = log
-        variables = {**rendezvous(host, self.lab.num_hosts), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        variables = {**rank_environment(host, self.lab.num_hosts), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         variables |= self._variables
         with log.open("wb") as out, log.with_suffix(".err").open("wb") as err:
             return self.lab.start(words, host=host, environment=variables, stdout=out, stderr=err)

@@ -13,8 +13,7 @@ from typing import Any
 
 from torchft_job import note, spread, wait_until
 
-from thinwire.lab import Lab
-from thinwire.lab.rendezvous import rendezvous
+from thinwire.lab import Lab, rank_environment
 from thinwire.transport.secret import make_secret
 
 REPLICAS, LOST = 3, 2
@@ -57,7 +56,7 @@ def _start(lab: Lab, secret: Path) -> list[Path]:
     for number, log in enumerate(logs):
         with log.open("wb") as out:
             words = [sys.executable, str(SCRIPT), str(secret)]
-            environment = {**rendezvous(number, REPLICAS), "OMP_NUM_THREADS": "1"}
+            environment = {**rank_environment(number, REPLICAS), "OMP_NUM_THREADS": "1"}
             lab.start(words, host=number, environment=environment, stdout=out)
     return logs
 

@@ -30,8 +30,8 @@ from torch import nn
 from torch.nn import functional
 
 import thinwire
-from thinwire.bench.worker import lr_factor
 from thinwire.codecs import by_name
+from thinwire.lab.wire_benchmark.worker import lr_factor
 from thinwire.methods import recipe
 from thinwire.training.assembly import make_inner_optimizer
 from thinwire.training.config import TrainConfig

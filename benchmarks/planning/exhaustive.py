@@ -33,12 +33,12 @@ from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, loss_penalty
 from thinwire.planning.plan import Plan
 from thinwire.planning.predict import FLOPS_PER_PARAMETER
-from thinwire.planning.search import Wishes, make_plan
+from thinwire.planning.search import PlanConstraints, make_plan
 from thinwire.planning.workload import Workload
 
 RESULTS = Path(__file__).parents[1] / "results" / "plan_exhaustive.jsonl"
 SEQ_LEN, TOKENS, WIDTH = 64, 1e7, 256
-WISHES = Wishes(
+WISHES = PlanConstraints(
     methods=("diloco", "streaming-diloco"), intervals=(10, 30), overlaps=(1, 5), layers=(3,), codecs=("e3m0",),
     max_penalty=1.0,
 )  # fmt: skip

@@ -35,10 +35,11 @@ from lab_configurations import Configuration, configurations
 from lab_worker import Model, inner_of, method_of, summary, whole_intervals
 
 from thinwire import simulate
-from thinwire.lab import Lab, network
+from thinwire.lab import Lab
+from thinwire.lab import network_commands as commands
 from thinwire.lab.settings import Link, parse_access
 from thinwire.planning.cluster import Cluster, Machine, Wire
-from thinwire.planning.virtual import traffic_of, virtual_cluster
+from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
 from thinwire.training.summary import describe_machine
 from thinwire.units import parse_rate
 from thinwire.version import __version__
@@ -57,7 +58,7 @@ def payload_share() -> float:
         >>> round(payload_share(), 4)
         0.9564
     """
-    return (network.MTU_BYTES - HEADERS_BYTES) / network.FRAME_BYTES
+    return (commands.MTU_BYTES - HEADERS_BYTES) / commands.FRAME_BYTES
 
 
 def measure_calm(configuration: Configuration, *, congestion: str) -> dict[str, Any]:
@@ -143,8 +144,8 @@ def simulated(configuration: Configuration, *, compute_s: Sequence[float]) -> li
     inner = inner_of(configuration.inner, model)
     traffic = traffic_of(method, model, num_replicas=configuration.num_hosts, inner=inner)
     found = simulate.simulate_training(
-        method.schedule, cluster=virtual_cluster(cluster_of(configuration)),
-        replicas=[simulate.Replica(step_s=step_s) for step_s in compute_s], payload_bytes=traffic.payload_bytes,
+        method.schedule, cluster=simulated_cluster(cluster_of(configuration)),
+        replicas=[simulate.SimReplica(step_s=step_s) for step_s in compute_s], payload_bytes=traffic.payload_bytes,
         num_steps=configuration.steps, exchange=traffic.exchange,
     )  # fmt: skip
     interval = method.schedule.sync_interval

@@ -17,30 +17,38 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.averaging.mixing import RandomPairs
-from thinwire.simulate import Exchange, Link, Replica, Run, TwoPhase, simulate_training, star
+from thinwire.simulate import (
+    ExchangeModel,
+    SimLink,
+    SimReplica,
+    SimRun,
+    TwoPhaseMessages,
+    simulate_training,
+    star,
+)
 from thinwire.sync.schedule import Staggered
 
 RESULTS = Path(__file__).parents[1] / "results" / "simulate_speed.json"
-WIRE = Link(bandwidth_bits_per_s=1e9, latency_s=0.02)
+WIRE = SimLink(bandwidth_bits_per_s=1e9, latency_s=0.02)
 
 
-def streaming(sigma: float) -> Run:
+def streaming(sigma: float) -> SimRun:
     return simulate_training(
         Staggered(sync_interval=100, overlap_steps=5), cluster=star([WIRE] * 64), num_steps=1000,
-        replicas=[Replica(step_s=1.0, sigma=sigma)] * 64, payload_bytes=[(2e7,)] * 36,
-        exchange=Exchange(pattern=TwoPhase()),
+        replicas=[SimReplica(step_s=1.0, sigma=sigma)] * 64, payload_bytes=[(2e7,)] * 36,
+        exchange=ExchangeModel(pattern=TwoPhaseMessages()),
     )  # fmt: skip
 
 
-def gossip(sigma: float) -> Run:
+def gossip(sigma: float) -> SimRun:
     return simulate_training(
         Staggered(sync_interval=10), cluster=star([WIRE] * 10_000), num_steps=100,
-        replicas=[Replica(step_s=1.0, sigma=sigma)] * 10_000, payload_bytes=[(2e7,)],
-        exchange=Exchange(topology=RandomPairs(seed=3)),
+        replicas=[SimReplica(step_s=1.0, sigma=sigma)] * 10_000, payload_bytes=[(2e7,)],
+        exchange=ExchangeModel(topology=RandomPairs(seed=3)),
     )  # fmt: skip
 
 
-CASES: dict[str, Callable[[], Run]] = {
+CASES: dict[str, Callable[[], SimRun]] = {
     "1,000 steps of 64 replicas, 36 fragments": lambda: streaming(0.0),
     "the same, steps vary by 10 %": lambda: streaming(0.1),
     "100 steps of 10,000 replicas in random pairs, H 10": lambda: gossip(0.0),
@@ -48,7 +56,7 @@ CASES: dict[str, Callable[[], Run]] = {
 }
 
 
-def measure(run: Callable[[], Run], *, repeats: int) -> dict[str, Any]:
+def measure(run: Callable[[], SimRun], *, repeats: int) -> dict[str, Any]:
     cpu_s, wall_s, simulated = [], [], None
     for _ in range(repeats):
         cpu, wall = time.process_time(), time.perf_counter()

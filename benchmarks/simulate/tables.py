@@ -13,14 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.simulate.layered import LayeredMethod, LayeredModel, StepOrder, compute_utilisation
-from thinwire.simulate.published import (
+from thinwire.simulate.layered_step import (
     SCALING_METHODS,
     SCALING_MODELS,
     STREAMING_METHODS,
     STREAMING_MODELS,
     UTILISATIONS,
+    LayeredMethod,
+    LayeredModel,
+    StepOrder,
     bandwidth_grid,
+    compute_utilisation,
     grid_label,
     printed_deviations,
     reaching,

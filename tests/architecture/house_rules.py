@@ -14,7 +14,7 @@ Rule = Callable[[str, ast.Module], Iterator[str]]
 # listens on every interface and unpickles what lies there.
 LAUNCHER = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.run")
 # What thinwire is measured against: torch's own data parallelism, and the group that torchft's users give it.
-REFERENCES = "bench/references/"
+REFERENCES = "lab/wire_benchmark/reference_"
 SHARDS = ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch.distributed.fsdp")
 OBJECT_MODULES = ("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")
 OBJECT_COLLECTIVES = (
@@ -53,8 +53,8 @@ def printing_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[s
 
 
 def environment_outside_the_command_line(name: str, tree: ast.Module) -> Iterator[str]:
-    # the keeper and the launcher pass their environment on to the processes that they start
-    if name.startswith("cli/") or name in ("transport/connect.py", "lab/keeper.py", "training/launch.py"):
+    # the daemon and the launcher pass their environment on to the processes that they start
+    if name.startswith("cli/") or name in ("transport/connect.py", "lab/namespace_daemon.py", "training/launch.py"):
         return
     reads = ("os.environ", "os.getenv", "os.putenv")
     used = [*imported(tree), *((dotted(node), getattr(node, "lineno", 0)) for node in ast.walk(tree))]

@@ -20,14 +20,14 @@ import pytest
 from markdown_pages import ROOT
 
 from tests.hostile_inputs import SENDERS
-from thinwire.bench.cells import Wire
-from thinwire.bench.table import Row, rows
-from thinwire.bench.wire import summary
+from thinwire.lab.wire_benchmark.grid import BenchWire
+from thinwire.lab.wire_benchmark.result_table import ResultRow, rows
+from thinwire.lab.wire_benchmark.runner import summary
 from thinwire.units import format_bytes
 
 RESULTS = ROOT / "benchmarks" / "results"
-FIVE, ONE, NO_LIMIT = Wire(rate_bits_per_s=5e6), Wire(rate_bits_per_s=1e6), Wire()
-DELAYED = Wire(rate_bits_per_s=20e6, latency_s=0.04, jitter_s=0.005, loss=0.001)
+FIVE, ONE, NO_LIMIT = BenchWire(rate_bits_per_s=5e6), BenchWire(rate_bits_per_s=1e6), BenchWire()
+DELAYED = BenchWire(rate_bits_per_s=20e6, latency_s=0.04, jitter_s=0.005, loss=0.001)
 # Repeats from this one on were measured on other machines, and have a table of their own.
 OTHER_DAY = 3
 
@@ -90,17 +90,17 @@ def bytes_and_losses(results: Results) -> list[str]:
     ]  # fmt: skip
 
 
-def wire_rows(results: Results) -> dict[tuple[Wire, str], Row]:
+def wire_rows(results: Results) -> dict[tuple[BenchWire, str], ResultRow]:
     found = [one for one in map(summary, results.lines("wire.jsonl")) if one["repeat"] < OTHER_DAY]
     return {(row.wire, row.contender): row for row in rows(found) if row.num_hosts == 2}
 
 
-def shares(results: Results, *wanted: tuple[Wire, str], form: str = "{:.3f}", factor: float = 1.0) -> list[str]:
+def shares(results: Results, *wanted: tuple[BenchWire, str], form: str = "{:.3f}", factor: float = 1.0) -> list[str]:
     found = wire_rows(results)
     return [form.format(factor * statistics.median(found[one].shares)) for one in wanted]
 
 
-def spread_of_shares(results: Results, wire: Wire) -> list[str]:
+def spread_of_shares(results: Results, wire: BenchWire) -> list[str]:
     values = wire_rows(results)[wire, "streaming-e3m0"].shares
     assert len(values) == 3
     return [f"{value:.3f}" for value in (statistics.median(values), min(values), max(values))]

@@ -50,9 +50,9 @@ class Remains:
                     found.add(pid)
         return found - {os.getpid()}
 
-    def keepers(self) -> tuple[int, int]:
-        """Return the outer and the inner process of the keeper."""
-        found = [pid for pid in sorted(self.processes()) if "thinwire.lab.keeper" in words_of(pid)]
+    def daemons(self) -> tuple[int, int]:
+        """Return the outer and the inner process of the daemon."""
+        found = [pid for pid in sorted(self.processes()) if "thinwire.lab.namespace_daemon" in words_of(pid)]
         outer = next(pid for pid in found if psutil.Process(pid).ppid() not in found)
         (inner,) = (pid for pid in found if psutil.Process(pid).ppid() == outer)
         return outer, inner

@@ -87,7 +87,7 @@ def test_nothing_is_left_of_a_closed_lab(remains: Remains, monkeypatch: pytest.M
             assert time.monotonic() < end_s, "daemons without our variable are seen, too"
             namespaces = remains.note()
         assert len(namespaces) >= 3 * 3, "the hosts' namespaces are seen"
-        assert len(remains.processes()) == 2 + 1 + 3, "the keeper's two, the relay, the commands"
+        assert len(remains.processes()) == 2 + 1 + 3, "the daemon's two, the relay, the commands"
         lab.stop_host(1)
         assert devices() == remains._devices, "a lab's devices are in namespaces of its own"
     remains.assert_nothing_is_left()
@@ -110,12 +110,12 @@ def test_nothing_is_left_after_the_labs_process_is_killed(remains: Remains) -> N
 
 
 @pytest.mark.parametrize("which", ["outer", "inner"])
-def test_nothing_is_left_after_the_keeper_is_killed_and_the_lab_tells(remains: Remains, which: str) -> None:
+def test_nothing_is_left_after_the_daemon_is_killed_and_the_lab_tells(remains: Remains, which: str) -> None:
     with hold(remains) as lab:
         remains.note()
-        os.kill(dict(zip(("outer", "inner"), remains.keepers(), strict=True))[which], signal.SIGKILL)
+        os.kill(dict(zip(("outer", "inner"), remains.daemons(), strict=True))[which], signal.SIGKILL)
         assert lab.stdout is not None
-        assert lab.stdout.readline() == "the lab's keeper has ended; make the lab anew\n"
+        assert lab.stdout.readline() == "the lab's daemon has ended; make the lab again\n"
         assert lab.stdout.readline() == "closed\n"
         end_s = time.monotonic() + 10
         while remains.processes() - {lab.pid} and time.monotonic() < end_s:
@@ -132,14 +132,14 @@ def test_a_lab_whose_relay_is_killed_tells_and_leaves_nothing(remains: Remains) 
         os.kill(remains.relay(), signal.SIGKILL)
         assert lab.stdout is not None
         told = lab.stdout.readline()
-        assert "the relay of delays ended with exit code -9" in told and "make the lab anew" in told
+        assert "the relay of delays ended with exit code -9" in told and "make the lab again" in told
         assert lab.stdout.readline() == "closed\n"
         lab.kill()
         lab.wait(timeout=20)
         remains.assert_nothing_is_left()
 
 
-def test_a_command_that_waits_is_told_when_the_keeper_is_killed(
+def test_a_command_that_waits_is_told_when_the_daemon_is_killed(
     remains: Remains, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in remains.environment.items():
@@ -148,12 +148,12 @@ def test_a_command_that_waits_is_told_when_the_keeper_is_killed(
     with Lab(hosts=2) as lab:
         sleeper = lab.start(["sleep", "600"], host=1)
         remains.note()
-        os.kill(remains.keepers()[1], signal.SIGKILL)
-        with pytest.raises(LabError, match="the lab's keeper has ended; make the lab anew"):
+        os.kill(remains.daemons()[1], signal.SIGKILL)
+        with pytest.raises(LabError, match="the lab's daemon has ended; make the lab again"):
             sleeper.wait(deadline_s=20)
-        with pytest.raises(LabError, match="make the lab anew"):
+        with pytest.raises(LabError, match="make the lab again"):
             lab.counters()
-        with pytest.raises(LabError, match="make the lab anew"):
+        with pytest.raises(LabError, match="make the lab again"):
             lab.start(["true"], host=0)
     remains.assert_nothing_is_left()
 

@@ -10,7 +10,7 @@ import pytest
 from traffic_flow import assert_measured, flowing, is_heard
 
 from thinwire.lab import Access, Lab, LabSettings, Link
-from thinwire.lab.traffic import Delays, measure_delays, measure_rate
+from thinwire.lab.traffic_probe import DelayMeasurement, measure_delays, measure_rate
 from thinwire.units import parse_rate
 
 WITHIN = 0.05
@@ -22,7 +22,7 @@ def assert_rate(lab: Lab, source: int, destination: int, rate: str, *, seconds: 
     )
 
 
-def assert_delay(found: Delays, latency_s: float) -> None:
+def assert_delay(found: DelayMeasurement, latency_s: float) -> None:
     # other work on the machine can only lengthen a delay, and lengthens most of them now and then
     quick_s = sorted(found.delays_s)[len(found.delays_s) // 10]
     assert abs(quick_s - latency_s) <= max(WITHIN * latency_s, 0.001), (quick_s, found.median_s)

@@ -13,8 +13,7 @@ from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.findings import Finding
 from thinwire.diagnosis.reading import Records
 from thinwire.diagnosis.sources import read_files
-from thinwire.lab import Lab
-from thinwire.lab.rendezvous import rendezvous
+from thinwire.lab import Lab, rank_environment
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "watched_script.py"
@@ -47,7 +46,7 @@ def findings_in(folder: Path, wanted: Callable[[Finding], bool]) -> Finding:
 def start(lab: Lab, folder: Path, *, has_ipv4: bool) -> None:
     """Start the job on all hosts, which a lab gives addresses of IPv4; without those over IPv6 alone."""
     for host in range(3):
-        environment = {**rendezvous(host, 3), "OMP_NUM_THREADS": "1"}
+        environment = {**rank_environment(host, 3), "OMP_NUM_THREADS": "1"}
         words = [sys.executable, str(SCRIPT), str(folder), "60000"]
         if not has_ipv4:
             environment["MASTER_ADDR"] = "fd00::1"

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from tests.laws.test_schedule_laws import staggered
 from thinwire.averaging.mixing import RandomPairs
 from thinwire.simulate import (
-    AllGather,
-    Clock,
-    Compute,
-    Demand,
-    Exchange,
-    Flow,
-    Link,
-    Network,
-    Replica,
-    RingAllReduce,
-    Star,
-    Transfer,
-    TwoPhase,
+    AllGatherMessages,
+    ComputeTask,
+    ExchangeModel,
+    FlowDemand,
+    FluidFlow,
+    FluidNetwork,
+    RingMessages,
+    SimLink,
+    SimReplica,
+    StarMessages,
+    TransferTask,
+    TwoPhaseMessages,
+    VirtualClock,
     max_min_rates,
     run_tasks,
     simulate_training,
@@ -44,7 +44,7 @@ def demands(draw):
     for _ in range(draw(st.integers(1, 7))):
         links = draw(st.sets(st.integers(0, num_links - 1), min_size=1))
         limit = draw(st.one_of(st.just(math.inf), st.floats(0.1, 100.0)))
-        flows.append(Demand([(link, draw(weights)) for link in sorted(links)], limit, draw(st.floats(0.5, 4.0))))
+        flows.append(FlowDemand([(link, draw(weights)) for link in sorted(links)], limit, draw(st.floats(0.5, 4.0))))
     rates = draw(st.lists(st.one_of(st.just(0.0), st.floats(0.1, 100.0)), min_size=num_links, max_size=num_links))
     return flows, dict(enumerate(rates))
 
@@ -85,9 +85,9 @@ def traffic(draw):
     flows, capacities = draw(demands())
     times = st.tuples(st.floats(0.5, 20.0), st.floats(0.0, 50.0))
     changes = sorted(draw(st.lists(times, max_size=2, unique_by=lambda change: change[0])))
-    links = [Link(bandwidth_bits_per_s=rate + 0.5, changes=(*changes, (30.0, 5.0))) for rate in capacities.values()]
+    links = [SimLink(bandwidth_bits_per_s=rate + 0.5, changes=(*changes, (30.0, 5.0))) for rate in capacities.values()]
     transfers = [
-        (draw(st.floats(0.0, 10.0)), Flow(size_bits=draw(st.one_of(st.just(0.0), sizes)), loads=tuple(flow.loads),
+        (draw(st.floats(0.0, 10.0)), FluidFlow(size_bits=draw(st.one_of(st.just(0.0), sizes)), loads=tuple(flow.loads),
          limit_bits_per_s=flow.limit, share=flow.share, latency_s=draw(st.floats(0.0, 2.0))))
         for flow in flows
     ]  # fmt: skip
@@ -97,8 +97,8 @@ def traffic(draw):
 @given(traffic())
 def test_every_bit_arrives_and_no_link_is_ever_above_its_rate(case):
     transfers, links = case
-    clock = Clock()
-    network = Network(links, clock=clock)
+    clock = VirtualClock()
+    network = FluidNetwork(links, clock=clock)
     ends = {}
 
     def starting(number, flow):
@@ -126,11 +126,11 @@ def test_every_bit_arrives_and_no_link_is_ever_above_its_rate(case):
 @given(st.lists(st.tuples(st.floats(0.0, 50.0), sizes), min_size=1, max_size=8), st.floats(1.0, 100.0))
 def test_a_link_works_as_long_as_there_is_work(jobs, rate):
     """The last end is that of one queue that is never idle while bits wait, however they share it."""
-    clock = Clock()
-    network = Network([Link(bandwidth_bits_per_s=rate)], clock=clock)
+    clock = VirtualClock()
+    network = FluidNetwork([SimLink(bandwidth_bits_per_s=rate)], clock=clock)
     ends = []
     for start_s, size in jobs:
-        flow = Flow(size_bits=size, loads=((0, 1.0),))
+        flow = FluidFlow(size_bits=size, loads=((0, 1.0),))
         clock.at(start_s, lambda flow=flow: network.start(flow, lambda: ends.append(clock.now_s)))
     clock.run()
     busy_until_s = 0.0
@@ -150,12 +150,12 @@ def graphs(draw, *, has_links_of_its_own=False):
             after = after | {last[server]}
         last[server] = number
         if draw(st.booleans()):
-            tasks.append(Compute(processor=server, seconds=draw(st.floats(0.0, 10.0)), after=tuple(sorted(after))))
+            tasks.append(ComputeTask(processor=server, seconds=draw(st.floats(0.0, 10.0)), after=tuple(sorted(after))))
             continue
-        links.append(Link(bandwidth_bits_per_s=draw(st.floats(1.0, 50.0))))
+        links.append(SimLink(bandwidth_bits_per_s=draw(st.floats(1.0, 50.0))))
         loads = ((len(links) - 1 if has_links_of_its_own else draw(st.integers(0, len(links) - 1)), 1.0),)
-        flow = Flow(size_bits=draw(sizes), loads=loads, latency_s=draw(st.floats(0.0, 1.0)))
-        tasks.append(Transfer(flow=flow, after=tuple(sorted(after)), queue=draw(st.sampled_from([None, server]))))
+        flow = FluidFlow(size_bits=draw(sizes), loads=loads, latency_s=draw(st.floats(0.0, 1.0)))
+        tasks.append(TransferTask(flow=flow, after=tuple(sorted(after)), queue=draw(st.sampled_from([None, server]))))
     return tasks, links
 
 
@@ -169,7 +169,7 @@ def test_every_task_comes_after_those_it_waits_for_and_processors_do_one_at_a_ti
     for processor in range(3):
         spans = sorted(
             (times.start_s[n], times.end_s[n]) for n, t in enumerate(tasks)
-            if isinstance(t, Compute) and t.processor == processor and t.seconds
+            if isinstance(t, ComputeTask) and t.processor == processor and t.seconds
         )  # fmt: skip
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
     assert run_tasks(tasks, links=links) == times
@@ -180,7 +180,7 @@ def test_where_transfers_share_no_link_and_orders_are_fixed_a_faster_link_makes_
     """Ends are then sums and maxima of durations. Where flows share links this is no theorem: see the next test."""
     tasks, links = case
     faster = [
-        Link(bandwidth_bits_per_s=link.bandwidth_bits_per_s * (factor if number == which else 1.0))
+        SimLink(bandwidth_bits_per_s=link.bandwidth_bits_per_s * (factor if number == which else 1.0))
         for number, link in enumerate(links)
     ]
     before, after = run_tasks(tasks, links=links), run_tasks(tasks, links=faster)
@@ -192,39 +192,46 @@ def test_where_flows_share_links_a_faster_link_can_make_the_end_later():
 
     def end_s(rate):
         tasks = [
-            Transfer(flow=Flow(size_bits=100, loads=((0, 1.0),))),  # what the end waits for
-            Compute(processor="a", seconds=10.0, after=(0,)),
-            Transfer(flow=Flow(size_bits=100, loads=((1, 1.0),))),
-            Transfer(flow=Flow(size_bits=100, loads=((0, 1.0),)), after=(2,)),
+            TransferTask(flow=FluidFlow(size_bits=100, loads=((0, 1.0),))),  # what the end waits for
+            ComputeTask(processor="a", seconds=10.0, after=(0,)),
+            TransferTask(flow=FluidFlow(size_bits=100, loads=((1, 1.0),))),
+            TransferTask(flow=FluidFlow(size_bits=100, loads=((0, 1.0),)), after=(2,)),
         ]
-        return run_tasks(tasks, links=[Link(bandwidth_bits_per_s=10.0), Link(bandwidth_bits_per_s=rate)]).makespan_s
+        return run_tasks(
+            tasks, links=[SimLink(bandwidth_bits_per_s=10.0), SimLink(bandwidth_bits_per_s=rate)]
+        ).makespan_s
 
     assert end_s(10.0) == 20 and end_s(100.0) > 28
 
 
 schedules = st.one_of(st.just(EveryStep()), staggered(most=8))
-patterns = st.sampled_from([AllGather(), TwoPhase(), RingAllReduce(), Star(hub=0)])
+patterns = st.sampled_from([AllGatherMessages(), TwoPhaseMessages(), RingMessages(), StarMessages(server=0)])
 
 
 @st.composite
 def trainings(draw, *, schedules=schedules, most_fragments=4):
     num_replicas = draw(st.integers(1, 5))
-    links = [Link(bandwidth_bits_per_s=draw(st.floats(1.0, 1e3)), latency_s=draw(st.floats(0.0, 1.0)))] * num_replicas
+    links = [
+        SimLink(bandwidth_bits_per_s=draw(st.floats(1.0, 1e3)), latency_s=draw(st.floats(0.0, 1.0)))
+    ] * num_replicas
     replicas = [
-        Replica(step_s=draw(st.floats(0.1, 3.0)), sigma=draw(st.sampled_from([0.0, 0.4]))) for _ in range(num_replicas)
+        SimReplica(step_s=draw(st.floats(0.1, 3.0)), sigma=draw(st.sampled_from([0.0, 0.4])))
+        for _ in range(num_replicas)
     ]
     fragments = draw(st.integers(1, most_fragments))
     return {
         "schedule": draw(schedules), "links": links, "replicas": replicas, "num_steps": draw(st.integers(1, 20)),
         "payload_bytes": [(draw(st.floats(0.0, 100.0)),) for _ in range(fragments)],
-        "exchange": Exchange(pattern=draw(patterns)),
+        "exchange": ExchangeModel(pattern=draw(patterns)),
     }  # fmt: skip
 
 
 def run(case, *, factor=1.0):
     case = dict(case)
     schedule, links = case.pop("schedule"), case.pop("links")
-    faster = [Link(bandwidth_bits_per_s=link.bandwidth_bits_per_s * factor, latency_s=link.latency_s) for link in links]
+    faster = [
+        SimLink(bandwidth_bits_per_s=link.bandwidth_bits_per_s * factor, latency_s=link.latency_s) for link in links
+    ]
     return simulate_training(schedule, cluster=star(faster), **case)
 
 
@@ -244,9 +251,7 @@ def test_a_training_computes_every_step_waits_only_where_it_applies_and_carries_
         for round in schedule.launches(step, num_fragments=num_fragments)
     ]  # fmt: skip
     assert sorted(r.id for r in result.rounds) == [round.id for round in launched]
-    stages = case["exchange"].pattern.stages(
-        star(case["links"]), senders=range(len(replicas)), members=range(len(replicas))
-    )
+    stages = case["exchange"].stages(star(case["links"]), senders=range(len(replicas)), members=range(len(replicas)))
     bits = sum(8 * case["payload_bytes"][round.fragment][round.channel] for round in launched)
     for link, carried in enumerate(result.link_bits):
         load = sum(weight for stage in stages for at, weight in stage.loads if at == link)
@@ -284,11 +289,11 @@ def test_no_bandwidth_beats_a_wire_without_limit_and_no_training_is_faster_than_
     step_s=st.floats(0.1, 2.0),
 )  # fmt: skip
 def test_pairs_of_equal_replicas_take_the_closed_form(interval, num_replicas, size, seed, step_s):
-    link = Link(bandwidth_bits_per_s=100.0, latency_s=0.1)
+    link = SimLink(bandwidth_bits_per_s=100.0, latency_s=0.1)
     result = simulate_training(
         Staggered(sync_interval=interval), cluster=star([link] * num_replicas), num_steps=4 * interval,
-        replicas=[Replica(step_s=step_s)] * num_replicas, payload_bytes=[(size,)],
-        exchange=Exchange(topology=RandomPairs(seed=seed)),
+        replicas=[SimReplica(step_s=step_s)] * num_replicas, payload_bytes=[(size,)],
+        exchange=ExchangeModel(topology=RandomPairs(seed=seed)),
     )  # fmt: skip
     if num_replicas % 2 == 0 or num_replicas == 1:
         round_s = (8 * size / 100 + 0.2) * (num_replicas > 1)
@@ -300,7 +305,7 @@ def test_pairs_of_equal_replicas_take_the_closed_form(interval, num_replicas, si
 def test_what_is_sent_ahead_of_time_is_not_waited_for(interval, overlap, num_steps):
     schedule = Prefetched(sync_interval=interval, overlap_steps=min(overlap, interval - 1))
     result = simulate_training(
-        schedule, cluster=star([Link(bandwidth_bits_per_s=8.0)] * 2), replicas=[Replica(step_s=1.0)] * 2,
+        schedule, cluster=star([SimLink(bandwidth_bits_per_s=8.0)] * 2), replicas=[SimReplica(step_s=1.0)] * 2,
         payload_bytes=[(float(interval - 1), 0.0)], num_steps=num_steps,
     )  # fmt: skip
     assert result.total_s == num_steps

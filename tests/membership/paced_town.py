@@ -17,7 +17,7 @@ from thinwire.membership.council import Council
 from thinwire.membership.own_pace import OwnPace
 from thinwire.membership.protocol import VERSION, decode, encode
 from thinwire.membership.rounds import grace_steps
-from thinwire.simulate.clock import Clock
+from thinwire.simulate.virtual_clock import VirtualClock
 from thinwire.sync.catch_up import ElasticCatchUp
 from thinwire.sync.engine import Engine
 from thinwire.sync.schedule import Round, Schedule
@@ -242,7 +242,7 @@ class PacedTown:
     """A coordinator and its replicas."""
 
     def __init__(self, setting: Setting) -> None:
-        self.clock = Clock()
+        self.clock = VirtualClock()
         self.setting = setting
         self.coordinator = Coordinator(
             job={"thinwire": __version__}, planned=len(setting.step_s), sync_interval=setting.schedule.sync_interval,

@@ -345,7 +345,7 @@ def test_a_replica_whose_parameters_are_nan_is_dropped_with_one_finding(
     run = street(3)
     run.workers[2].spoil = nan_at(9)
     if is_hidden:  # it does not see for itself that its parts are bad
-        monkeypatch.setattr("thinwire.averaging.agreed._is_finite", lambda tensor: True)
+        monkeypatch.setattr("thinwire.averaging.elastic_mean._is_finite", lambda tensor: True)
     run.begin()
     values = [worker.end() for worker in run.workers[:2]]
     assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])

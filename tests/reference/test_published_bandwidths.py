@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.simulate.flows import Link
-from thinwire.simulate.layered import LayeredMethod, LayeredModel, StepOrder, compute_utilisation, layered_tasks
-from thinwire.simulate.published import (
+from thinwire.simulate.fluid_network import SimLink
+from thinwire.simulate.layered_step import (
     SCALING_METHODS,
     SCALING_MODELS,
     STREAMING_METHODS,
     STREAMING_MODELS,
+    LayeredMethod,
+    LayeredModel,
+    StepOrder,
     bandwidth_grid,
+    compute_utilisation,
     grid_label,
+    layered_tasks,
     printed_deviations,
     reaching,
 )
-from thinwire.simulate.tasks import Compute, Transfer, run_tasks
+from thinwire.simulate.task_graph import ComputeTask, TransferTask, run_tasks
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "benchmarks" / "simulate" / "published.json").read_text())
 STREAMING = PUBLISHED["utilisation"]["streaming"]["rows"]
@@ -81,13 +85,13 @@ def test_a_step_has_four_nodes_a_layer_but_one_and_merging_them_changes_no_time(
                     model, launches=launches, num_steps=6, bits_per_parameter=8, overlap_steps=overlap_steps,
                     order=order, is_merged=is_merged,
                 )  # fmt: skip
-                times = run_tasks(tasks, links=[Link(bandwidth_bits_per_s=2e7)])
+                times = run_tasks(tasks, links=[SimLink(bandwidth_bits_per_s=2e7)])
                 found.append([times.end_s[end] for end in ends])
             assert found[0] == pytest.approx(found[1])
     tasks, _ = layered_tasks(model, launches={1: range(7)}, num_steps=1, bits_per_parameter=8, is_merged=False)
     assert len(tasks) == 4 * 7 - 1
-    assert sum(isinstance(task, Transfer) for task in tasks) == 7
-    assert sum(task.seconds for task in tasks if isinstance(task, Compute)) == pytest.approx(model.compute_s)
+    assert sum(isinstance(task, TransferTask) for task in tasks) == 7
+    assert sum(task.seconds for task in tasks if isinstance(task, ComputeTask)) == pytest.approx(model.compute_s)
 
 
 def test_diloco_stalls_by_its_bits_less_what_the_backward_pass_hides():

@@ -8,12 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.averaging.encode_stage import codec_at
-from thinwire.averaging.exchange import AllGather, Exchange, Shapes, TwoPhase, laid_out, numel_of
-from thinwire.averaging.gossip import Gossip
-from thinwire.averaging.low_rank import LowRank
+from thinwire.averaging.exchange import LATE_STEP, DescribesTraffic, Exchange, Shapes, numel_of
 from thinwire.averaging.round_context import RoundContext, Steps, Wait
-from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Topology
 from thinwire.transport.base import Received
 from thinwire.transport.loopback import LoopbackWorld
@@ -27,8 +23,6 @@ _LONGER_THAN_BEFORE = 2.0
 # Everyone's messages to everyone are in memory at once.
 _MOST_ELEMENTS_IN_FLIGHT = 2**25
 _WARM_ROUNDS, _TIMED_ROUNDS = 1, 3
-# Past every warm-up: codes that change with the step have come to their last.
-_LATE_STEP = 2**31
 _EVERYONE = AllReplicas()
 
 
@@ -104,7 +98,7 @@ def _time_rounds(
         for me, (one, vector) in enumerate(zip(bound, vectors, strict=True)):
             peers = replace(topology.peers(round_id=number, me=me, alive=range(num_replicas)), absent=())
             delivery = RoundContext(
-                peers=peers, transport=world.transports[me], round_id=number, step=_LATE_STEP + number
+                peers=peers, transport=world.transports[me], round_id=number, step=LATE_STEP + number
             )  # fmt: skip
             rounds.append(one.steps(vector.clone(), delivery))
         _finish_work_on(device)
@@ -126,17 +120,14 @@ def sent_bytes_of(exchange: Exchange, shapes: Shapes, *, num_members: int) -> in
         num_members: How many take part in the round.
 
     Example:
+        >>> from thinwire.averaging.exchange import AllGather
         >>> from thinwire.codecs import dct_top_k
         >>> matrix, exchange = torch.Size([64, 64]), AllGather(codec=dct_top_k(k=32))
         >>> sent_bytes_of(exchange, [matrix], num_members=2), exchange.sent_bytes(matrix.numel(), num_replicas=2)
         (113, 5696)
     """
-    if isinstance(exchange, LowRank):
-        return exchange.sent_bytes_of(shapes, num_replicas=num_members)
-    if isinstance(exchange, AllGather | TwoPhase | Gossip | Star):
-        exchange = replace(exchange, codec=laid_out(codec_at(exchange.codec, _LATE_STEP), shapes))
-    if isinstance(exchange, Star):
-        exchange = replace(exchange, server_codec=laid_out(codec_at(exchange.server_codec, _LATE_STEP), shapes))
+    if isinstance(exchange, DescribesTraffic):
+        return exchange.traffic(shapes, num_members=num_members).sent_bytes
     return exchange.sent_bytes(numel_of(shapes), num_replicas=num_members)
 
 

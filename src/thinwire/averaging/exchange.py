@@ -20,6 +20,7 @@ from thinwire.averaging.aggregation_rules import Aggregate
 from thinwire.averaging.encode_stage import EncodeStage, Ramp, ShardedEncodeStage, codec_at, most_bytes
 from thinwire.averaging.exchange_state import ExchangeState
 from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
+from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic, TwoPhaseMessages
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.error_feedback import SenderMemory
@@ -27,6 +28,8 @@ from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Pending
 
 Shapes = Sequence[torch.Size]
+# A step after every warm-up: codes that change with the step have reached their last one.
+LATE_STEP = 2**31
 
 
 class BoundExchange(Protocol):
@@ -115,6 +118,20 @@ class NeedsDirections(Protocol):
         ...
 
 
+@runtime_checkable
+class DescribesTraffic(Protocol):
+    """An exchange that states what its rounds send, so that they can be simulated and planned."""
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """Return what one round sends, once every warm-up has ended.
+
+        Args:
+            shapes: Shapes of the tensors that the vector is made of; some codes depend on them.
+            num_members: Number of replicas in the round.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllGather:
     """Each member sends its whole payload to every other one and sums what it receives, in float32.
@@ -190,6 +207,16 @@ class AllGather:
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""
         return (num_replicas - 1) * most_bytes(self.codec, numel)
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        late = replace(self, codec=laid_out(codec_at(self.codec, LATE_STEP), shapes))
+        return RoundTraffic(
+            pattern=AllGatherMessages(),
+            sent_bytes=late.sent_bytes(numel_of(shapes), num_replicas=num_members),
+            num_messages=num_members - 1,
+            coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +318,17 @@ class TwoPhase:
         sizes = [most_bytes(self.codec, stop - start) for start, stop in bounds]
         return max(sum(sizes) - own + (num_replicas - 1) * own for own in sizes)
 
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        late = replace(self, codec=laid_out(codec_at(self.codec, LATE_STEP), shapes))
+        return RoundTraffic(
+            pattern=TwoPhaseMessages(),
+            sent_bytes=late.sent_bytes(numel_of(shapes), num_replicas=num_members),
+            num_messages=2 * (num_members - 1),
+            # encode the parts, decode M shards of 1/M, encode 1/M, decode the whole mean
+            coding_passes=coding_passes(self, shapes, passes=(3 + 1 / num_members) / 2),
+        )
+
 
 def cheapest(codec: Codec, *, num_replicas: int) -> AllGather | TwoPhase:
     """Choose between the two exchanges by their cost.
@@ -344,6 +382,12 @@ class _BoundTwoPhase(ExchangeState):
 def numel_of(shapes: Shapes) -> int:
     """Return how many elements tensors of these shapes have together."""
     return sum(shape.numel() for shape in shapes)
+
+
+def coding_passes(exchange: Exchange, shapes: Shapes, *, passes: float) -> float:
+    """Return `passes`, or 0 where a payload has 2 bytes an element or more: such a code is a cast."""
+    numel = numel_of(shapes)
+    return 0.0 if exchange.sent_bytes(numel, num_replicas=2) >= 2 * numel else passes
 
 
 def code_for(code: Codec | Ramp, shapes: Shapes) -> Codec | Ramp:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.exchange import AllGather, BoundExchange, Shapes
+from thinwire.averaging.encode_stage import codec_at
+from thinwire.averaging.exchange import LATE_STEP, AllGather, BoundExchange, Shapes, coding_passes, laid_out, numel_of
+from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic
 from thinwire.averaging.mixing import MixingGraph, mixing_row
 from thinwire.averaging.round_context import RoundContext, Steps
 from thinwire.codecs.base import Codec
@@ -39,6 +41,16 @@ class Gossip:
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`; of the replicas, those that take part in the round count: the members."""
         return AllGather(codec=self.codec).sent_bytes(numel, num_replicas=num_replicas)
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        late = replace(self, codec=laid_out(codec_at(self.codec, LATE_STEP), shapes))
+        return RoundTraffic(
+            pattern=AllGatherMessages(),
+            sent_bytes=late.sent_bytes(numel_of(shapes), num_replicas=num_members),
+            num_messages=num_members - 1,
+            coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
+        )
 
 
 class BoundGossip:

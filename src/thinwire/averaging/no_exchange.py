@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from thinwire.averaging.exchange import Shapes
+from thinwire.averaging.message_pattern import RoundTraffic
 from thinwire.averaging.round_context import Average, RoundContext, Steps
 from thinwire.errors import CheckpointError
 
@@ -24,6 +25,10 @@ class NoExchange:
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """Return 0."""
         return 0
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        return RoundTraffic(pattern=None, sent_bytes=0, num_messages=0)
 
 
 class BoundNoExchange:

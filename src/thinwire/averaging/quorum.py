@@ -15,9 +15,10 @@ import torch
 
 from thinwire.averaging.aggregation_rules import WeightedMean
 from thinwire.averaging.encode_stage import EncodeStage
-from thinwire.averaging.exchange import BoundExchange, Shapes, laid_out
+from thinwire.averaging.exchange import BoundExchange, Shapes, coding_passes, laid_out, numel_of
 from thinwire.averaging.exchange_state import ExchangeState
 from thinwire.averaging.mean_of_payloads import decode, refuse_non_finite
+from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
 from thinwire.averaging.quorum_messages import (
     PART_HEADER_BYTES,
     MeanHeader,
@@ -169,6 +170,16 @@ class Quorum:
             return 0
         mean_bytes = mean_header_bytes(num_replicas) + self.server_codec.payload_bytes(numel)
         return max(PART_HEADER_BYTES + self.codec.payload_bytes(numel), (num_replicas - 1) * mean_bytes)
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        return RoundTraffic(
+            pattern=StarMessages(server=self.server),
+            sent_bytes=self.sent_bytes(numel_of(shapes), num_replicas=num_members),
+            num_messages=num_members - 1,
+            coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
+            quorum=self.quorum,
+        )
 
 
 class _BoundQuorum(ExchangeState):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.averaging.encode_stage import EncodeStage, Ramp, most_bytes
-from thinwire.averaging.exchange import BoundExchange, Shapes, code_for, numel_of
+from thinwire.averaging.encode_stage import EncodeStage, Ramp, codec_at, most_bytes
+from thinwire.averaging.exchange import LATE_STEP, BoundExchange, Shapes, code_for, coding_passes, laid_out, numel_of
 from thinwire.averaging.exchange_state import ExchangeState
 from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
+from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.codecs.error_feedback import SenderMemory, Shift
@@ -130,6 +131,17 @@ class Star:
         if num_replicas == 1:
             return 0
         return max(most_bytes(self.codec, numel), (num_replicas - 1) * most_bytes(self.server_codec, numel))
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        codec = laid_out(codec_at(self.codec, LATE_STEP), shapes)
+        late = replace(self, codec=codec, server_codec=laid_out(codec_at(self.server_codec, LATE_STEP), shapes))
+        return RoundTraffic(
+            pattern=StarMessages(server=self.server),
+            sent_bytes=late.sent_bytes(numel_of(shapes), num_replicas=num_members),
+            num_messages=num_members - 1,
+            coding_passes=coding_passes(self, shapes, passes=(1 + num_members) / 2),
+        )
 
 
 class _BoundStar(ExchangeState):

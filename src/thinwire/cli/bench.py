@@ -112,9 +112,9 @@ def _bench(options: BenchWireOptions, wanted: Sequence[Any]) -> int:
 
 
 def _cells(options: BenchWireOptions) -> Any:
-    from thinwire.bench.cells import Wire, cells, check_numbers, paced
-    from thinwire.bench.contenders import CONTENDERS, contender
     from thinwire.lab.settings import parse_loss
+    from thinwire.lab.wire_benchmark.contenders import CONTENDERS, contender
+    from thinwire.lab.wire_benchmark.grid import BenchWire, cells, check_numbers, paced
     from thinwire.units import parse_rate, parse_seconds
 
     names = options.contender or tuple(CONTENDERS)
@@ -129,12 +129,12 @@ def _cells(options: BenchWireOptions) -> Any:
     rates = options.rate or ("1mbit", "5mbit", "20mbit", "100mbit")
     delays = {"latency_s": parse_seconds(options.latency), "jitter_s": parse_seconds(options.jitter)}
     shaped = [
-        Wire(rate_bits_per_s=None if rate == "none" else parse_rate(rate), loss=parse_loss(options.loss), **delays)
+        BenchWire(rate_bits_per_s=None if rate == "none" else parse_rate(rate), loss=parse_loss(options.loss), **delays)
         for rate in rates
     ]
     for wire in shaped:
         wire.settings(2)  # refuses what no lab can do
-    wires = [Wire(), *(wire for wire in shaped if wire != Wire())]
+    wires = [BenchWire(), *(wire for wire in shaped if wire != BenchWire())]
     for cell in cells(
         contenders=names,
         num_hosts=options.hosts or (2,), wires=wires, repeats=range(options.repeats),
@@ -145,8 +145,8 @@ def _cells(options: BenchWireOptions) -> Any:
 
 
 def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
-    from thinwire.bench.table import describe
-    from thinwire.bench.wire import run_cell
+    from thinwire.lab.wire_benchmark.result_table import describe
+    from thinwire.lab.wire_benchmark.runner import run_cell
     from thinwire.training.corpora import open_corpus
     from thinwire.training.models import PRESETS
 
@@ -173,8 +173,8 @@ def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
 
 
 def _write_report(options: BenchWireOptions) -> None:
-    from thinwire.bench.table import figure, markdown, rows
-    from thinwire.bench.wire import summary
+    from thinwire.lab.wire_benchmark.result_table import figure, markdown, rows
+    from thinwire.lab.wire_benchmark.runner import summary
 
     found = rows(summary(line) for line in _read(options.out / "wire.jsonl"))
     if not found:

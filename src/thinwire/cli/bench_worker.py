@@ -22,7 +22,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit code: 0, 1 for what went wrong while running, 2 for a wrong option; the reason is on stderr.
     """
     given = vars(_parser().parse_args(arguments))
-    from thinwire.bench.worker import WorkerOptions, run_worker
+    from thinwire.lab.wire_benchmark.worker import WorkerOptions, run_worker
     from thinwire.transport.addresses import address_towards, interface_of
     from thinwire.transport.connect import GLOO_INTERFACE
 

@@ -15,9 +15,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.lab import HostProcess, Lab
+from thinwire.lab import HostProcess, Lab, rank_environment
 from thinwire.lab.counters import peak_rate, sent_by
-from thinwire.lab.rendezvous import rendezvous
 from thinwire.units import format_bytes, format_rate, format_seconds
 
 _LAST_LINES_S = 5.0
@@ -49,7 +48,7 @@ class Outputs:
         """Start the command on all hosts."""
         processes = []
         for host in range(self._lab.num_hosts):
-            variables = {**rendezvous(host, self._lab.num_hosts), **environment}
+            variables = {**rank_environment(host, self._lab.num_hosts), **environment}
             stdin, stdout, stderr = (0, 1, 2) if host == 0 else (subprocess.DEVNULL, *self._pipes(host))
             process = self._lab.start(
                 command, host=host, environment=variables, stdin=stdin, stdout=stdout, stderr=stderr

@@ -18,7 +18,7 @@ from thinwire.errors import ThinwireError
 if TYPE_CHECKING:
     from thinwire.planning.cluster import Cluster
     from thinwire.planning.plan import Plan
-    from thinwire.planning.search import Wishes
+    from thinwire.planning.search import PlanConstraints
     from thinwire.planning.workload import Workload
 
 USAGE, FAILED = 2, 1
@@ -151,11 +151,11 @@ def workload_of(options: PlanOptions) -> tuple[Workload, bool]:
     return workload, can_train
 
 
-def _wishes(options: PlanOptions) -> Wishes:
+def _wishes(options: PlanOptions) -> PlanConstraints:
     from thinwire.planning.candidates import INTERVALS, PUBLISHED
-    from thinwire.planning.search import Wishes
+    from thinwire.planning.search import PlanConstraints
 
-    return Wishes(
+    return PlanConstraints(
         methods=options.method or PUBLISHED, intervals=options.interval or INTERVALS, codecs=options.codec,
         min_utilisation=options.min_utilisation, max_penalty=options.max_penalty, min_replicas=options.min_replicas,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from thinwire.units import format_bytes, format_rate, format_seconds, parse_byte
 
 if TYPE_CHECKING:
     from thinwire.planning.cluster import Machine
-    from thinwire.planning.probe import Wires
+    from thinwire.planning.probe import WireMeasurements
 
 USAGE, FAILED = 2, 1
 
@@ -97,12 +97,12 @@ def main(arguments: Sequence[str]) -> int:
 
 def _probe(options: ProbeOptions) -> int:
     from thinwire.planning.cluster import save_cluster
-    from thinwire.planning.probe import Budget
+    from thinwire.planning.probe import ProbeBudget
     from thinwire.training.assembly import check_device
     from thinwire.training.config import TrainConfig, check_values, resolve
     from thinwire.training.probe_hosts import probe_hosts
 
-    budget = Budget(seconds=parse_seconds(options.budget), most_bytes=int(parse_bytes(options.most)))
+    budget = ProbeBudget(seconds=parse_seconds(options.budget), most_bytes=int(parse_bytes(options.most)))
     step_s, deadline_s = parse_seconds(options.step_time), parse_seconds(options.deadline)
     wanted = TrainConfig(
         model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,
@@ -124,7 +124,7 @@ def _probe(options: ProbeOptions) -> int:
     return 0
 
 
-def _show(wires: Wires, machines: Sequence[Machine]) -> None:
+def _show(wires: WireMeasurements, machines: Sequence[Machine]) -> None:
     from rich.console import Console
     from rich.table import Table
 

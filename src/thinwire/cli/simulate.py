@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _simulate(options: SimulateOptions) -> int:
-    from thinwire.planning.virtual import traffic_of, virtual_cluster
+    from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
     from thinwire.simulate import simulate_training
     from thinwire.training.config import BATCH_SIZE, default_seq_len
     from thinwire.training.models.sketch import sketch_model
@@ -113,7 +113,7 @@ def _simulate(options: SimulateOptions) -> int:
     if batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
     model, _ = sketch_model(options.model, seq_len=seq_len)
-    links = virtual_cluster(cluster)
+    links = simulated_cluster(cluster)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     replicas = _replicas(options, cluster, num_parameters=parameters, tokens=batch_size * seq_len)
     names = options.method or _METHODS
@@ -172,9 +172,9 @@ def _method(name: str, options: SimulateOptions) -> Method:
 
 def _replicas(
     options: SimulateOptions, cluster: Cluster, *, num_parameters: int, tokens: int
-) -> list[simulate.Replica]:
+) -> list[simulate.SimReplica]:
     from thinwire.planning.predict import inner_step_s
-    from thinwire.simulate import Replica
+    from thinwire.simulate import SimReplica
 
     count = cluster.num_replicas
     if options.step_time is not None:
@@ -190,7 +190,7 @@ def _replicas(
         start, dash, end = span.partition("-")
         outages[number].append((parse_seconds(start), parse_seconds(end) if dash else float("inf")))
     return [
-        Replica(step_s=time_s, sigma=options.jitter, outages=tuple(sorted(outages[number])))
+        SimReplica(step_s=time_s, sigma=options.jitter, outages=tuple(sorted(outages[number])))
         for number, time_s in enumerate(times)
     ]
 
@@ -215,11 +215,11 @@ def _above_zero(factor: str, text: str) -> float:
     return value
 
 
-def _numbers(run: simulate.Run, links: simulate.Cluster) -> dict[str, Any]:
-    from thinwire.planning.predict import BusyLinks
+def _numbers(run: simulate.SimRun, links: simulate.SimCluster) -> dict[str, Any]:
+    from thinwire.planning.predict import LinkUsage
 
     num_steps = max(1, *run.last_step)  # fewer than asked for where all have died
-    busy = BusyLinks(links, run)
+    busy = LinkUsage(links, run)
     return {
         "steps": num_steps, "total_s": run.total_s, "step_s": run.total_s / num_steps,
         "compute_utilisation": run.compute_utilisation, "stall_s": list(run.stall_s), "last_step": list(run.last_step),

@@ -80,8 +80,8 @@ def _filled(given: TrainConfig, found: Mapping[str, Any], arguments: Sequence[st
 
 def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[str], None]) -> Plan:
     """Probe the hosts of this run and plan for them; the same plan comes out on all of them."""
-    from thinwire.planning.probe import Budget
-    from thinwire.planning.search import Wishes, make_plan
+    from thinwire.planning.probe import ProbeBudget
+    from thinwire.planning.search import PlanConstraints, make_plan
     from thinwire.planning.workload import Workload
     from thinwire.training.assembly import check_device
     from thinwire.training.config import check_values
@@ -100,7 +100,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     check_device(config.device)
     assert config.batch_size is not None and config.seq_len is not None
     say("probing the wires between the hosts")
-    found = probe_hosts(config, budget=Budget(seconds=_WIRES_S), step_s=_STEPS_S)
+    found = probe_hosts(config, budget=ProbeBudget(seconds=_WIRES_S), step_s=_STEPS_S)
     model, _ = sketch_model(config.model, seq_len=config.seq_len)
     tokens = float(config.steps * config.num_replicas * config.batch_size * config.seq_len)
     workload = Workload(
@@ -114,7 +114,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     }
     if isinstance(given.overlaps, int):
         named["overlaps"] = (given.overlaps,)
-    wishes = Wishes(min_replicas=config.num_replicas, max_penalty=1.0, **named)
+    wishes = PlanConstraints(min_replicas=config.num_replicas, max_penalty=1.0, **named)
     plan = make_plan(workload, found.cluster, wishes)
     best = plan.best
     say(

@@ -1,10 +1,9 @@
-"""Thin wires on one machine: hosts with links of their own, made by the kernel, gone when the lab ends."""
+"""Lab: slow networks on one machine, made from the kernel's namespaces and removed when the lab ends."""
 
 from __future__ import annotations
 
 from thinwire.lab.counters import Counters
-from thinwire.lab.lab import Lab
-from thinwire.lab.process import HostProcess, HostResult
+from thinwire.lab.lab import HostProcess, HostResult, Lab, rank_environment
 from thinwire.lab.settings import Access, LabSettings, Link
 
-__all__ = ["Access", "Counters", "HostProcess", "HostResult", "Lab", "LabSettings", "Link"]
+__all__ = ["Access", "Counters", "HostProcess", "HostResult", "Lab", "LabSettings", "Link", "rank_environment"]

@@ -1,4 +1,4 @@
-"""Messages between a lab and its keeper: JSON with a length before it, and open files beside it, over a socket."""
+"""Message channel between a lab and its daemon: length-prefixed JSON and open files over a Unix socket."""
 
 from __future__ import annotations
 

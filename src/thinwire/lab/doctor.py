@@ -1,4 +1,4 @@
-"""What this machine can and cannot shape, found out by doing it."""
+"""Self-test of the lab: tries what this machine can shape, and measures it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire.errors import LabError
-from thinwire.lab.lab import Lab
-from thinwire.lab.rendezvous import TOOLS, check_machine
+from thinwire.lab.lab import TOOLS, Lab, check_machine
 from thinwire.lab.settings import Link
-from thinwire.lab.traffic import measure_delays, measure_rate
+from thinwire.lab.traffic_probe import measure_delays, measure_rate
 from thinwire.units import format_rate, format_seconds
 
 RATE_TOLERANCE = 0.05
@@ -22,7 +21,7 @@ _DELAY_TOLERANCE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class LabCheck:
     """One thing that was tried.
 
     Attributes:
@@ -42,15 +41,15 @@ class Check:
         return asdict(self)
 
 
-def examine() -> Iterator[Check]:
+def examine() -> Iterator[LabCheck]:
     """Try what a lab needs, one thing after the other; the first three are needed by all that follow."""
     try:
         check_machine()
     except LabError as error:
-        yield Check(name="programs", is_ok=False, detail=str(error), remedy="see the text")
+        yield LabCheck(name="programs", is_ok=False, detail=str(error), remedy="see the text")
         return
     tools = ", ".join(str(shutil.which(tool)) for tool in TOOLS)
-    yield Check(name="programs", is_ok=True, detail=f"{sys.platform}; {tools}")
+    yield LabCheck(name="programs", is_ok=True, detail=f"{sys.platform}; {tools}")
     for name, attempt in (("hosts", _try_hosts), ("rates", _try_rates), ("links", _try_links), ("delays", _try_delays)):
         check = _tried(name, attempt)
         yield check
@@ -58,14 +57,14 @@ def examine() -> Iterator[Check]:
             return
 
 
-def _tried(name: str, attempt: Callable[[], tuple[bool, str]]) -> Check:
+def _tried(name: str, attempt: Callable[[], tuple[bool, str]]) -> LabCheck:
     try:
         is_ok, detail = attempt()
     except (LabError, TimeoutError) as error:
         text, _, remedy = str(error).partition("; ")
-        return Check(name=name, is_ok=False, detail=text, remedy=remedy or "see the text")
+        return LabCheck(name=name, is_ok=False, detail=text, remedy=remedy or "see the text")
     remedy = "" if is_ok else "close what else runs on this machine, and try again"
-    return Check(name=name, is_ok=is_ok, detail=detail, remedy=remedy)
+    return LabCheck(name=name, is_ok=is_ok, detail=detail, remedy=remedy)
 
 
 def _try_hosts() -> tuple[bool, str]:

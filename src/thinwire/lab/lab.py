@@ -1,4 +1,4 @@
-"""A lab: hosts with links of their own on one machine, for commands, tests and notebooks."""
+"""Lab of hosts with links of their own on one machine, for commands, tests and notebooks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,129 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import IO, Any
 
 from thinwire.errors import LabError
-from thinwire.lab import network
-from thinwire.lab.client import KeeperClient
+from thinwire.lab import network_commands as commands
 from thinwire.lab.counters import Counters, Sample, read_samples
-from thinwire.lab.process import HostProcess, HostResult
-from thinwire.lab.rendezvous import FIRST_PORT, NUM_PORTS, check_machine, rendezvous
+from thinwire.lab.daemon_client import DaemonClient
 from thinwire.lab.settings import Access, LabSettings, Link, Pair, parse_access
 from thinwire.units import parse_rate
+
+FIRST_PORT = 29_500
+NUM_PORTS = 1_000
+TOOLS = {"ip": "iproute2", "bridge": "iproute2", "tc": "iproute2"}
+
+
+def rank_environment(host: int, num_hosts: int, *, port: int = FIRST_PORT) -> dict[str, str]:
+    """Return the variables by which `torchrun`, `thinwire train` or a plain script on a host finds the others.
+
+    A plain script is one rank a host; `torchrun` reads the variables that begin with PET_ and starts ranks of its own.
+    """
+    first, rank, size = commands.address_of(0), str(host), str(num_hosts)
+    ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": rank}
+    torchrun = {"PET_NNODES": size, "PET_NODE_RANK": rank, "PET_MASTER_ADDR": first, "PET_MASTER_PORT": str(port)}
+    interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), commands.INTERFACE)
+    meeting = {"MASTER_ADDR": first, "MASTER_PORT": str(port), "THINWIRE_LAB_HOST": rank}
+    return {**ranks, **torchrun, **interfaces, **meeting}
+
+
+def check_machine() -> None:
+    """Refuse a machine that cannot hold a lab.
+
+    Raises:
+        LabError: Names what is missing, and the remedy.
+    """
+    if sys.platform != "linux":
+        raise LabError(f"a lab is made of Linux network namespaces, and this is {sys.platform}; use a Linux machine")
+    for tool, package in TOOLS.items():
+        if shutil.which(tool) is None:
+            raise LabError(f"a lab needs the program {tool!r}, which is not here; install it: apt install {package}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostResult:
+    """Result of a command on one host.
+
+    Attributes:
+        host: The host.
+        exit_code: Its exit code; -N where signal N ended it.
+        stdout: What it wrote to stdout.
+        stderr: What it wrote to stderr.
+    """
+
+    host: int
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+class HostProcess:
+    """A command that runs, or ran, on a host. Made by `Lab.start`.
+
+    Attributes:
+        host: The host.
+        command: Program and arguments.
+        pid: Its process id inside the lab.
+    """
+
+    def __init__(self, lab: Lab, *, host: int, command: list[str], number: int) -> None:
+        self.host = host
+        self.command = command
+        self.pid = 0
+        self._lab = lab
+        self._number = number
+        self._ended = threading.Event()
+        self._exit_code: int | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, -N where signal N ended it; None while it runs."""
+        return self._exit_code
+
+    def wait(self, *, deadline_s: float) -> int:
+        """Wait until it ends, and return its exit code.
+
+        Args:
+            deadline_s: Seconds at most.
+
+        Raises:
+            TimeoutError: It still runs.
+            LabError: The lab itself broke, or was closed meanwhile.
+        """
+        ended = self._ended.wait(timeout=deadline_s)
+        self._lab.check()
+        if ended and self._exit_code is None:
+            raise LabError(f"{self.command[0]} on host {self.host} ended with its lab, which was closed")
+        if self._exit_code is None:
+            raise TimeoutError(f"{self.command[0]} on host {self.host} has not ended within {deadline_s:g} s")
+        return self._exit_code
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the command and all it started in its group; one that has ended is left alone."""
+        self._lab.signal_process(self._number, number)
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it (SIGKILL)."""
+        self.send_signal(signal.SIGKILL)
+
+    def end(self, exit_code: int | None) -> None:
+        """Note that it ended; None where the lab broke before that was known."""
+        self._exit_code = exit_code
+        self._ended.set()
+
 
 File = int | IO[Any]
 
@@ -33,7 +140,7 @@ class Lab:
 
     Every host has an address (10.77.0.1 and on), a name (`host-0` and on), and an interface `eth0`. All ends with the
     `with` block, or with this process, however it ends: no interface, namespace or process is left. Hosts reach each
-    other and nothing else. Needs Linux, and root or user namespaces; `thinwire lab doctor` tells.
+    other and nothing else. Needs Linux, and root or user namespaces; `thinwire lab doctor` checks it.
 
     Args:
         hosts: How many.
@@ -93,12 +200,12 @@ class Lab:
         self._processes: dict[int, HostProcess] = {}
         order = {
             "settings": settings.to_json(),
-            # a temporary one is the keeper's to make: it outlives us, wherever we may be killed
+            # the daemon makes a temporary one: it outlives us, wherever we may be killed
             "folder": None if folder is None else str(_made(Path(folder))),
             "force_relay": can_delay,
         }
-        self._keeper = KeeperClient(order, on_exit=self._note_exit)
-        self.folder = Path(self._keeper.ready["folder"])
+        self._daemon = DaemonClient(order, on_exit=self._note_exit)
+        self.folder = Path(self._daemon.ready["folder"])
 
     def __enter__(self) -> Lab:
         """Return the lab, which runs already."""
@@ -112,19 +219,19 @@ class Lab:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return self.settings.num_hosts
 
     @property
     def delays_by(self) -> str:
-        """What makes delays here: `netem`, `relay`, or an empty text where nothing can."""
-        ready = self._keeper.ready
+        """Source of delays: `netem`, `relay`, or an empty text if delays are impossible."""
+        ready = self._daemon.ready
         return "netem" if ready.get("has_netem") else "relay" if ready.get("is_relayed") else ""
 
     def address(self, host: int) -> str:
         """Return a host's IPv4 address."""
         self.settings.check_host(host)
-        return network.address_of(host)
+        return commands.address_of(host)
 
     def start(
         self,
@@ -140,7 +247,7 @@ class Lab:
         """Start a command on one host; it inherits this process's environment.
 
         Args:
-            command: Its words.
+            command: Program and arguments.
             host: Where.
             environment: Further variables.
             stdin: An open file, or `subprocess.DEVNULL`.
@@ -155,7 +262,7 @@ class Lab:
         self.settings.check_host(host)
         if not command:
             raise ValueError("a command needs at least one word, got none")
-        number = self._keeper.next_number()
+        number = self._daemon.next_number()
         process = HostProcess(self, host=host, command=list(command), number=number)
         self._processes[number] = process
         request = {
@@ -167,7 +274,7 @@ class Lab:
         }
         try:
             with _files(stdin, stdout, stderr) as files:
-                reply = self._keeper.ask("start", request, files=files)
+                reply = self._daemon.ask("start", request, files=files)
         except (ValueError, LabError):
             self._processes.pop(number, None)
             raise
@@ -180,7 +287,7 @@ class Lab:
         more = options.pop("environment", None) or {}
         return [
             self.start(
-                command, host=host, environment={**rendezvous(host, self.num_hosts, port=port), **more}, **options
+                command, host=host, environment={**rank_environment(host, self.num_hosts, port=port), **more}, **options
             )
             for host in range(self.num_hosts)
         ]
@@ -191,7 +298,7 @@ class Lab:
         """Run a command on every host and wait for all.
 
         Args:
-            command: Its words; `torchrun` and `thinwire train` find their rank and rendezvous in the environment.
+            command: Program and arguments; `torchrun` and `thinwire train` find their rank in the environment.
             deadline_s: Seconds at most.
             environment: Further variables.
 
@@ -207,7 +314,7 @@ class Lab:
             outputs = [[stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)] for _ in range(self.num_hosts)]
             processes = []
             for host, (stdout, stderr) in enumerate(outputs):
-                variables = {**rendezvous(host, self.num_hosts, port=port), **(environment or {})}
+                variables = {**rank_environment(host, self.num_hosts, port=port), **(environment or {})}
                 processes.append(self.start(command, host=host, environment=variables, stdout=stdout, stderr=stderr))
             self._wait_for(processes, deadline_s=deadline_s)
             return [
@@ -256,7 +363,7 @@ class Lab:
         self.shape(settings)
 
     def cut(self, host: int, other: int | None = None) -> None:
-        """Pull a host's cable, or cut the link between two hosts: packets vanish, and nobody is told."""
+        """Pull a host's cable, or cut the link between two hosts: packets are lost silently."""
         self._set_cut(host, other, is_cut=True)
 
     def mend(self, host: int, other: int | None = None) -> None:
@@ -279,12 +386,12 @@ class Lab:
         """Return what the kernel counted on each host's interface since the lab began."""
         names = ("sent_bytes", "received_bytes", "sent_packets", "received_packets")
         return [
-            Counters(**dict(zip(names, counts, strict=True))) for counts in self._keeper.ask("count", {})["counters"]
+            Counters(**dict(zip(names, counts, strict=True))) for counts in self._daemon.ask("count", {})["counters"]
         ]
 
     def samples(self) -> list[Sample]:
         """Return the counts over time, sampled 50 times a second where they changed, and now."""
-        if not self._keeper.is_closed:
+        if not self._daemon.is_closed:
             self.counters()
         return read_samples(self.folder / "counters.jsonl")
 
@@ -294,11 +401,11 @@ class Lab:
         Raises:
             LabError: Says how.
         """
-        self._keeper.check()
+        self._daemon.check()
 
     def close(self) -> None:
         """End every command and take the lab away; may be called again."""
-        self._keeper.close()
+        self._daemon.close()
         self._forget_folder()
 
     def _forget_folder(self) -> None:
@@ -307,11 +414,11 @@ class Lab:
 
     def signal_process(self, number: int, signal_number: int) -> None:
         """Send a signal to a command by its number in the lab."""
-        self._keeper.ask("signal", {"number": number, "signal": int(signal_number)})
+        self._daemon.ask("signal", {"number": number, "signal": int(signal_number)})
 
     def _signal_host(self, host: int, number: int) -> int:
         self.settings.check_host(host)
-        return int(self._keeper.ask("signal_host", {"host": host, "signal": int(number)})["num_processes"])
+        return int(self._daemon.ask("signal_host", {"host": host, "signal": int(number)})["num_processes"])
 
     def _set_cut(self, host: int, other: int | None, *, is_cut: bool) -> None:
         self.settings.check_host(host)
@@ -330,7 +437,7 @@ class Lab:
             raise ValueError(f"this lab has {self.num_hosts} hosts, got settings for {settings.num_hosts}")
         if settings.is_delayed and not self.delays_by:
             raise ValueError("this lab was made without delays; make it with Lab(..., can_delay=True)")
-        self._keeper.ask("shape", {"settings": settings.to_json()})
+        self._daemon.ask("shape", {"settings": settings.to_json()})
         self.settings = settings
 
     def _note_exit(self, number: int, exit_code: int | None) -> None:

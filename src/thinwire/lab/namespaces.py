@@ -1,4 +1,4 @@
-"""The kernel's own walls around hosts: namespaces for network, name, mounts and processes.
+"""Kernel namespaces of the hosts: network, host name, mounts and processes.
 
 All of them are held by open files and by one process only: when it ends, however it ends, the kernel removes the
 namespaces, their interfaces and every process in them. So nothing of a lab can be left behind. Linux only.
@@ -23,7 +23,7 @@ _DIE_WITH_PARENT = 1
 _KINDS = ("net", "uts", "mnt")
 
 
-def enter_new_world(*, as_user: bool) -> None:
+def enter_namespaces(*, as_user: bool) -> None:
     """Give this process namespaces of its own; its next child is the first process of a new process namespace.
 
     Args:
@@ -45,14 +45,14 @@ def enter_new_world(*, as_user: bool) -> None:
     _silence_ipv6("all")
 
 
-def become_first_process() -> None:
+def become_init_process() -> None:
     """Set up the first process of the new process namespace; everything in it dies with this process."""
     _call("prctl", _DIE_WITH_PARENT, 9, 0, 0, 0, what="bind this process to its parent")
     _mount("proc", "/proc", "proc", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWorld:
+class HostNamespaces:
     """One host's namespaces, alive as long as these files are open.
 
     Attributes:
@@ -82,7 +82,7 @@ class HostWorld:
             _call("setns", file, 0, what="enter a host")
 
 
-def make_host(hostname: str, *, hosts_file: Path) -> HostWorld:
+def make_host(hostname: str, *, hosts_file: Path) -> HostNamespaces:
     """Make a host and come back.
 
     Args:
@@ -100,7 +100,7 @@ def make_host(hostname: str, *, hosts_file: Path) -> HostWorld:
         network, name, mounts = (os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in _KINDS)
         device_counters = os.open("/proc/self/net/dev", os.O_RDONLY)
     os.chdir(here)
-    return HostWorld(network=network, name=name, mounts=mounts, device_counters=device_counters)
+    return HostNamespaces(network=network, name=name, mounts=mounts, device_counters=device_counters)
 
 
 def _silence_ipv6(which: str) -> None:
@@ -135,5 +135,5 @@ def _call(name: str, *arguments: object, what: str) -> None:
 _REMEDY = (
     "run as root, or allow user namespaces (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns=0); in a container, start it with --privileged; "
-    "`thinwire lab doctor` tells more"
+    "`thinwire lab doctor` says more"
 )

@@ -1,6 +1,6 @@
-"""Delay, jitter and loss in user space, for kernels without `netem`: frames wait here between two TAP devices.
+"""Relay that adds delay, jitter and loss in user space, between TAP devices, for kernels without `netem`.
 
-The keeper opens the files and starts `python -m thinwire.lab.relay CONTROL HOST_FILE:SWITCH_FILE...`. What a
+The daemon opens the files and starts `python -m thinwire.lab.relay CONTROL HOST_FILE:SWITCH_FILE...`. What a
 host sends waits for its link's latency; what comes back from the switch passes at once, so a packet waits once.
 """
 
@@ -28,8 +28,8 @@ _JITTERS_A_HOLD = 4
 _OUR_ADDRESSES = bytes.fromhex("02747700")
 
 
-class Delays:
-    """Which frames are lost, and when the others are due. Pure but for its random numbers, which are seeded."""
+class LinkEmulator:
+    """Emulates links: drops frames, and gives the others their departure time. Pure, with seeded random numbers."""
 
     def __init__(self, settings: LabSettings) -> None:
         self._random = random.Random(settings.seed)
@@ -80,7 +80,7 @@ class Relay:
         control: A file that settings arrive on, a line each; its end ends the relay.
     """
 
-    def __init__(self, delays: Delays, ports: Sequence[tuple[int, int]], *, control: int) -> None:
+    def __init__(self, delays: LinkEmulator, ports: Sequence[tuple[int, int]], *, control: int) -> None:
         self._delays = delays
         self._control = control
         self._hosts = {host_file: (host, switch_file) for host, (host_file, switch_file) in enumerate(ports)}
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str]) -> None:
         host_file, _, switch_file = port.partition(":")
         ports.append((int(host_file), int(switch_file)))
     hurry()
-    Relay(Delays(settings), ports, control=int(arguments[0])).run()
+    Relay(LinkEmulator(settings), ports, control=int(arguments[0])).run()
 
 
 if __name__ == "__main__":

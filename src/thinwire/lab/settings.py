@@ -1,4 +1,4 @@
-"""What a lab looks like: how many hosts, how fast each one's access is, and what lies between each two."""
+"""Settings of a lab: the hosts' accesses, and the links between them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """How one host hangs on the network.
+    """Access of one host to the network.
 
     Attributes:
         up_bits_per_s: What it can send, headers of the link layer included; None is no limit.
         down_bits_per_s: What it can receive; None is no limit.
-        is_cut: Whether its cable is pulled: nothing comes or goes, and nobody is told.
+        is_cut: Whether its cable is pulled: all packets are lost silently.
     """
 
     up_bits_per_s: float | None = None
@@ -40,7 +40,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What lies between two hosts, one way.
+    """Link between two hosts, one way.
 
     Attributes:
         rate_bits_per_s: Its own limit, beside those of the hosts' accesses; None is no limit.
@@ -120,7 +120,7 @@ class LabSettings:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return len(self.accesses)
 
     @property

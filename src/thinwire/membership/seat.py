@@ -48,7 +48,7 @@ class ElasticSeat:
         )  # fmt: skip
 
     def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
-        """Report that a part in a mean held NaN or infinity, and was left out; see `averaging.agreed.Seat`."""
+        """Report that a part held NaN or infinity and was left out; see `ElasticSession.reject`."""
         self._council.tell("reject", round=round_id, member=member, parts=bad_parts, since=since)
 
     def is_past(self, name: bytes) -> bool:

@@ -1,1 +1,1 @@
-"""Before training: what machines and wires there are, and what can be trained on them."""
+"""Planner: measured machines and wires, and what can be trained on them, before training."""

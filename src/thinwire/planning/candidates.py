@@ -1,21 +1,26 @@
-"""What could be run: methods with their settings, on some of the machines; and a quick look at what it would take."""
+"""Candidates of a plan: methods with settings on sets of machines, and the time that each takes."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
+
+import torch
 
 from thinwire import codecs, methods, simulate
 from thinwire.planning.cluster import Cluster
-from thinwire.planning.predict import inner_step_s
-from thinwire.planning.virtual import Traffic, stages_of
+from thinwire.planning.predict import MAX_EXTENSION, Prediction, alone, inner_step_s, interval_coding_s, predict
+from thinwire.planning.simulator_adapter import Traffic, condensed, faster, simulated_cluster, stages_of, traffic_of
 from thinwire.planning.workload import Workload
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Schedule
+from thinwire.sync.views import BoundView
 
-# Every how many steps, and how many of them an exchange may last. Beyond 10, nobody has published what overlap costs.
+# Every how many steps, and how many of them an exchange may last. Beyond 10, no cost of overlap is published.
 INTERVALS = (10, 20, 30, 50, 100, 200, 300, 500)
 OVERLAPS = (1, 2, 5, 10)
 LAYERS = (1, 3, 6)
@@ -25,7 +30,7 @@ CODECS = {
     "diloco": ("float32", "bfloat16", "e3m0"), "streaming-diloco": ("bfloat16", "e3m0"),
     "slowmo": ("float32", "bfloat16"), "co2": ("float32", "bfloat16"), "noloco": ("float32", "bfloat16"),
 }  # fmt: skip
-# Those whose loss somebody has published for several sizes, so that a plan can choose between them.
+# Methods whose loss is published for several sizes, so that a plan can choose between them.
 PUBLISHED = ("all-reduce", "diloco", "streaming-diloco")
 # What of a candidate is an option of a method.
 _CHOSEN = ("sync_interval", "overlap_steps", "codec", "exchange", "layers_per_fragment")
@@ -57,11 +62,11 @@ class Candidate:
 
     @property
     def num_replicas(self) -> int:
-        """How many machines take part."""
+        """Number of machines."""
         return len(self.replicas)
 
     def settings(self) -> dict[str, Any]:
-        """Return what `thinwire train` is told beside the method, by the options' names."""
+        """Return the options of `thinwire train` beside the method, by their names."""
         found = {name: getattr(self, name) for name in _CHOSEN}
         return {name: value for name, value in found.items() if value is not None} | {"batch_size": self.batch_size}
 
@@ -197,7 +202,7 @@ def _thinnest(cluster: Cluster, names: Sequence[str]) -> list[float]:
 
 
 def quick_step_s(schedule: Schedule, rounds_s: Sequence[float], *, step_s: float) -> float:
-    """Return about how long an inner step is with all waits: a first guess, to tell what is worth a simulation.
+    """Return about how long an inner step is with all waits: a first guess, to choose what is worth a simulation.
 
     Every round takes what its busiest link needs for it alone, of which tau steps are hidden; and all rounds together
     cannot take less than one after the other.
@@ -212,7 +217,7 @@ def quick_step_s(schedule: Schedule, rounds_s: Sequence[float], *, step_s: float
     return max(interval * step_s + waits, sum(rounds_s)) / interval
 
 
-def rounds_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: int) -> list[float]:
+def rounds_alone_s(traffic: Traffic, *, links: simulate.SimCluster, num_replicas: int) -> list[float]:
     """Return the seconds of each fragment's round, were it alone on the links.
 
     Args:
@@ -225,7 +230,7 @@ def rounds_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: i
     return [sum(_stage_s(traffic.exchange.flow(s, payload_bits=bits), links) for s in stages) for bits in sizes]
 
 
-def carried_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: int) -> float:
+def carried_alone_s(traffic: Traffic, *, links: simulate.SimCluster, num_replicas: int) -> float:
     """Return the seconds that the busiest link is busy with an interval's rounds: no interval can be shorter for long.
 
     Args:
@@ -239,7 +244,7 @@ def carried_alone_s(traffic: Traffic, *, links: simulate.Cluster, num_replicas: 
     return sum(_stage_s(flow, links) - flow.latency_s for flow in flows)
 
 
-def _stage_s(flow: simulate.Flow, links: simulate.Cluster) -> float:
+def _stage_s(flow: simulate.FluidFlow, links: simulate.SimCluster) -> float:
     """Return what a flow takes that is alone: until its busiest link has carried it, and its latency."""
     rates = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in flow.loads]
     return flow.size_bits * max((bits / rate for rate, bits in rates), default=0.0) + flow.latency_s
@@ -250,3 +255,153 @@ def step_times(cluster: Cluster, workload: Workload, names: Sequence[str], *, nu
     tokens = workload.step_tokens(num_replicas)
     machines = {machine.name: machine for machine in cluster.machines}
     return [inner_step_s(machines[name], num_parameters=workload.num_parameters, tokens=tokens) for name in names]
+
+
+class CandidateTimes:
+    """Run times of the candidates of one workload on one cluster; shared parts are computed once.
+
+    Args:
+        workload: What is to be trained.
+        cluster: On what.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload, self.cluster = workload, cluster
+        self._machines = {machine.name: machine for machine in cluster.machines}
+        self._methods: dict[tuple[object, ...], Method] = {}
+        self._steps: dict[tuple[str, ...], list[float]] = {}
+        self._coding: dict[tuple[object, ...], list[float]] = {}
+        self._traffic: dict[tuple[object, ...], Traffic] = {}
+        self._condensed: dict[tuple[object, ...], Traffic] = {}
+        self._rounds: dict[tuple[object, ...], list[float]] = {}
+        self._predictions: dict[tuple[Candidate, float, int], Prediction] = {}
+        self._views: dict[str, BoundView] = {}
+        self._links: dict[tuple[str, ...], simulate.SimCluster] = {}
+        self._exchanges: dict[tuple[tuple[str, ...], simulate.ExchangeModel], simulate.ExchangeModel] = {}
+
+    def guess_s(self, candidate: Candidate) -> float:
+        """Return about how long the whole run takes, with all waits.
+
+        Raises:
+            ValueError: The method refuses a setting, the model or so many replicas.
+        """
+        method = self.method(candidate)
+        step_s = max(self._computing(candidate))
+        if candidate.num_replicas > 1:
+            step_s = quick_step_s(method.schedule, self._alone_s(candidate), step_s=step_s)
+        return self.workload.num_steps(candidate.num_replicas) * step_s
+
+    def simulated(self, candidate: Candidate, *, rate_factor: float = 1.0, patience: int = MAX_EXTENSION) -> Prediction:
+        """Return what the simulator says of a candidate.
+
+        Args:
+            candidate: What to run.
+            rate_factor: All wires are so many times as fast.
+            patience: See `predict`.
+
+        Raises:
+            ValueError: The method refuses something, or it can't be simulated for so long.
+        """
+        key = (candidate, rate_factor, patience)
+        if key not in self._predictions:
+            self._predictions[key] = self._predict(candidate, rate_factor=rate_factor, patience=patience)
+        return self._predictions[key]
+
+    def method(self, candidate: Candidate) -> Method:
+        """Return a candidate's method, which does not depend on the machines.
+
+        Raises:
+            ValueError: A setting is out of its range.
+        """
+        how = (candidate.method, candidate.sync_interval, candidate.overlap_steps, *_coding_of(candidate))
+        if how not in self._methods:
+            self._methods[how] = candidate.make()
+        return self._methods[how]
+
+    def wire_share(self, candidate: Candidate) -> float:
+        """Return how long the busiest link carries what a step launches, as a part of the mean time of computing it.
+
+        Where it is above 1, no utilisation above its inverse can be had in the long run.
+        """
+        traffic, links = self._traffic_among(candidate), self._links_of(candidate.replicas)
+        carried_s = carried_alone_s(traffic, links=links, num_replicas=candidate.num_replicas)
+        return carried_s / self.method(candidate).schedule.sync_interval / fmean(self._computing(candidate))
+
+    def _predict(self, candidate: Candidate, *, rate_factor: float, patience: int) -> Prediction:
+        replicas = [simulate.SimReplica(step_s=time_s) for time_s in self._computing(candidate)]
+        num_steps = self.workload.num_steps(candidate.num_replicas)
+        if candidate.num_replicas == 1:
+            return alone(num_steps, step_s=replicas[0].step_s)
+        links, schedule = self._links_of(candidate.replicas), self.method(candidate).schedule
+        if rate_factor != 1.0:
+            links = faster(links, rate_factor)
+        traffic = self._traffic_among(candidate)
+        return predict(schedule, traffic, links=links, replicas=replicas, num_steps=num_steps, patience=patience)
+
+    def _computing(self, candidate: Candidate) -> Sequence[float]:
+        """Return the seconds in which each replica computes a step and codes its share of a round."""
+        names = candidate.replicas
+        if names not in self._steps:
+            self._steps[names] = step_times(self.cluster, self.workload, names, num_replicas=len(names))
+        if candidate.num_replicas == 1:
+            return self._steps[names]
+        interval = self.method(candidate).schedule.sync_interval
+        return [a + b / interval for a, b in zip(self._steps[names], self._interval_coding(candidate), strict=True)]
+
+    def _interval_coding(self, candidate: Candidate) -> list[float]:
+        key = _among(candidate)
+        if key not in self._coding:
+            traffic = self._sent(candidate)
+            self._coding[key] = [interval_coding_s(self._machines[name], traffic) for name in candidate.replicas]
+        return self._coding[key]
+
+    def _alone_s(self, candidate: Candidate) -> list[float]:
+        """Return the seconds of an interval's rounds, each alone on the wires."""
+        key = _among(candidate)
+        if key not in self._rounds:
+            traffic, links = self._traffic_among(candidate), self._links_of(candidate.replicas)
+            self._rounds[key] = rounds_alone_s(traffic, links=links, num_replicas=candidate.num_replicas)
+        return self._rounds[key]
+
+    def _sent(self, candidate: Candidate) -> Traffic:
+        key = _sending(candidate)
+        if key not in self._traffic:
+            # a view is the same whatever the code and the number of replicas, and takes most of the time to make
+            method, model = self.method(candidate), self.workload.model
+            kind = repr(method.view)
+            if kind not in self._views:
+                self._views[kind] = method.view.bind(model, inner=torch.optim.AdamW(model.parameters()))
+            self._traffic[key] = traffic_of(
+                method, model, num_replicas=candidate.num_replicas, view=self._views[kind]
+            )  # fmt: skip
+        return self._traffic[key]
+
+    def _traffic_among(self, candidate: Candidate) -> Traffic:
+        """Return what is sent, on no more links than its time depends on."""
+        key = _among(candidate)
+        if key not in self._condensed:
+            traffic, links = self._sent(candidate), self._links_of(candidate.replicas)
+            where = (candidate.replicas, traffic.exchange)
+            if where not in self._exchanges:
+                self._exchanges[where] = condensed(traffic.exchange, links, num_replicas=candidate.num_replicas)
+            self._condensed[key] = dataclasses.replace(traffic, exchange=self._exchanges[where])
+        return self._condensed[key]
+
+    def _links_of(self, names: tuple[str, ...]) -> simulate.SimCluster:
+        if names not in self._links:
+            self._links[names] = simulated_cluster(self.cluster, names=names)
+        return self._links[names]
+
+
+def _coding_of(candidate: Candidate) -> tuple[object, ...]:
+    return candidate.codec, candidate.exchange, candidate.layers_per_fragment
+
+
+def _sending(candidate: Candidate) -> tuple[object, ...]:
+    """Return all that the size of what is sent depends on."""
+    return candidate.method, candidate.num_replicas, *_coding_of(candidate)
+
+
+def _among(candidate: Candidate) -> tuple[object, ...]:
+    """Return all that the time of a round depends on."""
+    return candidate.replicas, *_sending(candidate)

@@ -1,4 +1,4 @@
-"""The machines and wires of a job as a file that people read and change: `cluster.json`.
+"""Machines and wires of a job, and their file `cluster.json`, which people read and change.
 
 ```json
 {
@@ -47,9 +47,9 @@ class Machine:
     Attributes:
         name: As the links name it.
         flops_per_s: Floating-point operations a second that training reaches there (6 a parameter and token), measured
-            or the accelerator's peak times the share that is usual; None where nobody knows.
-        memory_bytes: Memory for parameters, optimizer and activations; None where nobody knows.
-        encode_bytes_per_s: Bytes of float32 that it codes or decodes a second in E3M0; None where nobody knows.
+            or the accelerator's peak times the share that is usual; None if unknown.
+        memory_bytes: Memory for parameters, optimizer and activations; None if unknown.
+        encode_bytes_per_s: Bytes of float32 that it codes or decodes a second in E3M0; None if unknown.
         up_bits_per_s: What it sends at most, to all others together; None for no limit of its own.
         down_bits_per_s: What it receives at most, from all others together; None for no limit of its own.
         latency_s: One way from it to the middle of the net, for pairs without a link of their own.
@@ -70,7 +70,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """What one pair of replicas has in one direction, when nobody else sends.
+    """Bandwidth and latency of one pair of replicas in one direction, while no other replica sends.
 
     Attributes:
         source: The sender's name.
@@ -143,7 +143,7 @@ bandwidth_low_bits_per_s=None, bandwidth_high_bits_per_s=None)
 
     @property
     def num_replicas(self) -> int:
-        """How many machines there are."""
+        """Number of machines."""
         return len(self.machines)
 
     def machine(self, name: str) -> Machine:
@@ -210,7 +210,7 @@ def save_cluster(cluster: Cluster, path: Path) -> None:
 
 
 def read_machine(entry: object, *, where: str) -> Machine:
-    """Check what somebody says of a machine.
+    """Check the description of a machine.
 
     Args:
         entry: JSON values by the names of `Machine`.

@@ -1,4 +1,4 @@
-"""The arithmetic behind a plan, a line a step, so that a person can do it again on paper."""
+"""Arithmetic behind a plan, one line a step, so that it can be repeated on paper."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import compute_worth, optimal_batch_tokens
 from thinwire.planning.plan import Outlook, Plan
 from thinwire.planning.predict import FLOPS_PER_PARAMETER, coding_s, inner_step_s
-from thinwire.planning.virtual import stages_of, traffic_of, virtual_cluster
+from thinwire.planning.simulator_adapter import simulated_cluster, stages_of, traffic_of
 from thinwire.planning.workload import BYTES_PER_PARAMETER, Workload
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -61,7 +61,7 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     chosen, method = best.candidate, best.candidate.make()
     traffic = traffic_of(method, workload.model, num_replicas=chosen.num_replicas)
     sizes = [channels[traffic.last_channel] for channels in traffic.payload_bytes]
-    links = virtual_cluster(cluster, names=chosen.replicas)
+    links = simulated_cluster(cluster, names=chosen.replicas)
     stages = stages_of(traffic.exchange, links, num_replicas=chosen.num_replicas)
     bounds = [_bound_of(stage, links) for stage in stages]
 
@@ -70,13 +70,13 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
 
     longest_s = sum(bound.seconds(max(sizes)) for bound in bounds) + latency_s(max(sizes))
     interval, overlap = method.schedule.sync_interval, chosen.overlap_steps or 0
-    pattern = type(traffic.exchange.pattern).__name__
+    pattern = traffic.exchange.pattern.name
     lines = [
         f"payload: {format_bytes(sum(sizes))} for the whole model in {len(sizes)} fragments, the largest "
         f"{format_bytes(max(sizes))}: {8 * sum(sizes) / workload.num_parameters:.3g} bits a parameter",
         f"a round ({pattern}): {sum(bound.bits for bound in bounds):.3g} payloads over the busiest link of "
         f"{format_rate(min(bound.rate for bound in bounds))}, and {format_seconds(latency_s(max(sizes)))} of latency, "
-        f"with the words before a message: the largest fragment takes {format_seconds(longest_s)}",
+        f"with the messages before a transfer: the largest fragment takes {format_seconds(longest_s)}",
     ]
     hidden_s = overlap * best.prediction.compute_s
     all_rounds_s = sum(sum(bound.seconds(size) for bound in bounds) + latency_s(size) for size in sizes)
@@ -92,7 +92,7 @@ def _rounds(best: Outlook, workload: Workload, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _bound_of(stage: simulate.Stage, links: simulate.Cluster) -> _Bound:
+def _bound_of(stage: simulate.LinkStage, links: simulate.SimCluster) -> _Bound:
     limited = [(links.links[link].bandwidth_bits_per_s, bits) for link, bits in stage.loads]
     rate, bits = max(limited, key=lambda load: load[1] / load[0], default=(inf, 0.0))
     return _Bound(rate=rate, bits=bits)
@@ -108,7 +108,7 @@ def _total(best: Outlook) -> list[str]:
     ]
     penalty = best.penalty
     if penalty is None:
-        return [*lines, "loss: nobody has published what this method costs in loss, so no time to equal loss"]
+        return [*lines, "loss: no published loss of this method, so no time to equal loss"]
     parts = ", ".join(f"{name} {share:+.2%}" for name, share in penalty.parts)
     lines.append(f"loss against data-parallel training: {penalty.share:+.2%} ({parts}; arXiv 2503.09799, 2501.18512)")
     lines.append(

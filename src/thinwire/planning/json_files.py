@@ -1,4 +1,4 @@
-"""Files of plans and clusters: read with their name in every error, and what is found in them told in short."""
+"""JSON files of plans and clusters, with errors that name the file and quote short values."""
 
 from __future__ import annotations
 

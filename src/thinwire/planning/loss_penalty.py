@@ -1,4 +1,4 @@
-"""What a method costs in loss, from published numbers alone.
+"""Loss penalty of a method, from published numbers alone.
 
 All-reduce at every step is the measure. The penalty of DiLoCo and Streaming DiLoCo at equal tokens has three parts:
 
@@ -90,7 +90,7 @@ def loss_penalty(
     overlap_steps: int,
     codec: str | None,
 ) -> LossPenalty | None:
-    """Predict how far a method's final loss lies above that of an all-reduce at every step.
+    """Predict by how much a method's final loss exceeds that of an all-reduce at every step.
 
     It assumes tuned settings, and 20 tokens a parameter: the tables do. Between the table's sizes and replicas it goes
     in straight lines of their logarithms; beyond, it keeps the nearest size, goes on by the last slope in replicas and

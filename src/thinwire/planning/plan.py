@@ -1,4 +1,4 @@
-"""The planner's result: what was chosen, what else was simulated, what was left out and why; and the file of it."""
+"""Result of the planner, and its file: the chosen candidate, the other simulated ones, and reasons for rejections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Outlook:
     def equal_loss_s(self) -> float:
         """Seconds of training, with what it takes to make the loss as low as data-parallel training's.
 
-        Infinity where nobody has published what the loss will be.
+        Infinity if no loss is published.
         """
         if self.penalty is None:
             return math.inf
@@ -60,7 +60,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What it would take to reach a compute utilisation.
+    """Changes that would reach a compute utilisation.
 
     Attributes:
         compute_utilisation: The one that is wanted, as a part of `limit`.
@@ -80,7 +80,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run.
+    """Chosen candidate and all that was considered.
 
     Attributes:
         model: Its name, as `thinwire train` takes it.
@@ -89,7 +89,7 @@ class Plan:
         seq_len: Tokens of a sequence.
         min_utilisation: The least compute utilisation that was wished.
         outlooks: All that was simulated, best first; the first is the plan.
-        alone: The fastest machine without any wire, to tell what the others are worth; None where it cannot.
+        alone: The fastest machine without any wire, for comparison with the others; None where it cannot.
         rejections: What was left out, and why.
         needs: What it would take.
     """
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def best(self) -> Outlook:
-        """What is to be run, or what comes nearest to the wishes."""
+        """Chosen candidate, or the nearest one if none meets the constraints."""
         return self.outlooks[0]
 
     @property
@@ -144,7 +144,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """What a plan file says to those that run it.
+    """Contents of a plan file that a run uses.
 
     Attributes:
         settings: Options of `thinwire train`, by their names.

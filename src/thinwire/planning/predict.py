@@ -1,4 +1,4 @@
-"""What a method will do on a cluster: a few intervals are simulated, and the rest of the run goes on like the last."""
+"""Prediction of a run on a cluster: a few intervals are simulated, and the rest repeats the last ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from statistics import fmean
 
 from thinwire import simulate
 from thinwire.planning.cluster import Machine
-from thinwire.planning.virtual import KnownStages, Traffic
+from thinwire.planning.simulator_adapter import Traffic
 from thinwire.sync.schedule import Schedule
 
 # Operations of a step a parameter and token: two forward, four backward.
@@ -17,7 +17,7 @@ FLOPS_PER_PARAMETER = 6
 # At the end of a run, so many intervals are looked at; before them it has come to rest. Where it has not, so many times
 # as many are simulated, and so many times as many at most.
 _INTERVALS, _FEWEST_STEPS = 2, 8
-_LONGER, PATIENCE = 4, 64
+_LONGER, MAX_EXTENSION = 4, 64
 # Periods that differ by less, as a part of the simulated time, are the same.
 _SAME = 1e-9
 # Of a schedule that does not repeat itself all steps are simulated; so many pairs of steps are compared to tell.
@@ -27,7 +27,7 @@ _FLOAT_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a simulated run tells of a real one.
+    """Time and traffic of a run, extrapolated from a simulation.
 
     Attributes:
         num_steps: Inner steps of the real run.
@@ -70,7 +70,7 @@ def inner_step_s(machine: Machine, *, num_parameters: float, tokens: float) -> f
         tokens: Of one step of this replica.
 
     Raises:
-        ValueError: Nobody knows how fast the machine is.
+        ValueError: The machine's speed is unknown.
 
     Example:
         >>> inner_step_s(Machine(name="a", flops_per_s=6e12), num_parameters=1e9, tokens=1000)
@@ -85,7 +85,7 @@ def inner_step_s(machine: Machine, *, num_parameters: float, tokens: float) -> f
 
 
 def coding_s(machine: Machine, schedule: Schedule, traffic: Traffic) -> float:
-    """Return the seconds of an average inner step in which a replica encodes and decodes, 0 where nobody knows.
+    """Return the seconds of an average inner step in which a replica encodes and decodes, 0 if unknown.
 
     Args:
         machine: Whose `encode_bytes_per_s` counts: that of E3M0, which stands for all codes.
@@ -96,7 +96,7 @@ def coding_s(machine: Machine, schedule: Schedule, traffic: Traffic) -> float:
 
 
 def interval_coding_s(machine: Machine, traffic: Traffic) -> float:
-    """Return the seconds of a whole interval in which a replica encodes and decodes, 0 where nobody knows.
+    """Return the seconds of a whole interval in which a replica encodes and decodes, 0 if unknown.
 
     Every fragment counts once, in what is sent at the end: the last channel that sends anything.
     """
@@ -106,15 +106,15 @@ def interval_coding_s(machine: Machine, traffic: Traffic) -> float:
 
 
 def predict(
-    schedule: Schedule, traffic: Traffic, *, links: simulate.Cluster, replicas: Sequence[simulate.Replica],
-    num_steps: int, seed: int = 0, patience: int = PATIENCE,
+    schedule: Schedule, traffic: Traffic, *, links: simulate.SimCluster, replicas: Sequence[simulate.SimReplica],
+    num_steps: int, seed: int = 0, patience: int = MAX_EXTENSION,
 ) -> Prediction:  # fmt: skip
     """Simulate the beginning of a run, and say what the whole of it will take.
 
     Args:
         schedule: When rounds are launched and applied.
         traffic: What they send.
-        links: Between those that take part; see `virtual_cluster`.
+        links: Between those that take part; see `simulated_cluster`.
         replicas: How fast each of them computes, with coding.
         num_steps: Inner steps of the real run.
         seed: Of step times that vary.
@@ -126,18 +126,18 @@ def predict(
 
     Example:
         >>> from thinwire.methods import diloco
-        >>> from thinwire.planning.virtual import traffic_of
+        >>> from thinwire.planning.simulator_adapter import traffic_of
         >>> import torch
         >>> model = torch.nn.Linear(1000, 1000, bias=False, device="meta")
-        >>> method, thin = diloco(sync_interval=10), simulate.star([simulate.Link(bandwidth_bits_per_s=32e6)] * 2)
+        >>> method, thin = diloco(sync_interval=10), simulate.star([simulate.SimLink(bandwidth_bits_per_s=32e6)] * 2)
         >>> found = predict(method.schedule, traffic_of(method, model, num_replicas=2), links=thin,
-        ...                 replicas=[simulate.Replica(step_s=0.1)] * 2, num_steps=1000)
+        ...                 replicas=[simulate.SimReplica(step_s=0.1)] * 2, num_steps=1000)
         >>> round(found.compute_utilisation, 3), round(found.total_s, 1)  # 32 Mbit take a second, once in 10 steps
         (0.5, 200.0)
     """
     acting = _acting(replicas, traffic.exchange)
 
-    def simulated(steps: int) -> simulate.Run:
+    def simulated(steps: int) -> simulate.SimRun:
         return simulate.simulate_training(
             schedule, cluster=links, replicas=acting, payload_bytes=traffic.payload_bytes, num_steps=steps,
             exchange=traffic.exchange, seed=seed,
@@ -150,7 +150,7 @@ def predict(
     # the first interval has fewer rounds, so what the last steps launched counts
     sent = _launched_bytes(schedule, traffic, first=steps - (alike or steps) + 1, last=steps) / (alike or steps)
     share = sent * (last or steps) / (_launched_bytes(schedule, traffic, first=1, last=steps) or 1.0) if last else 1.0
-    busy = BusyLinks(links, run)
+    busy = LinkUsage(links, run)
     return Prediction(
         num_steps=num_steps, simulated_steps=steps, total_s=run.total_s + (num_steps - steps) * step_s,
         step_s=step_s, compute_s=_compute_s(replicas, run, steps),
@@ -159,23 +159,23 @@ def predict(
     )  # fmt: skip
 
 
-def _acting(replicas: Sequence[simulate.Replica], exchange: simulate.Exchange) -> list[simulate.Replica]:
+def _acting(replicas: Sequence[simulate.SimReplica], exchange: simulate.ExchangeModel) -> list[simulate.SimReplica]:
     """Return the replicas that decide when everything happens.
 
-    Where all take part in every round, and steps do not vary, nobody launches later than the slowest: rounds start when
-    it launches them, and so its times do not depend on the others. It stands for all of them, twice, as a round has
+    If all take part in every round, and steps do not vary, no replica launches later than the slowest. Rounds start
+    when it launches them, so its times do not depend on the others. It stands for all of them, twice, as a round has
     two ends.
     """
-    if not isinstance(exchange.pattern, KnownStages) or not _are_steady(replicas):
+    if not exchange.fixed_stages is not None or not _are_steady(replicas):
         return list(replicas)
     return [max(replicas, key=lambda replica: replica.step_s)] * 2
 
 
-def _are_steady(replicas: Sequence[simulate.Replica]) -> bool:
+def _are_steady(replicas: Sequence[simulate.SimReplica]) -> bool:
     return not any(replica.sigma or replica.outages for replica in replicas)
 
 
-def _compute_s(replicas: Sequence[simulate.Replica], run: simulate.Run, num_steps: int) -> float:
+def _compute_s(replicas: Sequence[simulate.SimReplica], run: simulate.SimRun, num_steps: int) -> float:
     """Return the seconds in which the average replica computes a step: of all, also where few of them acted."""
     if _are_steady(replicas):
         return fmean(replica.step_s for replica in replicas)
@@ -192,7 +192,7 @@ def _launched_bytes(schedule: Schedule, traffic: Traffic, *, first: int, last: i
 
 
 def alone(num_steps: int, *, step_s: float) -> Prediction:
-    """Return what one machine does that exchanges with nobody: nothing but its steps.
+    """Return the prediction of a single machine, which only computes.
 
     Example:
         >>> alone(100, step_s=0.5).total_s, alone(100, step_s=0.5).compute_utilisation
@@ -204,8 +204,8 @@ def alone(num_steps: int, *, step_s: float) -> Prediction:
     )  # fmt: skip
 
 
-class BusyLinks:
-    """What the links with a limit have carried; those without one stand for delays.
+class LinkUsage:
+    """Traffic on the links with a limit; links without one stand for delays.
 
     Attributes:
         peak_bits_per_s: The highest rate on any of them.
@@ -213,7 +213,7 @@ class BusyLinks:
         longest_s: The longest time that one of them takes for what it carried, at its full rate.
     """
 
-    def __init__(self, cluster: simulate.Cluster, run: simulate.Run) -> None:
+    def __init__(self, cluster: simulate.SimCluster, run: simulate.SimRun) -> None:
         limited = [(n, link.bandwidth_bits_per_s) for n, link in enumerate(cluster.links)]
         limited = [(number, rate) for number, rate in limited if 0 < rate < inf]
         self.peak_bits_per_s = max((run.peak_bits_per_s[number] for number, _ in limited), default=0.0)
@@ -222,14 +222,14 @@ class BusyLinks:
 
 
 def _until_it_rests(
-    simulated: Callable[[int], simulate.Run],
+    simulated: Callable[[int], simulate.SimRun],
     schedule: Schedule,
     num_steps: int,
     *,
     patience: int,
     num_fragments: int,
     num_replicas: int,
-) -> tuple[simulate.Run, int, int, int]:
+) -> tuple[simulate.SimRun, int, int, int]:
     """Return a run, its steps, and how many of the last ones all later ones are like; 0 where it has all steps.
 
     The last number is in how many of the last steps the same is launched as in all later ones, also where it has all
@@ -249,7 +249,7 @@ def _until_it_rests(
     return run, steps, last, last
 
 
-def _is_at_rest(run: simulate.Run, schedule: Schedule, num_steps: int, *, last: int, num_fragments: int) -> bool:
+def _is_at_rest(run: simulate.SimRun, schedule: Schedule, num_steps: int, *, last: int, num_fragments: int) -> bool:
     """Return whether in the last steps every interval took as long as the others, and rounds ended as often.
 
     Where links are given a little more than they carry, rounds end later and later for many intervals before anyone

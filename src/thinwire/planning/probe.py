@@ -1,8 +1,9 @@
-"""Measuring the wires between replicas: each pair alone in both directions, then all at once."""
+"""Probe of the wires between replicas: each pair alone in both directions, then all at once."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +14,92 @@ import torch
 
 from thinwire.errors import PayloadError
 from thinwire.planning.cluster import Cluster, Machine, Wire
-from thinwire.planning.wire_fit import Transfer, WireFit, fit_wire
 from thinwire.transport.base import Envelope, Kind, Transport
 from thinwire.transport.notes import tell_all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedTransfer:
+    """One timed transfer: its payload, and seconds until the receiver's acknowledgement."""
+
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireFit:
+    """Bandwidth and overhead of a wire: `seconds = overhead_s + 8 num_bytes / bandwidth_bits_per_s`.
+
+    Attributes:
+        bandwidth_bits_per_s: The median of what any two transfers of unlike sizes say.
+        low_bits_per_s: Lower end of its 95 % interval.
+        high_bits_per_s: Upper end; infinite where the transfers are too short to bound it.
+        overhead_s: What an empty transfer takes, there and back.
+    """
+
+    bandwidth_bits_per_s: float
+    low_bits_per_s: float
+    high_bits_per_s: float
+    overhead_s: float
+
+
+def fit_wire(transfers: Sequence[TimedTransfer]) -> WireFit:
+    """Fit a channel through sizes and times by the median of pairwise slopes (Theil and Sen).
+
+    A transfer that something else disturbed counts as one of many, however late it came. The interval follows from the
+    ranks of the slopes (Sen 1968, with the variance of Kendall's statistic where sizes repeat).
+
+    Args:
+        transfers: At least three, of at least two sizes.
+
+    Raises:
+        ValueError: They are fewer, or larger ones took no longer than smaller ones.
+
+    Example:
+        >>> fit_wire([TimedTransfer(num_bytes=n, seconds=0.01 + 8 * n / 5e6) for n in (0, 10_000, 100_000)])
+        WireFit(bandwidth_bits_per_s=5000000.0, low_bits_per_s=5000000.0, high_bits_per_s=5000000.0, overhead_s=0.01)
+    """
+    sizes = [transfer.num_bytes for transfer in transfers]
+    if len(transfers) < 3 or len(set(sizes)) < 2:
+        raise ValueError(
+            f"a wire is fitted through at least 3 transfers of at least 2 sizes, got {len(transfers)} of "
+            f"{len(set(sizes))}"
+        )
+    slopes = sorted(
+        (one.seconds - other.seconds) / (one.num_bytes - other.num_bytes)
+        for place, one in enumerate(transfers)
+        for other in transfers[:place]
+        if one.num_bytes != other.num_bytes
+    )
+    middle = statistics.median(slopes)
+    if middle <= 0:
+        raise ValueError(f"transfers of {max(sizes)} bytes took no longer than those of {min(sizes)}; time larger ones")
+    fastest, slowest = _interval(slopes, sizes)
+    overhead_s = statistics.median(transfer.seconds - middle * transfer.num_bytes for transfer in transfers)
+    return WireFit(
+        bandwidth_bits_per_s=_rate(middle), low_bits_per_s=_rate(slowest), high_bits_per_s=_rate(fastest),
+        overhead_s=_rounded(max(0.0, overhead_s)),
+    )  # fmt: skip
+
+
+def _interval(slopes: Sequence[float], sizes: Sequence[int]) -> tuple[float, float]:
+    count = len(sizes)
+    ties = sum(same * (same - 1) * (2 * same + 5) for same in (sizes.count(size) for size in set(sizes)))
+    variance = (count * (count - 1) * (2 * count + 5) - ties) / 18
+    reach = statistics.NormalDist().inv_cdf(0.975) * math.sqrt(variance)
+    low = max(0, math.floor((len(slopes) - reach) / 2))
+    high = min(len(slopes) - 1, math.ceil((len(slopes) + reach) / 2))
+    return slopes[low], slopes[high]
+
+
+def _rate(seconds_a_byte: float) -> float:
+    return _rounded(8 / seconds_a_byte) if seconds_a_byte > 0 else math.inf
+
+
+def _rounded(value: float) -> float:
+    # what lies beyond is the clock's, and would only be noise in a file that people read
+    return float(f"{value:.6g}")
+
 
 # Messages are numbered by what they are for: notes of all, then a block for each pair.
 _PAIR_NUMBERS = 1 << 10
@@ -28,8 +112,8 @@ _LEAST, _MOST = 1e-12, 1e15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How long and how much a probe of wires may send.
+class ProbeBudget:
+    """Limits on the time and bytes of a probe.
 
     Args:
         seconds: About how long all pairs take, one after the other. What a pair has of it bounds its transfers.
@@ -49,7 +133,7 @@ class Budget:
         if self.most_bytes < 4 * _SMALLEST_BYTES:
             raise ValueError(
                 f"the largest transfer must have at least {4 * _SMALLEST_BYTES} bytes, got {self.most_bytes}; smaller "
-                f"ones tell a latency, and no bandwidth"
+                f"ones measure a latency, and no bandwidth"
             )
 
     def transfer_s(self, num_replicas: int) -> float:
@@ -59,12 +143,12 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wires:
-    """What was measured, the same on all replicas.
+class WireMeasurements:
+    """Measurements of all wires, the same on all replicas.
 
     Attributes:
         fits: By (source, destination), alone.
-        latencies_s: By the same, one way: half of what a word and its answer take, as no clock is shared.
+        latencies_s: By the same, one way: half of a round trip, as no clock is shared.
         together_bits_per_s: By the same, while everyone sends to everyone.
         up_bits_per_s: By replica: what it sent to all others while everyone did.
         down_bits_per_s: By replica: what it received meanwhile.
@@ -82,7 +166,7 @@ class Wires:
         Example:
             >>> fit = WireFit(bandwidth_bits_per_s=9e6, low_bits_per_s=9e6, high_bits_per_s=9e6, overhead_s=0.0)
             >>> pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
-            >>> half = Wires(
+            >>> half = WireMeasurements(
             ...     fits=dict.fromkeys(pairs, fit), latencies_s=dict.fromkeys(pairs, 0.0),
             ...     together_bits_per_s=dict.fromkeys(pairs, 4.5e6), up_bits_per_s=[9e6] * 3, down_bits_per_s=[9e6] * 3,
             ... )
@@ -124,8 +208,8 @@ class Wires:
 
 
 def probe_wires(
-    transport: Transport, *, budget: Budget | None = None, deadline_s: float = 60.0, number: int = 0
-) -> Wires:
+    transport: Transport, *, budget: ProbeBudget | None = None, deadline_s: float = 60.0, number: int = 0
+) -> WireMeasurements:
     """Measure every pair's bandwidth and latency in both directions, one pair after the other, then all at once.
 
     All replicas must call this together. What counts is what a replica's payloads see: the transport's own headers and
@@ -135,7 +219,7 @@ def probe_wires(
         transport: Joins the replicas, at least two.
         budget: Bounds time and bytes.
         deadline_s: Seconds until a replica that does not answer counts as lost.
-        number: The first of the numbers of notes and messages, which nobody else uses.
+        number: The first of the numbers of notes and messages, which no other part uses.
 
     Returns:
         The same on all replicas.
@@ -146,31 +230,31 @@ def probe_wires(
     """
     if transport.num_replicas < 2:
         raise ValueError("a probe needs at least 2 replicas, got 1; start it on the hosts by torchrun, or in a lab")
-    limits = Budget() if budget is None else budget
+    limits = ProbeBudget() if budget is None else budget
     notes = itertools.count(number)
     pairs = list(itertools.permutations(range(transport.num_replicas), 2))
     found = {}
     for place, pair in enumerate(pairs):
-        line = _Line(transport, number=number + (place + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
-        said: dict[str, Any] = {}
+        channel = _PeerChannel(transport, number=number + (place + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
+        report: dict[str, Any] = {}
         if transport.replica == pair[0]:
-            said = _lead(line, pair[1], limits)
+            report = _lead(channel, pair[1], limits)
         elif transport.replica == pair[1]:
-            _follow(line, pair[0], limits)
-        # nobody else may send meanwhile, so all wait until the pair has done
-        notes_of_all = tell_all(said, transport=transport, number=next(notes), deadline_s=_PATIENCE * deadline_s)
+            _follow(channel, pair[0], limits)
+        # no other replica may send meanwhile, so all wait until the pair has done
+        notes_of_all = tell_all(report, transport=transport, number=next(notes), deadline_s=_PATIENCE * deadline_s)
         found[pair] = _checked(notes_of_all[pair[0]], pair)
     fits = {pair: _fit(*found[pair]) for pair in pairs}
-    line = _Line(transport, number=number + (len(pairs) + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
+    channel = _PeerChannel(transport, number=number + (len(pairs) + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
     sizes = _sizes_together(fits, limits, num_replicas=transport.num_replicas)
     tell_all({}, transport=transport, number=next(notes), deadline_s=deadline_s)
-    arrived = _together(line, sizes)
-    told = tell_all(arrived, transport=transport, number=next(notes), deadline_s=deadline_s)
-    seconds = {(s, d): _positive(told[d].get(str(s)), replica=d) for s, d in pairs}
+    arrived = _together(channel, sizes)
+    reported = tell_all(arrived, transport=transport, number=next(notes), deadline_s=deadline_s)
+    seconds = {(s, d): _positive(reported[d].get(str(s)), replica=d) for s, d in pairs}
     return _wires(fits, {pair: found[pair][0] for pair in pairs}, sizes, seconds, transport.num_replicas)
 
 
-class _Line:
+class _PeerChannel:
     """Messages with one peer in an order that both know, so that both number them alike."""
 
     def __init__(self, transport: Transport, *, number: int, deadline_s: float) -> None:
@@ -178,49 +262,49 @@ class _Line:
         self.deadline_s = deadline_s
         self._numbers = itertools.count(number)
 
-    def say(self, payload: torch.Tensor, *, to: int) -> None:
+    def send(self, payload: torch.Tensor, *, to: int) -> None:
         envelope = Envelope(kind=Kind.SETUP, round_id=next(self._numbers), payload_bytes=payload.numel())
         self.transport.send(payload, to=to, envelope=envelope).wait(deadline_s=self.deadline_s)
 
-    def hear(self, num_bytes: int, *, source: int) -> torch.Tensor:
+    def receive(self, num_bytes: int, *, source: int) -> torch.Tensor:
         envelope = Envelope(kind=Kind.SETUP, round_id=next(self._numbers), payload_bytes=num_bytes)
         received = self.transport.receive(source=source, envelope=envelope).wait(deadline_s=self.deadline_s)
         assert received is not None
         return received.payload
 
 
-def _lead(line: _Line, peer: int, budget: Budget) -> dict[str, Any]:
-    """Time words and transfers to a peer; return the latency, sizes and seconds."""
-    pings = [_timed(line, peer, 1) for _ in range(_PINGS)]
-    longest_s = budget.transfer_s(line.transport.num_replicas)
+def _lead(channel: _PeerChannel, peer: int, budget: ProbeBudget) -> dict[str, Any]:
+    """Time pings and transfers to a peer; return the latency, sizes and seconds."""
+    pings = [_timed(channel, peer, 1) for _ in range(_PINGS)]
+    longest_s = budget.transfer_s(channel.transport.num_replicas)
     size, transfers = _SMALLEST_BYTES, []
     while True:
-        taken_s = _timed(line, peer, size)
+        taken_s = _timed(channel, peer, size)
         if taken_s >= longest_s / 3 or 4 * size > budget.most_bytes:
             break
         size *= 4
     for _ in range(_REPEATS):
         for num_bytes in (size // 4, size // 2, size):
-            transfers.append((num_bytes, _timed(line, peer, num_bytes)))
-    line.say(_size_word(0), to=peer)
+            transfers.append((num_bytes, _timed(channel, peer, num_bytes)))
+    channel.send(_encode_size(0), to=peer)
     return {"latency_s": statistics.median(pings) / 2, "transfers": transfers}
 
 
-def _timed(line: _Line, peer: int, num_bytes: int) -> float:
-    line.say(_size_word(num_bytes), to=peer)
+def _timed(channel: _PeerChannel, peer: int, num_bytes: int) -> float:
+    channel.send(_encode_size(num_bytes), to=peer)
     payload = torch.zeros(num_bytes, dtype=torch.uint8)
-    line.hear(1, source=peer)  # it is waiting now
+    channel.receive(1, source=peer)  # it is waiting now
     began_s = time.perf_counter()
-    line.say(payload, to=peer)
-    line.hear(1, source=peer)
+    channel.send(payload, to=peer)
+    channel.receive(1, source=peer)
     return time.perf_counter() - began_s
 
 
-def _follow(line: _Line, peer: int, budget: Budget) -> None:
+def _follow(channel: _PeerChannel, peer: int, budget: ProbeBudget) -> None:
     """Answer what a peer's probe sends, until it says that it has done."""
     answer = torch.zeros(1, dtype=torch.uint8)
     while True:
-        num_bytes = int.from_bytes(bytes(line.hear(8, source=peer).numpy()), "little")
+        num_bytes = int.from_bytes(bytes(channel.receive(8, source=peer).numpy()), "little")
         if num_bytes == 0:
             return
         if num_bytes > budget.most_bytes:
@@ -228,17 +312,17 @@ def _follow(line: _Line, peer: int, budget: Budget) -> None:
                 f"replica {peer} wants to send a probe of {num_bytes} bytes, more than {budget.most_bytes}; run the "
                 f"same thinwire with the same options on all hosts"
             )
-        line.say(answer, to=peer)
-        line.hear(num_bytes, source=peer)
-        line.say(answer, to=peer)
+        channel.send(answer, to=peer)
+        channel.receive(num_bytes, source=peer)
+        channel.send(answer, to=peer)
 
 
-def _size_word(num_bytes: int) -> torch.Tensor:
+def _encode_size(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(num_bytes.to_bytes(8, "little")), dtype=torch.uint8)
 
 
 def _sizes_together(
-    fits: Mapping[tuple[int, int], WireFit], budget: Budget, *, num_replicas: int
+    fits: Mapping[tuple[int, int], WireFit], budget: ProbeBudget, *, num_replicas: int
 ) -> dict[tuple[int, int], int]:
     """Return what each pair sends while all do: alike long on each wire, were it alone with its share."""
     seconds = 4 * budget.transfer_s(num_replicas)
@@ -249,11 +333,11 @@ def _sizes_together(
     }
 
 
-def _together(line: _Line, sizes: Mapping[tuple[int, int], int]) -> dict[str, float]:
+def _together(channel: _PeerChannel, sizes: Mapping[tuple[int, int], int]) -> dict[str, float]:
     """Send to and receive from all at once; return the seconds until each source's message was here."""
-    transport, me = line.transport, line.transport.replica
+    transport, me = channel.transport, channel.transport.replica
     others = [replica for replica in range(transport.num_replicas) if replica != me]
-    first = next(line._numbers)
+    first = next(channel._numbers)
     began_s = time.perf_counter()
     waiting = {
         source: transport.receive(source=source, envelope=_envelope(first, sizes[source, me])) for source in others
@@ -265,16 +349,16 @@ def _together(line: _Line, sizes: Mapping[tuple[int, int], int]) -> dict[str, fl
     seconds: dict[str, float] = {}
     # where replicas take turns in one process, the others can only send while this one waits
     looks = transport.runs_in_background
-    while looks and waiting and time.perf_counter() - began_s < line.deadline_s:
+    while looks and waiting and time.perf_counter() - began_s < channel.deadline_s:
         for source in [source for source, pending in waiting.items() if pending.done()]:
-            waiting.pop(source).wait(deadline_s=line.deadline_s)
+            waiting.pop(source).wait(deadline_s=channel.deadline_s)
             seconds[str(source)] = time.perf_counter() - began_s
         time.sleep(_POLL_S)
     for source, pending in waiting.items():  # where all was looked at, it is late: this raises, and names it
-        pending.wait(deadline_s=_POLL_S if looks else line.deadline_s)
+        pending.wait(deadline_s=_POLL_S if looks else channel.deadline_s)
         seconds[str(source)] = time.perf_counter() - began_s
     for pending in sends:
-        pending.wait(deadline_s=line.deadline_s)
+        pending.wait(deadline_s=channel.deadline_s)
     return seconds
 
 
@@ -282,29 +366,29 @@ def _envelope(number: int, num_bytes: int) -> Envelope:
     return Envelope(kind=Kind.SETUP, round_id=number, payload_bytes=num_bytes)
 
 
-def _checked(said: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, list[Transfer]]:
+def _checked(report: Mapping[str, Any], pair: tuple[int, int]) -> tuple[float, list[TimedTransfer]]:
     """Return what a replica says of its wire: the latency, and transfers."""
     source, destination = pair
-    if not isinstance(said.get("transfers"), list):
+    if not isinstance(report.get("transfers"), list):
         raise PayloadError(
-            f"replica {source} did not tell of its wire to {destination}; run the same thinwire on all hosts"
+            f"replica {source} did not report its wire to {destination}; run the same thinwire on all hosts"
         )
     transfers = [
-        Transfer(num_bytes=int(_positive(size, replica=source)), seconds=_positive(taken, replica=source))
-        for size, taken in _couples(said["transfers"], replica=source)
+        TimedTransfer(num_bytes=int(_positive(size, replica=source)), seconds=_positive(taken, replica=source))
+        for size, taken in _couples(report["transfers"], replica=source)
     ]
     if not transfers:
         raise PayloadError(
-            f"replica {source} told no transfer of its wire to {destination}; run the same thinwire on all hosts"
+            f"replica {source} reported no transfer of its wire to {destination}; run the same thinwire on all hosts"
         )
-    return _positive(said.get("latency_s"), replica=source), transfers
+    return _positive(report.get("latency_s"), replica=source), transfers
 
 
 def _couples(entries: Sequence[Any], *, replica: int) -> Iterator[tuple[Any, Any]]:
     for entry in entries:
         if not isinstance(entry, list) or len(entry) != 2:
             raise PayloadError(
-                f"replica {replica} told a transfer as {entry!r:.60}; run the same thinwire on all hosts"
+                f"replica {replica} reported a transfer as {entry!r:.60}; run the same thinwire on all hosts"
             )
         yield entry[0], entry[1]
 
@@ -312,13 +396,13 @@ def _couples(entries: Sequence[Any], *, replica: int) -> Iterator[tuple[Any, Any
 def _positive(value: object, *, replica: int) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
         raise PayloadError(
-            f"replica {replica} told a measurement as {value!r:.60}, which is no number above 0 (from {_LEAST:g} "
+            f"replica {replica} reported a measurement as {value!r:.60}, which is no number above 0 (from {_LEAST:g} "
             f"to {_MOST:g}); run the same thinwire on all hosts"
         )
     return float(value)
 
 
-def _fit(latency_s: float, transfers: Sequence[Transfer]) -> WireFit:
+def _fit(latency_s: float, transfers: Sequence[TimedTransfer]) -> WireFit:
     try:
         return fit_wire(transfers)
     except ValueError:  # quicker than the clock's noise: what the largest took bounds it from below
@@ -332,13 +416,13 @@ def _fit(latency_s: float, transfers: Sequence[Transfer]) -> WireFit:
 def _wires(
     fits: Mapping[tuple[int, int], WireFit], latencies_s: Mapping[tuple[int, int], float],
     sizes: Mapping[tuple[int, int], int], seconds: Mapping[tuple[int, int], float], num_replicas: int,
-) -> Wires:  # fmt: skip
+) -> WireMeasurements:  # fmt: skip
     access = []
     for way in (0, 1):
         for replica in range(num_replicas):
             mine = [pair for pair in sizes if pair[way] == replica]
             access.append(8 * sum(sizes[pair] for pair in mine) / max(seconds[pair] for pair in mine))
-    return Wires(
+    return WireMeasurements(
         fits=fits, latencies_s=latencies_s,
         together_bits_per_s={pair: 8 * size / seconds[pair] for pair, size in sizes.items()},
         up_bits_per_s=access[:num_replicas], down_bits_per_s=access[num_replicas:],

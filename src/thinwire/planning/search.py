@@ -1,4 +1,4 @@
-"""The planner: looks at all candidates quickly, simulates the best of them, and ranks what it has simulated.
+"""Search for a plan: estimates all candidates, simulates the best of them, and ranks these.
 
 The order is that of the time to the loss that data-parallel training has with the same tokens: a penalty in loss is
 paid for with compute, along the compute-optimal front (see `loss_penalty.compute_worth`). What has no published loss is
@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
 
-from thinwire.planning.candidate_times import CandidateTimes
 from thinwire.planning.candidates import (
     INTERVALS,
     LAYERS,
     OVERLAPS,
     PUBLISHED,
     Candidate,
+    CandidateTimes,
     candidates,
     machine_sets,
     step_times,
@@ -26,25 +26,25 @@ from thinwire.planning.candidates import (
 from thinwire.planning.cluster import Cluster
 from thinwire.planning.loss_penalty import LossPenalty, compute_worth, loss_penalty
 from thinwire.planning.plan import Needs, Outlook, Plan, Rejection
-from thinwire.planning.predict import PATIENCE
+from thinwire.planning.predict import MAX_EXTENSION
 from thinwire.planning.workload import Workload
 from thinwire.units import format_bytes
 
 # Simulated: the best by the quick look, and of each method and interval the best one.
 _SIMULATED = 8
-# What is asked for where nobody says what utilisation is wanted, and between which wires and intervals to look.
+# Utilisation if none is asked for, and the range of wires and intervals to search.
 _USUAL_UTILISATION = 0.95
 _SLOWEST_WIRES, _FASTEST_WIRES = 1e-3, 1e4
 _LONGER = (1000, 2000)
-# How exactly wires are told.
+# Resolution of the wires' factor.
 _STEP = 1.02
 # Times to equal loss that differ by less are the same: published losses of the same settings differ by as much.
 _SAME = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a plan must keep to.
+class PlanConstraints:
+    """Constraints of a plan.
 
     Attributes:
         methods: The methods to choose from.
@@ -85,13 +85,13 @@ class Wishes:
             )
 
 
-def make_plan(workload: Workload, cluster: Cluster, wishes: Wishes | None = None) -> Plan:
+def make_plan(workload: Workload, cluster: Cluster, constraints: PlanConstraints | None = None) -> Plan:
     """Find what to run.
 
     Args:
         workload: What is to be trained.
         cluster: On what.
-        wishes: What to keep to.
+        constraints: What to keep to.
 
     Returns:
         The plan; all that it claims was simulated.
@@ -99,7 +99,7 @@ def make_plan(workload: Workload, cluster: Cluster, wishes: Wishes | None = None
     Raises:
         ValueError: Nothing is left that could run; names the reasons.
     """
-    return _Search(workload, cluster, wishes or Wishes()).plan()
+    return _Search(workload, cluster, constraints or PlanConstraints()).plan()
 
 
 @dataclass(slots=True)
@@ -118,8 +118,8 @@ class _Guess:
 
 
 class _Search:
-    def __init__(self, workload: Workload, cluster: Cluster, wishes: Wishes) -> None:
-        self.workload, self.cluster, self.wishes = workload, cluster, wishes
+    def __init__(self, workload: Workload, cluster: Cluster, constraints: PlanConstraints) -> None:
+        self.workload, self.cluster, self.constraints = workload, cluster, constraints
         self._reasons: dict[str, tuple[str, int]] = {}
         self._machines = {machine.name: machine for machine in cluster.machines}
         self._times = CandidateTimes(workload, cluster)
@@ -129,18 +129,18 @@ class _Search:
         names = self._able_machines()
         times = step_times(self.cluster, self.workload, names, num_replicas=len(names))
         sets = machine_sets(self.cluster, names, step_s=times)
-        wanted = [chosen for chosen in sets if len(chosen) >= self.wishes.min_replicas and self._fits(chosen)]
+        wanted = [chosen for chosen in sets if len(chosen) >= self.constraints.min_replicas and self._fits(chosen)]
         looks = [self._look_at(candidate) for candidate in self._candidates(wanted)]
         outlooks = [self._outlook(guess) for guess in _chosen([guess for guess in looks if guess is not None])]
         if not outlooks:
             raise ValueError(f"nothing is left to run: {self._why()}")
         outlooks.sort(key=self._rank)
-        alike = _as_good_as(outlooks, min_utilisation=self.wishes.min_utilisation)
+        alike = _as_good_as(outlooks, min_utilisation=self.constraints.min_utilisation)
         _put_first(outlooks, min(alike, key=lambda one: one.prediction.sent_bytes_per_step))
         work = self.workload
         return Plan(
             model=work.name, num_parameters=work.num_parameters, tokens=work.tokens, seq_len=work.seq_len,
-            min_utilisation=self.wishes.min_utilisation, outlooks=tuple(outlooks),
+            min_utilisation=self.constraints.min_utilisation, outlooks=tuple(outlooks),
             alone=next((one for one in outlooks if one.candidate.num_replicas == 1), None),
             rejections=tuple(Rejection(what=what, reason=why, count=n) for why, (what, n) in self._reasons.items()),
             needs=self._needs(outlooks[0]),
@@ -149,14 +149,14 @@ class _Search:
     def _rank(self, outlook: Outlook) -> tuple[bool, float, float]:
         """Put first what computes for long enough, then what has a published loss, then what is fast."""
         prediction = outlook.prediction
-        misses = prediction.compute_utilisation < self.wishes.min_utilisation
+        misses = prediction.compute_utilisation < self.constraints.min_utilisation
         return misses, outlook.equal_loss_s, prediction.total_s
 
     def _candidates(self, sets: Sequence[Sequence[str]]) -> list[Candidate]:
-        wishes = self.wishes
+        constraints = self.constraints
         found = candidates(
-            self.workload, sets, names=wishes.methods, intervals=wishes.intervals, overlaps=wishes.overlaps,
-            layers=wishes.layers, codec_names=wishes.codecs,
+            self.workload, sets, names=constraints.methods, intervals=constraints.intervals,
+            overlaps=constraints.overlaps, layers=constraints.layers, codec_names=constraints.codecs,
         )  # fmt: skip
         return list(found)
 
@@ -178,7 +178,7 @@ class _Search:
         return able
 
     def _fits(self, chosen: Sequence[str]) -> bool:
-        """Tell whether machines have the memory for their share of a global batch: fewer of them have larger ones."""
+        """Return whether machines have the memory for their share of a global batch: fewer of them have larger ones."""
         needed = self.workload.memory_bytes(len(chosen))
         for name in chosen:
             memory = self._machines[name].memory_bytes
@@ -191,8 +191,8 @@ class _Search:
     def _look_at(self, candidate: Candidate) -> _Guess | None:
         """Return a candidate with its guessed time, None where it is refused."""
         penalty = self._penalty(candidate)
-        if penalty is not None and penalty.share > self.wishes.max_penalty:
-            self._reject(candidate.describe(), f"its loss would be more than {self.wishes.max_penalty:.1%} higher")
+        if penalty is not None and penalty.share > self.constraints.max_penalty:
+            self._reject(candidate.describe(), f"its loss would be more than {self.constraints.max_penalty:.1%} higher")
             return None
         try:
             return _Guess(candidate=candidate, penalty=penalty, total_s=self._times.guess_s(candidate))
@@ -206,11 +206,11 @@ class _Search:
 
     def _needs(self, best: Outlook) -> Needs | None:
         """Return what it would take to let the machines of the best candidate compute nearly all the time."""
-        candidate, wanted = best.candidate, self.wishes.min_utilisation or _USUAL_UTILISATION
+        candidate, wanted = best.candidate, self.constraints.min_utilisation or _USUAL_UTILISATION
         if candidate.num_replicas == 1:
             return None
 
-        def utilisation(factor: float, *, patience: int = PATIENCE) -> float:
+        def utilisation(factor: float, *, patience: int = MAX_EXTENSION) -> float:
             return self._times.simulated(candidate, rate_factor=factor, patience=patience).compute_utilisation
 
         # machines that differ in speed wait for each other on any wire
@@ -230,7 +230,7 @@ class _Search:
         """Return the least H with which a candidate's method computes for long enough, and what its loss pays."""
         if candidate.sync_interval is None:
             return None, None
-        for interval in sorted({*self.wishes.intervals, *_LONGER}):
+        for interval in sorted({*self.constraints.intervals, *_LONGER}):
             other = dataclasses.replace(candidate, sync_interval=interval)
             if (candidate.overlap_steps or 0) >= interval or self._times.wire_share(other) * wanted > 1:
                 continue
@@ -256,8 +256,10 @@ class _Search:
     def _why(self) -> str:
         if self._reasons:
             return "; ".join(f"{what}: {why}" for why, (what, _) in list(self._reasons.items())[:4])
-        if self.wishes.min_replicas > self.cluster.num_replicas:
-            return f"min_replicas is {self.wishes.min_replicas}, and there are {self.cluster.num_replicas} machines"
+        if self.constraints.min_replicas > self.cluster.num_replicas:
+            return (
+                f"min_replicas is {self.constraints.min_replicas}, and there are {self.cluster.num_replicas} machines"
+            )
         return "no method goes with these intervals, overlaps and codecs"
 
 
@@ -275,7 +277,7 @@ def _chosen(guesses: Sequence[_Guess]) -> list[_Guess]:
 
 
 def _as_good_as(ranked: Sequence[Outlook], *, min_utilisation: float) -> list[Outlook]:
-    """Return those that a plan cannot tell from the best: of them, the one that sends least is the best."""
+    """Return those that a plan cannot distinguish from the best: of them, the one that sends least is the best."""
     best = ranked[0]
     if best.penalty is None:
         return [best]

@@ -1,4 +1,4 @@
-"""What is to be trained, as numbers that a plan needs."""
+"""Workload of a plan: the model, and how much of it is to be trained."""
 
 from __future__ import annotations
 

@@ -1,47 +1,21 @@
-"""Training in virtual seconds: what links, step times and failures make of any schedule, before anything is run.
+"""Event-driven simulator of training in virtual time: links, step times and failures for any schedule.
 
-Nothing here imports torch or the parts that train: schedules, groups and payload sizes are handed in as values.
+It uses the real schedules, topologies and message patterns, and imports no torch: payload sizes are values.
 """
 
 from __future__ import annotations
 
-from thinwire.simulate.clock import Clock
-from thinwire.simulate.cluster import Cluster, joined_sites, leaf_spine, ring, star
-from thinwire.simulate.flows import Flow, Link, Network
-from thinwire.simulate.patterns import AllGather, Pattern, RingAllReduce, Stage, Star, TwoPhase
-from thinwire.simulate.rounds import Everyone, Exchange, RoundTimes
-from thinwire.simulate.runs import Replica, Run, Stall
-from thinwire.simulate.sharing import Demand, max_min_rates
-from thinwire.simulate.tasks import Compute, Times, Transfer, run_tasks
-from thinwire.simulate.training import simulate_training
+from thinwire.averaging.message_pattern import AllGatherMessages, RingMessages, StarMessages, TwoPhaseMessages
+from thinwire.simulate.cluster import SimCluster, joined_sites, leaf_spine, ring, star
+from thinwire.simulate.exchange_model import ExchangeModel, LinkStage, RoundTimes
+from thinwire.simulate.fluid_network import FlowDemand, FluidFlow, FluidNetwork, SimLink, max_min_rates
+from thinwire.simulate.task_graph import ComputeTask, TaskTimes, TransferTask, run_tasks
+from thinwire.simulate.training_loop import SimReplica, SimRun, Stall, simulate_training
+from thinwire.simulate.virtual_clock import VirtualClock
 
 __all__ = [
-    "AllGather",
-    "Clock",
-    "Cluster",
-    "Compute",
-    "Demand",
-    "Everyone",
-    "Exchange",
-    "Flow",
-    "Link",
-    "Network",
-    "Pattern",
-    "Replica",
-    "RingAllReduce",
-    "RoundTimes",
-    "Run",
-    "Stage",
-    "Stall",
-    "Star",
-    "Times",
-    "Transfer",
-    "TwoPhase",
-    "joined_sites",
-    "leaf_spine",
-    "max_min_rates",
-    "ring",
-    "run_tasks",
-    "simulate_training",
-    "star",
-]
+    "AllGatherMessages", "ComputeTask", "ExchangeModel", "FlowDemand", "FluidFlow", "FluidNetwork", "LinkStage",
+    "RingMessages", "RoundTimes", "SimCluster", "SimLink", "SimReplica", "SimRun", "Stall", "StarMessages", "TaskTimes",
+    "TransferTask", "TwoPhaseMessages", "VirtualClock", "joined_sites", "leaf_spine", "max_min_rates", "ring",
+    "run_tasks", "simulate_training", "star",
+]  # fmt: skip

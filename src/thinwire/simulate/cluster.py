@@ -1,4 +1,4 @@
-"""Hosts and the links between them: stars, rings, leaves and spines, and sites that are joined by thin wires.
+"""Simulated clusters: hosts and the links between them, as star, ring, leaf-spine fabric or joined sites.
 
 Every host has links of its own out of and into its site, and sites are joined by ways over links that they share. A
 star is one site, and a ring is as many sites as hosts. A way may spread its bits evenly over parallel links.
@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from thinwire.simulate.flows import Link, Loads
+from thinwire.simulate.fluid_network import Loads, SimLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """Who reaches whom over which links; `star`, `ring`, `leaf_spine` and `joined_sites` make them.
+class SimCluster:
+    """Hosts with their routes over links; made by `star`, `ring`, `leaf_spine` and `joined_sites`.
 
     Attributes:
         links: All links, numbered in this order.
@@ -28,7 +28,7 @@ class Cluster:
         ValueError: The hosts' lists differ in length, or a way is missing.
     """
 
-    links: tuple[Link, ...]
+    links: tuple[SimLink, ...]
     site_of: tuple[int, ...]
     ways_out: tuple[Loads, ...]
     ways_in: tuple[Loads, ...]
@@ -47,14 +47,14 @@ class Cluster:
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """Number of hosts."""
         return len(self.site_of)
 
     def route(self, source: int, to: int) -> Loads:
         """Return the links from one host to another, with the part of the bits that each carries.
 
         Example:
-            >>> star([Link(bandwidth_bits_per_s=1e9)] * 3).route(0, 2)
+            >>> star([SimLink(bandwidth_bits_per_s=1e9)] * 3).route(0, 2)
             ((0, 1.0), (5, 1.0))
         """
         if source == to:
@@ -74,7 +74,8 @@ class Cluster:
             The loads, and the longest latency of all pairs.
 
         Example:
-            >>> loads, latency_s = star([Link(bandwidth_bits_per_s=1e9, latency_s=0.01)] * 3).spread([0, 1], [0, 1, 2])
+            >>> link = SimLink(bandwidth_bits_per_s=1e9, latency_s=0.01)
+            >>> loads, latency_s = star([link] * 3).spread([0, 1], [0, 1, 2])
             >>> loads, latency_s
             (((0, 2.0), (1, 2.0), (3, 1.0), (4, 1.0), (5, 2.0)), 0.02)
         """
@@ -123,7 +124,7 @@ class Cluster:
         return slowest
 
 
-def star(links: Sequence[Link], *, downs: Sequence[Link] | None = None) -> Cluster:
+def star(links: Sequence[SimLink], *, downs: Sequence[SimLink] | None = None) -> SimCluster:
     """Return hosts around a switch that never fills: each has a link up and a link down.
 
     Args:
@@ -137,14 +138,14 @@ def star(links: Sequence[Link], *, downs: Sequence[Link] | None = None) -> Clust
     num_hosts = len(links)
     if len(downs) != num_hosts:
         raise ValueError(f"downs must have a link for each of the {num_hosts} hosts, got {len(downs)}")
-    return Cluster(
+    return SimCluster(
         links=(*links, *downs), site_of=(0,) * num_hosts,
         ways_out=tuple(((host, 1.0),) for host in range(num_hosts)),
         ways_in=tuple(((num_hosts + host, 1.0),) for host in range(num_hosts)),
     )  # fmt: skip
 
 
-def ring(links: Sequence[Link], *, backwards: Sequence[Link] | None = None) -> Cluster:
+def ring(links: Sequence[SimLink], *, backwards: Sequence[SimLink] | None = None) -> SimCluster:
     """Return hosts in a circle; bits go the shorter way round, forwards where both are as long.
 
     Args:
@@ -155,7 +156,7 @@ def ring(links: Sequence[Link], *, backwards: Sequence[Link] | None = None) -> C
         ValueError: There are more of one than of the other.
 
     Example:
-        >>> circle = ring([Link(bandwidth_bits_per_s=1e9)] * 5)
+        >>> circle = ring([SimLink(bandwidth_bits_per_s=1e9)] * 5)
         >>> circle.route(4, 1), circle.route(0, 3)
         (((4, 1.0), (0, 1.0)), ((9, 1.0), (8, 1.0)))
     """
@@ -171,13 +172,13 @@ def ring(links: Sequence[Link], *, backwards: Sequence[Link] | None = None) -> C
         return tuple((num_hosts + (source - 1 - hop) % num_hosts, 1.0) for hop in range(num_hosts - ahead))
 
     hosts = range(num_hosts)
-    return Cluster(
+    return SimCluster(
         links=(*links, *backwards), site_of=tuple(hosts), ways_out=((),) * num_hosts, ways_in=((),) * num_hosts,
         between={(a, b): way(a, b) for a in hosts for b in hosts if a != b},
     )  # fmt: skip
 
 
-def leaf_spine(leaves: Sequence[Sequence[Link]], *, trunks: Sequence[Sequence[Link]]) -> Cluster:
+def leaf_spine(leaves: Sequence[Sequence[SimLink]], *, trunks: Sequence[Sequence[SimLink]]) -> SimCluster:
     """Return leaves of hosts whose bits to other leaves spread evenly over all spines.
 
     Args:
@@ -188,7 +189,7 @@ def leaf_spine(leaves: Sequence[Sequence[Link]], *, trunks: Sequence[Sequence[Li
         ValueError: Leaves differ in the number of their spines, or have none.
 
     Example:
-        >>> link = Link(bandwidth_bits_per_s=1e9)
+        >>> link = SimLink(bandwidth_bits_per_s=1e9)
         >>> fabric = leaf_spine([[link]] * 2, trunks=[[link, link]] * 2)
         >>> fabric.route(0, 1)
         ((0, 1.0), (4, 0.5), (5, 0.5), (10, 0.5), (11, 0.5), (3, 1.0))
@@ -209,10 +210,10 @@ def leaf_spine(leaves: Sequence[Sequence[Link]], *, trunks: Sequence[Sequence[Li
         links += spines
     numbers = range(len(leaves))
     between = {(a, b): (*ups[a], *downs[b]) for a in numbers for b in numbers if a != b}
-    return Cluster(links=tuple(links), site_of=site_of, ways_out=outs, ways_in=ins, between=between)
+    return SimCluster(links=tuple(links), site_of=site_of, ways_out=outs, ways_in=ins, between=between)
 
 
-def joined_sites(sites: Sequence[Sequence[Link]], *, wires: Mapping[tuple[int, int], Link]) -> Cluster:
+def joined_sites(sites: Sequence[Sequence[SimLink]], *, wires: Mapping[tuple[int, int], SimLink]) -> SimCluster:
     """Return sites of hosts that are joined by wires.
 
     Bits between two sites without a wire pass as few others as can be.
@@ -225,7 +226,7 @@ def joined_sites(sites: Sequence[Sequence[Link]], *, wires: Mapping[tuple[int, i
         ValueError: The wires do not join all sites.
 
     Example:
-        >>> slow, fast = Link(bandwidth_bits_per_s=1e8, latency_s=0.04), Link(bandwidth_bits_per_s=1e10)
+        >>> slow, fast = SimLink(bandwidth_bits_per_s=1e8, latency_s=0.04), SimLink(bandwidth_bits_per_s=1e10)
         >>> cluster = joined_sites([[fast] * 2, [fast]], wires={(0, 1): slow})
         >>> cluster.route(0, 1), cluster.route(0, 2)
         (((0, 1.0), (4, 1.0)), ((0, 1.0), (6, 1.0), (5, 1.0)))
@@ -241,12 +242,12 @@ def joined_sites(sites: Sequence[Sequence[Link]], *, wires: Mapping[tuple[int, i
         for end, way in _fewest_hops(start, sorted(numbered)).items():
             if end != start:
                 between[start, end] = tuple((numbered[hop], 1.0) for hop in way)
-    return Cluster(links=tuple(links), site_of=site_of, ways_out=outs, ways_in=ins, between=between)
+    return SimCluster(links=tuple(links), site_of=site_of, ways_out=outs, ways_in=ins, between=between)
 
 
 def _accesses(
-    sites: Sequence[Sequence[Link]],
-) -> tuple[list[Link], tuple[int, ...], tuple[Loads, ...], tuple[Loads, ...]]:
+    sites: Sequence[Sequence[SimLink]],
+) -> tuple[list[SimLink], tuple[int, ...], tuple[Loads, ...], tuple[Loads, ...]]:
     """Return all links up and then all links down, and who uses them."""
     flat = [link for hosts in sites for link in hosts]
     site_of = tuple(site for site, hosts in enumerate(sites) for _ in hosts)

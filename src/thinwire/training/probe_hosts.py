@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from thinwire.errors import DataError, PayloadError
 from thinwire.planning.cluster import Cluster, Machine, read_machine
-from thinwire.planning.probe import Budget, Wires, probe_wires
+from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
 from thinwire.training.config import TrainConfig
 from thinwire.training.machine import measure_machine
 from thinwire.transport.base import Transport
@@ -31,7 +31,7 @@ class Probed:
 
     replica: int
     machines: tuple[Machine, ...]
-    wires: Wires
+    wires: WireMeasurements
 
     @property
     def cluster(self) -> Cluster:
@@ -39,7 +39,7 @@ class Probed:
         return self.wires.cluster(self.machines)
 
 
-def probe_hosts(config: TrainConfig, *, budget: Budget, step_s: float) -> Probed:
+def probe_hosts(config: TrainConfig, *, budget: ProbeBudget, step_s: float) -> Probed:
     """Time this host's inner step, join the others, and measure the wires between all.
 
     All hosts must call this together.

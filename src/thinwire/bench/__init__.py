@@ -1,1 +1,0 @@
-"""Who takes part in `bench wire`, and the program that every host of a lab runs for it."""

@@ -1,1 +1,0 @@
-"""What others offer for the same task, as they tell to use it: each file one program, for comparison only."""

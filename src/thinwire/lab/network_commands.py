@@ -1,0 +1,219 @@
+"""Commands of `ip`, `bridge` and `tc` for a lab's settings. Pure: nothing is run here.
+
+```
+ host 0                the switch's own namespace                host 1
+ eth0 ---- cable ---- host0 [ bridge "switch" ] host1 ---- cable ---- eth0
+   |                    |
+   up: on the way out   down: on the way to the host
+```
+
+A cable is a pair of virtual Ethernet devices; in a lab with delays, losses or jitter it is a pair of TAP devices with
+our relay between them, unless the kernel has `netem`. Rates are token buckets: `tbf` where one limit holds for all a
+host sends, `htb` with a class a destination where links have limits of their own.
+"""
+
+from __future__ import annotations
+
+from thinwire.lab.settings import LabSettings, Link
+
+BRIDGE = "switch"
+INTERFACE = "eth0"
+MTU_BYTES = 1500
+FRAME_BYTES = MTU_BYTES + 14
+_FIRST_ADDRESS = (10, 77, 0, 1)
+_PREFIX_BITS = 24
+# A bucket this deep lets an average over 100 ms exceed the rate by 4 % at most; a slow link's must hold two frames.
+_BUCKET_S = 0.004
+# What home routers and switches hold back before they drop, in time at the link's rate.
+_QUEUE_S = 0.2
+_FEWEST_QUEUED_FRAMES = 32
+_UNLIMITED_BITS_PER_S = 32e9
+_NETEM_PACKETS = 100_000
+_TAP_QUEUE_PACKETS = 10_000
+
+
+def address_of(host: int) -> str:
+    """Return a host's IPv4 address.
+
+    Example:
+        >>> address_of(0)
+        '10.77.0.1'
+    """
+    *network, first = _FIRST_ADDRESS
+    return ".".join(map(str, (*network, first + host)))
+
+
+def hardware_address_of(host: int) -> str:
+    """Return the address of a host's interface on the link layer; its last two bytes are the host's number."""
+    return f"02:74:77:00:{host >> 8:02x}:{host & 255:02x}"
+
+
+def name_of(host: int) -> str:
+    """Return a host's name."""
+    return f"host-{host}"
+
+
+def port_of(host: int) -> str:
+    """Return the name of the switch's interface towards a host."""
+    return f"host{host}"
+
+
+def hosts_file(num_hosts: int) -> str:
+    """Return the text of every host's `/etc/hosts`."""
+    lines = ["127.0.0.1 localhost"]
+    for host in range(num_hosts):
+        # the second form is what a socket for both versions of IP asks for
+        lines += [f"{address_of(host)} {name_of(host)}", f"::ffff:{address_of(host)} {name_of(host)}"]
+    return "\n".join(lines) + "\n"
+
+
+def switch_lines() -> list[str]:
+    """Return what `ip -batch` makes the bridge from."""
+    # a switch that listened to multicast would report so to every host, and be counted
+    bridge = f"link add {BRIDGE} type bridge forward_delay 0 mcast_snooping 0"
+    return ["link set lo up", bridge, f"link set {BRIDGE} up"]
+
+
+def cable_lines(host: int, *, network_path: str, is_relayed: bool) -> list[str]:
+    """Return what `ip -batch` joins a host with the switch by, in the switch's namespace.
+
+    Args:
+        host: The host.
+        network_path: Path of its network namespace.
+        is_relayed: Whether the devices are there already, as the relay's TAP devices.
+    """
+    port = port_of(host)
+    if is_relayed:
+        made = [f"link set {tap_of(host)} netns {network_path} name {INTERFACE} address {hardware_address_of(host)}"]
+        made.append(f"link set {port} txqueuelen {_TAP_QUEUE_PACKETS}")
+    else:
+        end = f"name {INTERFACE} address {hardware_address_of(host)} netns {network_path}"
+        made = [f"link add {port} type veth peer {end}"]
+    return [*made, f"link set {port} up"]
+
+
+def tap_of(host: int) -> str:
+    """Return the name of a host's TAP device before it moves to the host."""
+    return f"tap{host}"
+
+
+def host_lines(settings: LabSettings, host: int) -> list[str]:
+    """Return what `ip -batch` sets up inside a host: its address, and its neighbours, which spares ARP requests."""
+    lines = [
+        "link set lo up",
+        f"link set {INTERFACE} txqueuelen {_TAP_QUEUE_PACKETS} up",
+        f"address add {address_of(host)}/{_PREFIX_BITS} dev {INTERFACE}",
+    ]
+    for other in range(settings.num_hosts):
+        if other != host:
+            neighbour = f"{address_of(other)} lladdr {hardware_address_of(other)}"
+            lines.append(f"neighbour replace {neighbour} dev {INTERFACE} nud permanent")
+    return lines
+
+
+def attachment_lines(settings: LabSettings, host: int) -> list[str]:
+    """Return what `ip -batch` plugs a host's cable in or pulls it by; a pulled one drops everything in silence."""
+    is_cut = settings.accesses[host].is_cut
+    return [f"link set {port_of(host)} " + ("nomaster" if is_cut else f"master {BRIDGE}")]
+
+
+def table_lines(settings: LabSettings, host: int) -> list[str]:
+    """Return what `bridge -batch` gives the switch as a host's port, so that it does not flood all others."""
+    if settings.accesses[host].is_cut:
+        return []
+    return [f"fdb replace {hardware_address_of(host)} dev {port_of(host)} master static"]
+
+
+def segment_lines(settings: LabSettings, host: int) -> list[str]:
+    """Return what `ip -batch` limits the kernel's super-packets by: on a shaped host they would leave in bursts."""
+    is_shaped = settings.accesses[host].up_bits_per_s is not None or bool(_own_links(settings, host))
+    return [f"link set {INTERFACE} gso_max_segs {1 if is_shaped else 65_535}"]
+
+
+def upload_lines(settings: LabSettings, host: int, *, has_netem: bool) -> list[str]:
+    """Return what `tc -batch` shapes all that a host sends by, in the host; the interface has no discipline before."""
+    rate = settings.accesses[host].up_bits_per_s
+    links = _own_links(settings, host, has_netem=has_netem)
+    usual = _netem(settings.link) if has_netem else ""
+    if not links and not usual:
+        return [] if rate is None else [_bucket(INTERFACE, rate)]
+    whole = rate or _UNLIMITED_BITS_PER_S
+    # a class may always send at the rate it is promised, so the promises must not add up to more than the access
+    share = whole / (len(links) + 1)
+    lines = [
+        f"qdisc add dev {INTERFACE} root handle 1: htb default 2",
+        _class(whole, at="1:", name="1:1"),
+        _class(whole, at="1:1", name="1:2", promised=share),
+        _leaf(whole, at="1:2", handle=2, netem=usual),
+    ]
+    for other, link in links.items():
+        handle = 0x10 + other
+        own = min(whole, link.rate_bits_per_s or whole)
+        netem = _netem(link) if has_netem else ""
+        lines += [
+            _class(own, at="1:1", name=f"1:{handle:x}", promised=min(own, share)),
+            _blackhole(handle) if link.is_cut else _leaf(own, at=f"1:{handle:x}", handle=handle, netem=netem),
+            f"filter add dev {INTERFACE} parent 1: protocol ip prio 1 u32 "
+            f"match ip dst {address_of(other)}/32 flowid 1:{handle:x}",
+        ]
+    return lines
+
+
+def download_lines(settings: LabSettings, host: int) -> list[str]:
+    """Return what `tc -batch` shapes all that a host receives by, at the switch; no discipline is there before."""
+    rate = settings.accesses[host].down_bits_per_s
+    return [] if rate is None else [_bucket(port_of(host), rate)]
+
+
+def _own_links(settings: LabSettings, host: int, *, has_netem: bool = False) -> dict[int, Link]:
+    """Return the destinations whose packets a host's queue has to treat apart."""
+    found = {}
+    for (source, other), link in sorted(settings.links.items()):
+        is_apart = link.is_cut or link.rate_bits_per_s is not None or (has_netem and link != settings.link)
+        if source == host and is_apart:
+            found[other] = link
+    if settings.link.is_cut or settings.link.rate_bits_per_s is not None:
+        others = (other for other in range(settings.num_hosts) if other != host)
+        found = {other: settings.between(host, other) for other in others}
+    return found
+
+
+def _bucket(interface: str, rate: float) -> str:
+    return (
+        f"qdisc add dev {interface} root handle 1: tbf rate {rate:.0f}bit burst {_bucket_bytes(rate)} "
+        f"limit {_queue_bytes(rate)}"
+    )
+
+
+def _class(rate: float, *, at: str, name: str, promised: float | None = None) -> str:
+    least = rate if promised is None else promised
+    return (
+        f"class add dev {INTERFACE} parent {at} classid {name} htb rate {least:.0f}bit ceil {rate:.0f}bit "
+        f"burst {_bucket_bytes(least)} cburst {_bucket_bytes(rate)} quantum {FRAME_BYTES}"
+    )
+
+
+def _leaf(rate: float, *, at: str, handle: int, netem: str) -> str:
+    kind = netem or f"bfifo limit {_queue_bytes(rate)}"
+    return f"qdisc add dev {INTERFACE} parent {at} handle {handle:x}: {kind}"
+
+
+def _blackhole(handle: int) -> str:
+    return f"qdisc add dev {INTERFACE} parent 1:{handle:x} blackhole"
+
+
+def _netem(link: Link) -> str:
+    if not link.is_delayed:
+        return ""
+    delay = f" delay {link.latency_s * 1e6:.0f}us" if link.latency_s else ""
+    jitter = f" {link.jitter_s * 1e6:.0f}us" if link.jitter_s else ""
+    loss = f" loss {link.loss * 100:g}%" if link.loss else ""
+    return f"netem limit {_NETEM_PACKETS}{delay}{jitter}{loss}"
+
+
+def _bucket_bytes(rate: float) -> int:
+    return max(2 * FRAME_BYTES, round(rate / 8 * _BUCKET_S))
+
+
+def _queue_bytes(rate: float) -> int:
+    return max(_FEWEST_QUEUED_FRAMES * FRAME_BYTES, round(rate / 8 * _QUEUE_S))

@@ -1,0 +1,1 @@
+"""Wire benchmark (`thinwire bench wire`): training methods compared on real sockets over slow links."""

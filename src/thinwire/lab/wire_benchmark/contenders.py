@@ -1,0 +1,254 @@
+"""Contenders of `bench wire`: our methods, one part at a time, and what others offer.
+
+| contender | fragments | overlap | payload | program |
+| --- | --- | --- | --- | --- |
+| `all-reduce` | no | no | float32 gradients, every step | thinwire |
+| `all-reduce-bf16` | no | no | bfloat16 gradients, every step | thinwire |
+| `diloco` | no | no | float32 | thinwire |
+| `diloco-e3m0` | no | no | E3M0 | thinwire |
+| `overlap-only` | no | yes | float32 | thinwire |
+| `fragments-only` | yes | no | float32 | thinwire |
+| `streaming-dense` | yes | yes | float32 | thinwire |
+| `streaming-e3m0` | yes | yes | E3M0 | thinwire |
+| `ddp` | - | within a step | float32 gradients, every step | PyTorch |
+| `ddp-powersgd` | - | within a step | gradients of low rank, every step | PyTorch |
+| `torchft-diloco` | yes | yes | float32 | torchft |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from thinwire import codecs, methods
+from thinwire.sync.method import Method
+from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.transport.recording import RecordingTransport
+
+Kind = Literal["every-step", "diloco", "streaming", "ddp", "torchft"]
+# The top of what PyTorch's documentation calls typical (1 to 4; it advises to go up from 1 until the loss is right, and
+# a benchmark has no time to try). On `nano` it sends a fortieth of a block's gradients.
+POWERSGD_RANK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One row of the table: a way to train, without the numbers that all rows share.
+
+    Attributes:
+        name: What the command line and the results call it.
+        kind: `"every-step"`, `"diloco"` and `"streaming"` are methods of thinwire; `"ddp"` is PyTorch's own
+            DistributedDataParallel and `"torchft"` torchft's DiLoCo.
+        codec: Name of the payloads' codec; for references the dtype they send.
+        has_fragments: Whether the model is exchanged in fragments.
+        has_overlap: Whether a round may last `overlap_steps` inner steps.
+        powersgd_rank: Rank of DDP's PowerSGD hook, 0 for no hook.
+    """
+
+    name: str
+    kind: Kind
+    codec: str = "float32"
+    has_fragments: bool = False
+    has_overlap: bool = False
+    powersgd_rank: int = 0
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether another program than thinwire trains."""
+        return self.kind in ("ddp", "torchft")
+
+    def method(self, *, sync_interval: int, overlap_steps: int) -> Method:
+        """Return the method of a contender of ours.
+
+        Args:
+            sync_interval: H; does not count for `all-reduce`.
+            overlap_steps: tau; counts for contenders that overlap.
+
+        Raises:
+            ValueError: It is a reference, which has no method of ours, or a number is out of its range.
+
+        Example:
+            >>> contender("streaming-e3m0").method(sync_interval=30, overlap_steps=3).schedule.overlap_of(0)
+            3
+        """
+        if self.is_reference:
+            raise ValueError(f"{self.name} is a reference and no method of thinwire; take its trainer")
+        codec = codecs.by_name(self.codec)
+        if self.kind == "every-step":
+            return methods.all_reduce(codec=codec)
+        if self.kind == "diloco":
+            return methods.diloco(sync_interval=sync_interval, codec=codec)
+        overlaps: dict[str, Any] = {"overlap_steps": overlap_steps if self.has_overlap else 0}
+        pieces: dict[str, Any] = {} if self.has_fragments else {"num_fragments": 1}
+        return methods.streaming_diloco(sync_interval=sync_interval, codec=codec, **overlaps, **pieces)
+
+
+_ALL = (
+    Contender(name="all-reduce", kind="every-step"),
+    Contender(name="all-reduce-bf16", kind="every-step", codec="bfloat16"),
+    Contender(name="diloco", kind="diloco"),
+    Contender(name="diloco-e3m0", kind="diloco", codec="e3m0"),
+    Contender(name="overlap-only", kind="streaming", has_overlap=True),
+    Contender(name="fragments-only", kind="streaming", has_fragments=True),
+    Contender(name="streaming-dense", kind="streaming", has_fragments=True, has_overlap=True),
+    Contender(name="streaming-e3m0", kind="streaming", codec="e3m0", has_fragments=True, has_overlap=True),
+    Contender(name="ddp", kind="ddp"),
+    Contender(name="ddp-powersgd", kind="ddp", powersgd_rank=POWERSGD_RANK),
+    Contender(name="torchft-diloco", kind="torchft", has_fragments=True, has_overlap=True),
+)
+CONTENDERS: Mapping[str, Contender] = MappingProxyType({contender.name: contender for contender in _ALL})
+# From DiLoCo to Streaming DiLoCo, one part at a time; then overlap and E3M0 alone.
+ABLATION = ("diloco", "fragments-only", "streaming-dense", "streaming-e3m0", "overlap-only", "diloco-e3m0")
+REFERENCES = tuple(contender.name for contender in _ALL if contender.is_reference)
+
+
+def contender(name: str) -> Contender:
+    """Return the contender of a name.
+
+    Raises:
+        ValueError: There is none; names the nearest.
+
+    Example:
+        >>> contender("diloco").codec
+        'float32'
+    """
+    if name in CONTENDERS:
+        return CONTENDERS[name]
+    near = difflib.get_close_matches(name, CONTENDERS, n=2, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"unknown contender {name!r}{hint} There are: {', '.join(CONTENDERS)}")
+
+
+ShareNote = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """The numbers that all contenders share.
+
+    Attributes:
+        sync_interval: H, inner steps.
+        overlap_steps: tau, inner steps.
+        timeout_s: Seconds that any one wait for a peer may last.
+        address: This host's IPv4 address.
+        seed: Base of stochastic codecs.
+        pace: Whether our methods spread what they send over their overlap.
+    """
+
+    sync_interval: int
+    overlap_steps: int
+    timeout_s: float
+    address: str
+    seed: int = 0
+    pace: bool = False
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """A contender at work on one replica.
+
+    Attributes:
+        optimizer: Whose `step` and `zero_grad` the loop calls and whose learning rate it sets.
+        loss: From tokens and targets, (batch, seq) int64 each, to the loss to go backward from.
+        average_gradients: Called between backward and clipping.
+        close: Ends the training: everything in flight is taken in, and the global parameters become the mean of the
+            replicas'.
+        global_parameters: Puts them into the model for as long as a with block lasts.
+        stalled_s: Seconds that the training thread has waited for the wire, None if not counted.
+        release: Gives back what was made for the training, also after a failure.
+        num_fragments: In how many parts the model is exchanged.
+        sync_interval: H as it is in effect.
+        overlap_steps: tau as it is in effect.
+    """
+
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Tensor, Tensor], Tensor]
+    average_gradients: Callable[[], None] = _nothing
+    close: Callable[[], None] = _nothing
+    global_parameters: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    stalled_s: Callable[[], float | None] = _nothing
+    release: Callable[[], None] = _nothing
+    num_fragments: int = 1
+    sync_interval: int = 1
+    overlap_steps: int = 0
+
+
+def make_trainer(
+    contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
+    transport: RecordingTransport, tell: ShareNote,
+) -> Trainer:  # fmt: skip
+    """Put a contender to work on a model.
+
+    Args:
+        contender: The way to train.
+        model: A language model; all replicas start from the same values.
+        inner: Over the model's parameters.
+        numbers: What all contenders share.
+        transport: Joins the replicas; torch's default group does so too.
+        tell: Sends a note to all replicas and returns the notes of all.
+
+    Raises:
+        MissingExtra: The contender's package is not installed.
+        ValueError: A number does not fit the contender.
+    """
+    if contender.kind == "ddp":
+        from thinwire.lab.wire_benchmark.reference_ddp import ddp_trainer
+
+        return ddp_trainer(model, inner, powersgd_rank=contender.powersgd_rank)
+    if contender.kind == "torchft":
+        from thinwire.lab.wire_benchmark.reference_torchft import torchft_trainer
+
+        return torchft_trainer(model, inner, numbers=numbers, transport=transport, tell=tell)
+    return _own_trainer(contender, model, inner, numbers=numbers, transport=transport)
+
+
+def check_installed(contender: Contender) -> None:
+    """Refuse a contender whose package is missing, before anything is started.
+
+    Raises:
+        MissingExtra: With the command that installs it.
+    """
+    if contender.kind == "torchft":
+        from thinwire.lab.wire_benchmark.reference_torchft import load_torchft
+
+        load_torchft()
+
+
+def loss_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function from tokens and targets to the loss to train on."""
+    loss: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = model.loss  # type: ignore[assignment]
+    return lambda tokens, targets: loss(tokens, targets)[0]
+
+
+def _own_trainer(
+    contender: Contender, model: nn.Module, inner: torch.optim.Optimizer, *, numbers: TrainerSettings,
+    transport: RecordingTransport,
+) -> Trainer:  # fmt: skip
+    method = contender.method(sync_interval=numbers.sync_interval, overlap_steps=numbers.overlap_steps)
+    optimizer = DistributedOptimizer(
+        model, inner, method=method, transport=transport, minimum_deadline_s=numbers.timeout_s, seed=numbers.seed,
+        pace=numbers.pace,
+    )  # fmt: skip
+    return Trainer(
+        optimizer=optimizer,
+        loss=loss_of(model),
+        average_gradients=optimizer.average_gradients,
+        close=lambda: optimizer.close(final_exchange=True),
+        global_parameters=optimizer.global_parameters,
+        stalled_s=lambda: optimizer.statistics.stalled_s,
+        num_fragments=optimizer.num_fragments,
+        sync_interval=method.schedule.sync_interval,
+        overlap_steps=numbers.overlap_steps if contender.has_overlap else 0,
+    )
