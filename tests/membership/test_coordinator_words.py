@@ -393,6 +393,9 @@ def test_what_rounds_counted_of_parts_that_most_others_found_bad_is_trained_agai
         found.hear(b"b", "reject", round=3, member=2, parts=2, since=1)
         assert [one["is_non_finite"] for one in found.words(b"c", "expelled")] == [True]
         assert (found.coordinator.ledger.counted, found.coordinator.ledger.repeated) == (2, 6)
+        for process in (found, Three(found.journal)):  # a state of a step in between counts none of the bad rounds
+            process.hear(b"a", "account", step=21)
+            assert process.words(b"a", "account")[0]["note"]["data"]["counted"] == 2
         found.hear(b"a", "lease", number=0)
         assert found.words(b"a", "leased")[0]["start"] == 2
 

@@ -35,7 +35,7 @@ def replayed(lines: Lines) -> dict[str, Any]:
         "undo": found.ledger.undo_state(), "findings": found.findings, "notes": found._notes, "corpus": found._corpus,
         "era": found._era, "disk": found._from_disk, "started": found.has_started, "finished": found.has_finished,
         "failure": found.failure, "gaps": [[one.replica, one.host, one.is_called] for one in found.spares.gaps],
-        "waiting": found.cuts.waiting, "accounts": [[step, trained(data)] for step, data in found._accounts],
+        "waiting": found.cuts.waiting, "accounts": [[*when, trained(data)] for *when, data in found._accounts],
     }  # fmt: skip
 
 

@@ -235,7 +235,7 @@ class Coordinator(Counter):
         reporters = others & set(bad.rejected_by)
         if member is bad or 2 * len(reporters) > len(others):
             since = statistics.median_low(bad.rejected_by[one] for one in reporters or {bad.replica})
-            self.ledger.uncount(bad.replica, since=since)
+            self._uncount(bad.replica, since=since)
             self._drop_where_bad(bad.replica, message["parts"])
 
     def _on_vote(self, member: Member, message: Message, now_s: float) -> None:

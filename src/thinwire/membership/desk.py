@@ -100,8 +100,8 @@ class Desk:
         self._overlap_steps = overlap_steps
         self._from_disk = resumed_step > 0
         self._resumed_step = resumed_step
-        # by decision: the first step whose state holds it, and the account of the data before it was counted
-        self._accounts: deque[tuple[int, dict[str, Any]]] = deque()
+        # by decision: the first step whose state holds it, its round, and the account of the data before it was counted
+        self._accounts: deque[tuple[int, int, dict[str, Any]]] = deque()
         self._part_share = part_share
         self._era = 0
         self._revived: dict[str, Any] | None = None  # the latest line that the run goes on from a disk, or has
@@ -211,17 +211,31 @@ class Desk:
         data = self.ledger.state_dict()
         if step is not None:
             # rounds are decided before they are applied: a state of this step does not hold the later ones
-            data = next((before for applied, before in self._accounts if applied > step), data)
+            data = next((before for applied, _, before in self._accounts if applied > step), data)
         return {"tokens": data["counted"] * seq_len, "data": data, "next_replica": self.roster.next_replica}
 
     def _remember(self, decision: Decision) -> None:
         """Keep the account of the data before a decision is counted, for states that do not hold it."""
         is_last = decision.round_id >= FIRST_LAST_ROUND
         applied = decision.launch_step + (0 if is_last else self._overlap_steps)
-        self._accounts.append((applied, self.ledger.state_dict()))
+        self._accounts.append((applied, decision.round_id, self.ledger.state_dict()))
         oldest = decision.launch_step - (_MOST_BEHIND + 1) * self._sync_interval
         while self._accounts[0][0] < oldest:
             self._accounts.popleft()
+
+    def _uncount(self, replica: int, *, since: int) -> None:
+        """Take back what a replica trained in rounds from one on, also in the accounts for states of the steps since.
+
+        These count none of those rounds then: what other replicas trained in them may be trained again after a resume,
+        and nothing is left out.
+        """
+        self.ledger.uncount(replica, since=since)
+        before = next((data for _, round_id, data in self._accounts if round_id >= since), None)
+        if before is not None:
+            self._accounts = deque(
+                (applied, round_id, before if round_id >= since else data) for applied, round_id, data in self._accounts
+            )
+            self._record("accounts", {"accounts": [list(account) for account in self._accounts]})
 
     def _forget_accounts(self) -> None:
         self._accounts.clear()

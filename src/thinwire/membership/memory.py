@@ -84,7 +84,7 @@ class Memory(Desk):
             case "ledger":
                 self.ledger.load_state_dict(line)
             case "accounts":
-                self._accounts = deque((applied, data) for applied, data in line["accounts"])
+                self._accounts = deque((applied, round_id, data) for applied, round_id, data in line["accounts"])
             case "undo":
                 self.ledger.load_undo_state(line["rounds"])
             case _:
