@@ -103,7 +103,7 @@ def _given_up(job: Job) -> list[Finding]:
             for rank, op in ops.items()
         )
         if not has_gone_on:  # an elastic run goes on without those who leave it
-            found.append(_judge_end(job, communicator, ranks, first=first, first_s=first_s))
+            found.append(_hang_at_end(job, communicator, ranks, first=first, first_s=first_s))
     return _roots(found)
 
 
@@ -124,7 +124,7 @@ def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
     }
 
 
-def _judge_end(job: Job, communicator: str, ranks: Set[int], *, first: int, first_s: float) -> Finding:
+def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, first_s: float) -> Finding:
     """Return what the records tell of the moment when the first rank gave up.
 
     Args:

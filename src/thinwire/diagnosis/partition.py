@@ -54,7 +54,7 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
     )
     places, confidence, text = _suspects(job, observers, peers, quiet)
     return Finding(
-        kind="communication hang", places=places, since_s=since_s, text=f"{text} {_judged_from(observers)}",
+        kind="communication hang", places=places, since_s=since_s, text=f"{text} {_observer_text(observers)}",
         evidence={"judged_from": observers[:32], "not_heard": list(quiet)[:32], "num_peers": len(peers)},
         confidence=confidence * job.trust, remedy=_REMEDY,
     )  # fmt: skip
@@ -106,7 +106,7 @@ def partitioned(job: Job, finding: Finding) -> Finding:
         confidence=min(finding.confidence, (_NONE_HEARD if is_alone else _FEW_HEARD) * job.trust),
         text=f"{own.title} {'hears' if is_alone else 'hear'} from {num_silent} of {len(hosts)} hosts no more: likely "
         f"cut off {'itself' if is_alone else 'themselves'}, or these have stopped. {finding.text} "
-        f"{_judged_from(ranks)}",
+        f"{_observer_text(ranks)}",
         evidence={**finding.evidence, "judged_from": ranks[:32]},
         remedy=f"{_REMEDY}; then {finding.remedy}",
     )
@@ -170,7 +170,7 @@ def _suspects(
     return (Place(kind=kind, ranks=quiet),), _NONE_HEARD, text
 
 
-def _judged_from(ranks: Collection[int]) -> str:
+def _observer_text(ranks: Collection[int]) -> str:
     return f"Judged from one side only: the records of {_ranks(ranks)}."
 
 

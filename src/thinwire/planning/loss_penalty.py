@@ -140,9 +140,9 @@ def loss_penalty(
         ("overlap", _SHARE_A_LATE_STEP * overlap_steps),
     )
     notes = (
-        *_replicas_notes(num_parameters, num_replicas),
-        *_interval_notes(num_parameters, num_replicas, sync_interval),
-        *_overlap_notes(overlap_steps),
+        *_replicas_remarks(num_parameters, num_replicas),
+        *_interval_remarks(num_parameters, num_replicas, sync_interval),
+        *_overlap_remarks(overlap_steps),
     )
     return LossPenalty(share=sum(share for _, share in parts), parts=parts, notes=notes)
 
@@ -256,11 +256,11 @@ def _between(points: Sequence[_Point], at: float) -> float:
     return low + (high - low) * math.log(at / left) / math.log(right / left)
 
 
-def _replicas_notes(num_parameters: float, num_replicas: int) -> Iterator[str]:
+def _replicas_remarks(num_parameters: float, num_replicas: int) -> Iterator[str]:
     most = max(_SHARES)
     # between two columns both are needed, and the one with more replicas has the fewer sizes
     column = min((count for count in _SHARES if count >= num_replicas), default=most)
-    yield from _size_notes(f"what num_replicas = {column} costs", _SHARES[column], num_parameters)
+    yield from _size_remarks(f"what num_replicas = {column} costs", _SHARES[column], num_parameters)
     if num_replicas > most:
         yield (
             f"no loss with more than {most} replicas is published: the replicas' part goes on as from 4 to {most}, "
@@ -268,7 +268,7 @@ def _replicas_notes(num_parameters: float, num_replicas: int) -> Iterator[str]:
         )
 
 
-def _interval_notes(num_parameters: float, num_replicas: int, sync_interval: int) -> Iterator[str]:
+def _interval_remarks(num_parameters: float, num_replicas: int, sync_interval: int) -> Iterator[str]:
     if sync_interval < _BASE_INTERVAL:
         worse = "; an outer step at every step does worse" if sync_interval == 1 else ""
         yield (
@@ -277,7 +277,7 @@ def _interval_notes(num_parameters: float, num_replicas: int, sync_interval: int
         )
     if sync_interval <= _BASE_INTERVAL:
         return
-    yield from _size_notes("what sync_interval costs", _RATES[2], num_parameters)
+    yield from _size_remarks("what sync_interval costs", _RATES[2], num_parameters)
     least, most = min(_RATES), max(_RATES)
     if not least <= num_replicas <= most:
         yield (
@@ -296,12 +296,12 @@ def _interval_notes(num_parameters: float, num_replicas: int, sync_interval: int
         )
 
 
-def _overlap_notes(overlap_steps: int) -> Iterator[str]:
+def _overlap_remarks(overlap_steps: int) -> Iterator[str]:
     if overlap_steps > _LAST_OVERLAP:
         yield f"no loss with overlap_steps above {_LAST_OVERLAP} is published as a number: 0.02 % a step goes on"
 
 
-def _size_notes(what: str, points: Sequence[_Point], num_parameters: float) -> Iterator[str]:
+def _size_remarks(what: str, points: Sequence[_Point], num_parameters: float) -> Iterator[str]:
     least, most = points[0][0], points[-1][0]
     if not least <= num_parameters <= most:
         nearest = format_count(min(max(num_parameters, least), most))

@@ -130,7 +130,7 @@ class _Search:
         times = step_times(self.cluster, self.workload, names, num_replicas=len(names))
         sets = machine_sets(self.cluster, names, step_s=times)
         wanted = [chosen for chosen in sets if len(chosen) >= self.constraints.min_replicas and self._fits(chosen)]
-        looks = [self._look_at(candidate) for candidate in self._candidates(wanted)]
+        looks = [self._evaluate(candidate) for candidate in self._candidates(wanted)]
         outlooks = [self._outlook(guess) for guess in _chosen([guess for guess in looks if guess is not None])]
         if not outlooks:
             raise ValueError(f"nothing is left to run: {self._why()}")
@@ -188,7 +188,7 @@ class _Search:
                 return False
         return True
 
-    def _look_at(self, candidate: Candidate) -> _Guess | None:
+    def _evaluate(self, candidate: Candidate) -> _Guess | None:
         """Return a candidate with its guessed time, None where it is refused."""
         penalty = self._penalty(candidate)
         if penalty is not None and penalty.share > self.constraints.max_penalty:

@@ -239,7 +239,7 @@ def joined_sites(sites: Sequence[Sequence[SimLink]], *, wires: Mapping[tuple[int
         links.append(wire)
     between = {}
     for start in range(len(sites)):
-        for end, way in _fewest_hops(start, sorted(numbered)).items():
+        for end, way in _fewest_links(start, sorted(numbered)).items():
             if end != start:
                 between[start, end] = tuple((numbered[hop], 1.0) for hop in way)
     return SimCluster(links=tuple(links), site_of=site_of, ways_out=outs, ways_in=ins, between=between)
@@ -256,7 +256,7 @@ def _accesses(
     return [*flat, *flat], site_of, outs, ins
 
 
-def _fewest_hops(start: int, edges: Sequence[tuple[int, int]]) -> dict[int, list[tuple[int, int]]]:
+def _fewest_links(start: int, edges: Sequence[tuple[int, int]]) -> dict[int, list[tuple[int, int]]]:
     ways: dict[int, list[tuple[int, int]]] = {start: []}
     fresh = [start]
     while fresh:

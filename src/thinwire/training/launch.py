@@ -130,7 +130,7 @@ def explain(failures: Mapping[int, ProcessFailure], *, run_dir: Path) -> str:
         return f"replica {replica}: {said['message']}{log}"
     if replica in silent:
         heard = next((f"; replica {other}: {said['message']}" for other in others if (said := words[other])), "")
-        return f"replica {replica} {_silent_words(silent[replica])}{heard}"
+        return f"replica {replica} {_silence_text(silent[replica])}{heard}"
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
         hint = " (by hand, or because the system ran out of memory)" if name == "SIGKILL" else ""
@@ -150,7 +150,7 @@ def _silent_before_stop(failures: Mapping[int, ProcessFailure], *, run_dir: Path
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
-def _silent_words(silent_s: float) -> str:
+def _silence_text(silent_s: float) -> str:
     return f"was silent for {silent_s:.0f} s; stopped by the launcher"
 
 
@@ -163,7 +163,7 @@ def _tell_of_killed(failures: Mapping[int, ProcessFailure], *, run_dir: Path) ->
     for replica, failure in failures.items():
         is_killed = failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
         if replica in silent:
-            error = _silent_words(silent[replica])
+            error = _silence_text(silent[replica])
         elif failure.was_stopped:
             error = ""
         elif is_killed:
