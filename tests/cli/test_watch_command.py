@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
-import time
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,22 +49,23 @@ def test_a_run_without_findings_is_told_so(tmp_path: Path, capsys: pytest.Captur
     assert "? Nobody has judged this run yet" in told and "No findings.jsonl" in told
 
 
-def test_without_a_terminal_each_change_is_a_line_and_the_end_of_the_run_is_the_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_terminal_each_change_is_a_line_and_the_end_of_the_run_is_the_end(tmp_path: Path) -> None:
     append(tmp_path / "metrics-replica-0.jsonl", step_line(10))
-
-    def train() -> None:
-        time.sleep(0.3)
-        (tmp_path / "findings.jsonl").write_text(finding_line())
-        time.sleep(0.3)
-        write_run(tmp_path)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    assert main([str(tmp_path), "--period-s", "0.05"]) == 0
-    thread.join(timeout=10)
-    rows = capsys.readouterr().out.splitlines()
+    rows: list[str] = []
+    words = [sys.executable, "-m", "thinwire.cli.main", "watch", str(tmp_path), "--period-s", "0.05"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:  # each change is made when the one before has been shown
+                rows.append(line.rstrip("\n"))
+                if rows[-1].endswith("training, step 10"):
+                    (tmp_path / "findings.jsonl").write_text(finding_line())
+                elif rows[-1].startswith("communication slow: link 0 -> 2 ("):
+                    write_run(tmp_path)
+            assert process.wait(timeout=120) == 0
+        finally:
+            process.kill()
     assert rows[0].endswith("training, step 10")
     assert any(row.startswith("communication slow: link 0 -> 2 (") for row in rows)
     assert any(row.endswith("finished, step 300 of 300") for row in rows)

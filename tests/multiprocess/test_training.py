@@ -15,13 +15,16 @@ from typing import Any
 import psutil
 import pytest
 from processes import free_port
-from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result
+from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result, with_slow_steps
 
 from thinwire.diagnosis.diagnose import diagnose
 from thinwire.diagnosis.sources import read_files
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.notes import NOTE_BYTES
 from thinwire.transport.secret import make_secret
+
+# Of runs that are to be stopped: four steps must not be over before the signal comes.
+STEP_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +47,12 @@ def unbroken(whole: tuple[Started, Path]) -> dict[str, Any]:
     return result(whole[0])
 
 
-def start(texts: Path, folder: Path, *, steps: int, replicas: int = 2, more: tuple[str, ...] = ()) -> Started:
+def start(
+    texts: Path, folder: Path, *, steps: int, replicas: int = 2, more: tuple[str, ...] = (), step_s: float = 0.0
+) -> Started:
     words = ["--replicas", str(replicas), "--steps", str(steps), "--data", str(texts), "--out", str(folder / "run")]
-    return Started([*words, "--cache-dir", str(texts / ".cache"), *OPTIONS, *more])
+    environment = with_slow_steps(step_s) if step_s else None
+    return Started([*words, "--cache-dir", str(texts / ".cache"), *OPTIONS, *more], environment=environment)
 
 
 def checkpoint(run: Path, step: int, *, replica: int) -> Path:
@@ -106,7 +112,7 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
     resume = ["--resume", str(run), "--json", "--quiet"]
 
     # a replica dies: the others end, and one error names it
-    started = start(texts, tmp_path, steps=20)
+    started = start(texts, tmp_path, steps=20, step_s=STEP_S)
     wait_for_checkpoints(started, run, 4)
     nothing_left(started)
     _replica(started, 1).kill()
@@ -123,7 +129,7 @@ def test_a_run_stopped_by_every_kind_of_signal_ends_with_the_bits_of_one_never_s
         (12, signal.SIGINT, 128 + signal.SIGINT),
         (16, signal.SIGKILL, -signal.SIGKILL),
     ):
-        started = Started(resume)
+        started = Started(resume, environment=with_slow_steps(STEP_S))
         wait_for_checkpoints(started, run, step)
         nothing_left(started)
         started.process.send_signal(number)

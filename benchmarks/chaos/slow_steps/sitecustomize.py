@@ -1,8 +1,8 @@
-"""Faults in the steps of an elastic replica, by environment variables.
+"""Faults in the steps of a replica, by environment variables.
 
 CHAOS_STEP_S: seconds that each step takes longer, so that many replicas fit on a core.
 CHAOS_SLOWER_WHILE: a file; while it exists each step takes ten times that, so that a run does not end too early.
-CHAOS_NAN: a folder; as long as it holds a file named by a replica's process id, that one's gradients are NaN.
+CHAOS_NAN: a folder; as long as it holds a file named by an elastic replica's process id, its gradients are NaN.
 """
 
 import os
@@ -10,17 +10,23 @@ import sys
 import time
 from pathlib import Path
 
-_REPLICAS = {"thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare"}
+_ELASTIC = {"thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare"}
+_STATIC = {"thinwire.cli.worker"}
 
-if _REPLICAS.intersection(sys.orig_argv) and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
+
+def _sleep() -> None:
+    slower = os.environ.get("CHAOS_SLOWER_WHILE")
+    is_slower = slower is not None and Path(slower).exists()
+    time.sleep(float(os.environ.get("CHAOS_STEP_S", "0")) * (10 if is_slower else 1))
+
+
+if _ELASTIC.intersection(sys.orig_argv) and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
     from thinwire.training.elastic.loop import ElasticTraining
 
     _plain_step, _clip = ElasticTraining._plain_step, ElasticTraining._clip
 
     def _slow_step(self: ElasticTraining, *arguments: object) -> object:
-        slower = os.environ.get("CHAOS_SLOWER_WHILE")
-        is_slower = slower is not None and Path(slower).exists()
-        time.sleep(float(os.environ.get("CHAOS_STEP_S", "0")) * (10 if is_slower else 1))
+        _sleep()
         return _plain_step(self, *arguments)
 
     def _spoilt_clip(self: ElasticTraining) -> None:
@@ -32,3 +38,14 @@ if _REPLICAS.intersection(sys.orig_argv) and {"CHAOS_STEP_S", "CHAOS_NAN"} & set
                     parameter.grad.fill_(float("nan"))
 
     ElasticTraining._plain_step, ElasticTraining._clip = _slow_step, _spoilt_clip
+
+if _STATIC.intersection(sys.orig_argv) and "CHAOS_STEP_S" in os.environ:
+    from thinwire.training.loop import Training
+
+    _train_step = Training._train_step
+
+    def _slow_train_step(self: Training) -> None:
+        _sleep()
+        _train_step(self)
+
+    Training._train_step = _slow_train_step
