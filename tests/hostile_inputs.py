@@ -149,7 +149,7 @@ def read_journal(raw: bytes) -> None:
 
 
 def read_rank_note(raw: bytes) -> None:
-    """Read the note by which a rank introduces itself in torch's store, which authenticates nobody."""
+    """Read the note by which a rank introduces itself in torch's store, which authenticates no one."""
     try:
         station = Station.from_json(raw.decode("utf-8", "replace"), rank=1)
     except ConnectError as error:
@@ -590,7 +590,7 @@ SENDERS: dict[str, tuple[str, str, bool]] = {
     "verdict": ("a quorum's verdict", "gloo", False),
     "wire-note": ("notes between replicas, and what `probe` measured", "gloo", False),
     "rank-place": ("where a rank of a watched job is", "gloo", False),
-    "invitation": ("the words that one joins by", "command line", False),
+    "invitation": ("the URI that a host joins by", "command line", False),
     "address": ("the address given to `doctor`", "command line", False),
     "frame": ("frames of the wire", "wire", True),
     "replicas": ("what replicas say to a coordinator", "wire", True),

@@ -65,7 +65,7 @@ def test_an_open_store_of_torch_is_told_with_how_to_fence_it(port: int) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("key", "value")
     found = by_name(Patient(target=f"127.0.0.1:{store.port}"))["torch store"]
-    assert found.verdict is Verdict.WARNING and "authenticates nobody" in found.found
+    assert found.verdict is Verdict.WARNING and "authenticates no one" in found.found
     for word in ("firewall", "--master-addr", "thinwire train --elastic"):
         assert word in found.remedy
     assert store.get("key") == b"value" and store.num_keys() <= 2, "nothing is changed"

@@ -65,7 +65,7 @@ class DurableStream(io.TextIOBase):
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """How characters are handled that the encoding lacks."""
+        """Handling of characters that the encoding lacks."""
         return self._errors
 
     @property

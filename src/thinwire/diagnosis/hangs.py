@@ -125,7 +125,7 @@ def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
 
 
 def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, first_s: float) -> Finding:
-    """Return what the records tell of the moment when the first rank gave up.
+    """Return what the records report of the moment when the first rank gave up.
 
     Args:
         job: All records.

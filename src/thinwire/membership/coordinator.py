@@ -351,7 +351,7 @@ class Coordinator(Counter):
         self._remove(member, why=why, is_non_finite=True, is_found=not is_again)
 
     def _fail_where_none_is_finite(self) -> None:
-        """End the run where no active replica has a finite part for a round: nobody holds a model to go on with."""
+        """End the run where no active replica has a finite part for a round: no replica holds a model to go on with."""
         active = self.roster.active
         round_id = next((one for one in self.book.withheld if self.book.is_hopeless(one, active)), None)
         if round_id is None or self.failure or self.roster.with_standing(Standing.DONE):

@@ -236,9 +236,9 @@ def check_store(address: Address, *, is_store: bool) -> Check:
         return ok(name, f"no store of torch answers at {where}")
     return warning(
         name,
-        f"a store of torch answers at {where} and authenticates nobody: whoever reaches it can read and overwrite it. "
-        f"A store that torch opens itself listens on every interface, and a launcher with --rdzv-backend=c10d or "
-        f"--standalone unpickles what lies there: a stranger runs code as its user",
+        f"a store of torch answers at {where} and authenticates no one: any peer that reaches it can read and "
+        f"overwrite it. A store that torch opens itself listens on every interface, and a launcher with "
+        f"--rdzv-backend=c10d or --standalone unpickles what lies there: a stranger runs code as its user",
         remedy=f"let a firewall or VPN pass port {address.port} between the hosts of the run only, and start torchrun "
         f"with --master-addr and --master-port (static rendezvous, which unpickles nothing); or use thinwire train "
         f"--elastic and thinwire join, which need no store",

@@ -51,7 +51,7 @@ REACH_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlace:
-    """What torchrun's environment says about this process; `rendezvous_file` is set by thinwire's own launcher."""
+    """Place of a process in its job, by torchrun's environment; `rendezvous_file` is set by thinwire's own launcher."""
 
     rank: int
     world_size: int
