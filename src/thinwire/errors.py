@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree.
+"""Exceptions of the package, as one tree.
 
 ```
 Exception

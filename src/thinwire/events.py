@@ -1,4 +1,4 @@
-"""What happened on the wire, as values: one record a transfer, in a bounded buffer and to any sink.
+"""Transfer events: one record a transfer, in a bounded buffer and to any sink.
 
 Nothing here imports torch, so that a log can be read on a machine without it.
 """

@@ -1,4 +1,4 @@
-"""Which machines a plan or a simulation is about: a cluster file, or as many machines alike as one says."""
+"""Options that name the machines of a plan or a simulation: a cluster file, or a number of equal machines."""
 
 from __future__ import annotations
 

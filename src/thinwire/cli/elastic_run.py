@@ -1,4 +1,4 @@
-"""What `thinwire train --elastic` and `thinwire join` share: this host's processes, and what is told of them."""
+"""Shared parts of `thinwire train --elastic` and `thinwire join`: the processes of this host and their output."""
 
 from __future__ import annotations
 

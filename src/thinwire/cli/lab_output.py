@@ -1,4 +1,4 @@
-"""What `thinwire lab` shows: the hosts' lines, and a table of what the kernel counted."""
+"""Output of `thinwire lab`: the lines of each host, and a table of the kernel's byte counts."""
 
 from __future__ import annotations
 

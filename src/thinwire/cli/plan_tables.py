@@ -1,4 +1,4 @@
-"""What `thinwire plan` shows: the plan, what else was simulated, what was left out, and what it would take."""
+"""Tables of `thinwire plan`: the plan, the alternatives, the rejected candidates and the predicted cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `thinwire train` and `thinwire join` share in judging themselves: the judge, and what is told at the end."""
+"""Watchdog shared by `thinwire train` and `thinwire join`, and its report at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What judges a run of `thinwire train` whose replicas cannot go: it warns or ends the run, and counts lost time."""
+"""Watchdog of a static run: warns or ends the run on a finding, and counts lost time."""
 
 from __future__ import annotations
 

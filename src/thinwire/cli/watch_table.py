@@ -1,4 +1,4 @@
-"""What `thinwire watch` shows: the replicas as a table, and the newest findings below it."""
+"""Table of `thinwire watch`: the replicas, and the newest findings below them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What active tests of wires measured, and how long each should have taken by what was measured before it.
+"""Results of active wire tests, and the expected time of each from earlier measurements.
 
 A pair is measured alone; from the pairs follows what many transfers at once, and an all-reduce, should take.
 """

@@ -1,4 +1,4 @@
-"""When did a time that varies become longer for good: a cumulative sum over clipped robust scores.
+"""Change-point detector for durations that vary: a CUSUM over clipped robust scores.
 
 Shared machines have heavy-tailed times: one round of a hundred takes ten times as long and means nothing. So each
 value is scored by the median and the median absolute deviation (MAD) of its own history, on a logarithmic scale and

@@ -1,4 +1,4 @@
-"""What watches of one kind know together: how long times get without any fault, and what is far beyond that."""
+"""Peer baseline: usual durations of similar links or ranks without a fault, and the outliers among them."""
 
 from __future__ import annotations
 

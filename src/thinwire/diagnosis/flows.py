@@ -1,4 +1,4 @@
-"""Where a collective's wires are slow or dead, from what kernels know of the connections that it runs over.
+"""Slow and dead wires of a collective, from the kernel's counters of its connections.
 
 A collective's messages are recorded by nobody, but a kernel counts, for each connection, for how long it had something
 to send and how much of it was acknowledged: the seconds that a byte takes are the wire's own, however long the ranks

@@ -1,4 +1,4 @@
-"""Who makes everybody wait for ever: hangs inside and outside of communication.
+"""Hang detector: finds the rank that makes the others wait, inside and outside of communication.
 
 Everybody who waits has written down what for. So a rank that has not come to the operation that the others sit in
 hangs outside of communication ("who did not log", as MegaScale, arXiv 2402.15627, says); where all have come, a

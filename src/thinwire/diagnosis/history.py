@@ -1,4 +1,4 @@
-"""What a running job showed so far: fed at each look, so that a look costs what is new and forgets no history."""
+"""Incremental state of the detectors for a running job: each update costs only the new records."""
 
 from __future__ import annotations
 

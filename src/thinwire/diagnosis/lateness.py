@@ -1,4 +1,4 @@
-"""How late the signs of life of each rank come although it lives: a busy core, disk or wire is no silence."""
+"""Jitter of each rank's heartbeats: a busy core, disk or wire is not a missing heartbeat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of each link: taken in from all records at once, or by and by while a job runs.
+"""History of each link, built from all records at once or incrementally while a job runs.
 
 A running job is judged again and again. What its links showed is remembered here, so that each message is looked at
 once, and a history does not end where the records end that are kept. Nothing is taken in before it is settled: before

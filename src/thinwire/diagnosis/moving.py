@@ -1,4 +1,4 @@
-"""What is waited for and moves all the same: a wire over which bytes come, a rank whose steps end, both very slowly.
+"""Slow progress: wires and ranks that others wait for and that still move.
 
 Whoever waits cannot tell a hang from a tenth of the usual speed. What comes meanwhile can: the kernel counts the bytes
 of a connection also in the middle of a message, and a rank writes down each step, whoever waits for it.

@@ -1,4 +1,4 @@
-"""What NCCL's RAS answers to `status`: files of its text and of its JSON, one answer or several in a row.
+"""Reader of NCCL RAS `status` answers, as text or JSON, one or several in a file.
 
 Reference:
     github.com/NVIDIA/nccl, src/ras/client_support.cc at 5067397c (NCCL 2.30.7); the text is read as 2.24 and 2.26 wrote

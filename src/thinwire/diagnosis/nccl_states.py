@@ -1,4 +1,4 @@
-"""What RAS saw, judged: processes that are gone, ranks that are behind, states and errors that do not fit.
+"""Findings from NCCL RAS: missing processes, lagging ranks, inconsistent states and errors.
 
 One answer of RAS is no picture of one moment: ranks that count differently may all be on their way. Only where a
 second answer counts the same have they stopped.

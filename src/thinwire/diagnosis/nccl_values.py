@@ -1,4 +1,4 @@
-"""What NCCL's own tools tell of a job, as values: times that its Inspector took, and states that its RAS saw.
+"""Values read from NCCL's own tools: Inspector timings and RAS states.
 
 Both name a rank by its number in a communicator. The job's own number of it is that in the largest communicator.
 """

@@ -1,4 +1,4 @@
-"""What ranks did of their own between operations, and where a step of the job begins, from the operations alone.
+"""Compute gaps of each rank between operations, and the start of each step, from the operations alone.
 
 Where operations carry the number of a round, its longest gap is the work. Those of a plain torch job carry none, and
 come several to a step: gradients in buckets follow each other closely, and then comes a long gap, the rest of the step.

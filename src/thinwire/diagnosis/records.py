@@ -1,4 +1,4 @@
-"""What a rank writes down of a job, as values: communicators, operations, ends of transfers, spans of work, beats.
+"""Record types that a rank writes: communicators, operations, transfer ends, work spans and heartbeats.
 
 A rank's times are seconds on its own clock, which only grows; ranks of one host share a clock.
 `thinwire.diagnosis.clocks` brings them together.

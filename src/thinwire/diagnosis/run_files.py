@@ -1,4 +1,4 @@
-"""What `thinwire train` writes down in a run's folder, read as records: transfers, and steps with their loss."""
+"""Files of a `thinwire train` run read as records: transfers, and steps with their loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a message would have taken alone: hosts share their access among all messages that cross it at a time.
+"""Duration of a message without the others: messages share a host's access link while they overlap.
 
 A message that meets another one takes twice as long on a wire that is as good as ever. So when replicas come to their
 rounds in another order, times change without any fault. Of each host's access, the time that a message had it is

@@ -1,4 +1,4 @@
-"""Which reader a file needs: records, dumps of the Flight Recorder, NCCL's own files, or the folder of a run."""
+"""Choice of the reader for a file: records, Flight Recorder dumps, NCCL files, or a run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done about a finding: a table from what broke to what helps, and the limits that keep it from doing harm.
+"""Remediation: a table from findings to actions, and the limits that keep actions harmless.
 
 Nothing here acts. `Steering` is given news of findings and says what is to be done; who runs the job does it.
 """

@@ -1,4 +1,4 @@
-"""What is known of each rank's work: taken in from all records at once, or by and by while a job runs."""
+"""History of each rank's work, built from all records at once or incrementally while a job runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom to ask first for which part of a round, and whom only to see how fast a wire is.
+"""Source selection: the peer to ask first for each part of a round, and probes of the other links.
 
 All is worked out from what the coordinator told everyone, so that replicas choose alike without a word. Where words
 are late and they do not, a part comes later and nothing hangs: parts are the same bytes wherever they come from, and an

@@ -1,4 +1,4 @@
-"""What one replica does in a round, as a pure machine: whom it asks for which part, when it votes, when it gives up.
+"""State machine of one replica in a round, without I/O: requests for parts, its vote, and its timeout.
 
 What it has got and what the coordinator said go in, with the time; what to do next comes out. `Proposal` does it with
 real blobs, and a model of a few replicas can go through all orders in which things may happen.

@@ -1,4 +1,4 @@
-"""Which parts make a round's mean: a pure function of what the replicas say that they hold."""
+"""Choice of the parts that make a round's mean: a pure function of the votes."""
 
 from __future__ import annotations
 

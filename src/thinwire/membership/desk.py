@@ -1,4 +1,4 @@
-"""What the coordinator of an elastic run has in mind, and how it says it; what it makes of it is `Coordinator`'s."""
+"""State of the coordinator of an elastic run and its outgoing messages; `Coordinator` makes the decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chunk is asked of whom: pure, told what happened and when.
+"""Plan of a state transfer without I/O: assigns chunks to the peers that hold them.
 
 A holder has a few chunks under way, as many as it brings in a second, and gets the next when one has come, so the
 faster one brings more. Whoever takes

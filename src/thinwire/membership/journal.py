@@ -1,4 +1,4 @@
-"""What the coordinator must not forget: one JSON line each, written before anything is said about it.
+"""Journal of the coordinator: one JSON line for each decision, written before any message about it.
 
 A line is handed to the system before the message that it is about leaves, so what a killed coordinator had said is
 there for the one that comes after it. It is not forced onto the disk: when the whole host loses power, the run goes on

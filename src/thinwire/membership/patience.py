@@ -1,4 +1,4 @@
-"""How long to wait for others: the median of what was measured, and a multiple of how far it scatters."""
+"""Adaptive timeout: the median of measured waits plus a multiple of their spread."""
 
 from __future__ import annotations
 

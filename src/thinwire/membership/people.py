@@ -1,4 +1,4 @@
-"""What people say to a coordinator: how the run goes, and who is to pause, go on or leave."""
+"""Admin commands of the coordinator: status, pause, resume, leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What coordinator and replicas tell each other: JSON of a fixed form, checked before anything acts on it.
+"""Messages between coordinator and replicas: JSON of a fixed form, validated on arrival.
 
 A message is one object with a `kind`; the fields of each kind and their types stand in a table here. Whatever does not
 fit is refused with the field's name. Bytes are bounded, and nothing in a message is ever run.

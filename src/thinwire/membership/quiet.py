@@ -1,4 +1,4 @@
-"""What comes to a replica just now, as its connections tell: whom nothing comes from, and whether its link is busy."""
+"""Activity of peers as seen by a replica's connections: silent peers, and whether its own link is busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in an elastic run: numbers that are never used twice, and what is known of each replica."""
+"""Members of an elastic run: replica numbers that are never reused, and the state of each replica."""
 
 from __future__ import annotations
 

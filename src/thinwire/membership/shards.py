@@ -1,4 +1,4 @@
-"""Which samples a replica trains on: shards of the shuffled data, lent one at a time and counted.
+"""Data leases: shards of the shuffled data, leased to one replica at a time and counted.
 
 A shard is so many windows of the order in which an epoch's windows are shuffled; the numbers go on through all epochs.
 A replica trains on a shard that it was lent from where it begins to its end. What of it was in a round that counted is

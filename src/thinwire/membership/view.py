@@ -1,4 +1,4 @@
-"""What a replica knows of the others and of the rounds, as values."""
+"""A replica's view of the members and rounds, as values."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `thinwire train` runs: models, corpora, the loop, checkpoints and the report."""
+"""Everything that `thinwire train` runs: models, corpora, the loop, checkpoints and the report."""

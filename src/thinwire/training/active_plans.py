@@ -1,4 +1,4 @@
-"""What rank 0 lets the ranks of an active test do, and what they say of it: notes that nobody trusts.
+"""Plans that rank 0 sends to the ranks of an active test, and their untrusted results.
 
 A plan is one JSON object: what to do, and with whom. A note is one too: what came out, or the fault.
 """

@@ -1,4 +1,4 @@
-"""What each rank of an active test does: it follows rank 0's plans, sends, and leaves what came out."""
+"""One rank of an active test: follows the plans of rank 0, sends, and stores the results."""
 
 from __future__ import annotations
 

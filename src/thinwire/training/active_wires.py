@@ -1,4 +1,4 @@
-"""What active tests send: words and blocks between two replicas, many transfers at once, and a ring all-reduce.
+"""Traffic of active tests: messages between two replicas, many transfers at once, and a ring all-reduce.
 
 Every block is a pattern that its receiver knows, so that bytes which change where no checksum looks (memory, a
 processor) are seen too. Every wait has a deadline that follows from what was measured before on the same wire.

@@ -1,4 +1,4 @@
-"""How often to write a checkpoint: from what one costs and how often the run is lost. Nothing here imports torch."""
+"""Checkpoint interval from the cost of a checkpoint and the failure rate. Nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a folder of this host, or a URL that fsspec knows. Both hold folders of files."""
+"""Storage of checkpoints: a folder of this host, or a URL that fsspec knows."""
 
 from __future__ import annotations
 

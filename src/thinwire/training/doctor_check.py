@@ -1,4 +1,4 @@
-"""What one check of `thinwire doctor` comes to."""
+"""Result of one check of `thinwire doctor`."""
 
 from __future__ import annotations
 

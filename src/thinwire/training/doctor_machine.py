@@ -1,4 +1,4 @@
-"""What `thinwire doctor` looks at on this machine: versions, the secret, disk, open files, memory, speed.
+"""Checks of `thinwire doctor` on this machine: versions, the secret, disk, open files, memory, speed.
 
 Each check takes what it judges as values, or as functions that a test can replace; the defaults ask the machine.
 """

@@ -1,4 +1,4 @@
-"""What `thinwire doctor` looks at in this host's own network: its name, the address it would show, ports, MTU.
+"""Checks of `thinwire doctor` in this host's network: its name, its address, ports, MTU.
 
 Each check takes what it judges as values, or as functions that a test can replace; the defaults ask the host.
 """

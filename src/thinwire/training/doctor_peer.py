@@ -1,4 +1,4 @@
-"""What `thinwire doctor ADDRESS` looks at on the way to another host: its name, TCP, packet sizes, version, clock.
+"""Checks of `thinwire doctor ADDRESS` on the way to another host: name, TCP, packet sizes, version, clock.
 
 Each check takes what it judges as values, or as functions that a test can replace.
 """

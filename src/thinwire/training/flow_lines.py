@@ -1,4 +1,4 @@
-"""What a rank writes down of its connections to other hosts, by its kernel: see `Flow`."""
+"""Records of a rank's connections to other hosts, from its kernel: see `Flow`."""
 
 from __future__ import annotations
 

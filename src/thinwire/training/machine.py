@@ -1,4 +1,4 @@
-"""What this replica's machine can do: the time of an inner step, the memory that is free, the speed of coding."""
+"""Benchmark of this replica's machine: time of an inner step, free memory, speed of coding."""
 
 from __future__ import annotations
 

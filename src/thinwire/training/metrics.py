@@ -1,4 +1,4 @@
-"""What a replica writes down while it trains: JSON lines of metrics and of transfers, and optional loggers."""
+"""Metrics of a replica while it trains: JSON lines of metrics and transfers, and optional loggers."""
 
 from __future__ import annotations
 

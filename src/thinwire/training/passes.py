@@ -1,4 +1,4 @@
-"""How long a step's forward and backward passes take, where the processor that computes them can be timed for free."""
+"""Timing of a step's forward and backward passes, where that is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run came to: the global model on disk, its hash, and one object of numbers."""
+"""Result of a run: the global model on disk, its hash, and one object of numbers."""
 
 from __future__ import annotations
 

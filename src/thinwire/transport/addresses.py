@@ -1,4 +1,4 @@
-"""Which address a host shows to the others, and whether they reach it.
+"""Address that a host shows to the others, and the check that they reach it.
 
 The classic failure of a first run on two machines is a host that advertises 127.0.0.1 (its own name in `/etc/hosts`):
 gloo then hangs until its time-out and says nothing of use. These functions find the address, prove it before gloo

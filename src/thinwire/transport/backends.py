@@ -1,4 +1,4 @@
-"""Which of torch.distributed's ways to move tensors this build of torch has."""
+"""Backends of torch.distributed that this build of torch has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernel knows of this process's own connections to other hosts, whatever library opened them.
+"""Kernel counters of this process's connections to other hosts, whatever library opened them.
 
 gloo and NCCL over sockets tell nobody how a collective's wires do. The kernel does: how long a connection had something
 to send, how much of that has been acknowledged, and since when the other end has been silent. So a wire's rate is

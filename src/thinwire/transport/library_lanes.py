@@ -1,4 +1,4 @@
-"""Which answers of a library go out now: bulk gives way to all others, but never stands still."""
+"""Send scheduler of a blob store: bulk answers yield to all others, but never starve."""
 
 from __future__ import annotations
 

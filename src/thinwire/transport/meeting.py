@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other before there is a connection: notes on a store that all of them reach.
+"""Rendezvous of a run's ranks before there is a connection: JSON notes on a store that all of them reach.
 
 torch's own joining says "timed out" where a rank is missing. Here every rank leaves notes under its own number, so that
 who is missing has a name, and one rank's failure is told to all, so that every log holds the same reason.

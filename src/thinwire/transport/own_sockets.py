@@ -1,4 +1,4 @@
-"""What the kernel knows of this process's own TCP connections to a host, also of those that a library holds.
+"""Kernel view of this process's TCP connections to a host, also of those that a library holds.
 
 gloo does not tell which of its connections leads where, so they are found by the address of their other end: that tells
 replicas apart where each has an address of its own.

@@ -1,4 +1,4 @@
-"""What Linux tells of a TCP connection (`TCP_INFO`)."""
+"""TCP connection statistics from Linux (`TCP_INFO`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a job that is to be watched know of each other: their places in it, and a word of each."""
+"""Ranks of a watched job: their places in it, and an exchange of one message each."""
 
 from __future__ import annotations
 

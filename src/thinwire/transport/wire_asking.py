@@ -1,4 +1,4 @@
-"""What two replicas ask each other for by name over one connection; both sides count, so that nothing grows.
+"""Requests by name between two replicas over one connection; both sides bound their number.
 
 Each ask gets one answer, whose slot is free again when the whole answer is there. A connection that ends takes its asks
 along: their numbers are never used again, so no answer to them can go over the next one.

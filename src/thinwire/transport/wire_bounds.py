@@ -1,4 +1,4 @@
-"""What a peer may cost at most: numbers that both ends of a connection know."""
+"""Bounds on what a peer may cost: numbers that both ends of a connection know."""
 
 from __future__ import annotations
 

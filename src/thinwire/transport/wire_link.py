@@ -1,4 +1,4 @@
-"""What one replica has to do with another: at most one connection at a time, and the messages over it."""
+"""One peer: at most one connection at a time, and the messages over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a peer that says nothing is still there: how long the kernel has seen no byte of it, against a limit.
+"""Liveness of a silent peer: the kernel's time since its last byte, against a limit.
 
 Both ends send a ZMTP heartbeat every `BEAT_S`. libzmq's own thread sends and answers them, so a replica whose Python is
 busy for long is not taken for dead; one whose process is stopped, or whose host is off the network, is. What is judged

@@ -1,4 +1,4 @@
-"""What one replica receives from another over one connection; what it keeps is bounded, whatever the other sends."""
+"""Receiving side of a connection; the memory it takes is bounded, whatever the peer sends."""
 
 from __future__ import annotations
 

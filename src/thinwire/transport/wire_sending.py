@@ -1,4 +1,4 @@
-"""What one replica sends another over one connection: openings unasked but bounded, the rest as it is asked for."""
+"""Sending side of a connection: openings at once but bounded, the rest on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a peer's messages may be on its way to us at a time."""
+"""Receive window: the bytes of a peer that may be in flight to this replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens a replica sees at which step: shuffled windows of a corpus, dealt out so that no two share one."""
+"""Sampler of training tokens: shuffled windows of a corpus, split among replicas without overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where documents come from: the running Python, files and folders, or a Hugging Face data set."""
+"""Sources of documents: the running Python, files and folders, or a Hugging Face data set."""
 
 from __future__ import annotations
 

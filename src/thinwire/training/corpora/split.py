@@ -1,4 +1,4 @@
-"""Which documents are held out: decided by each document's own hash, so the answer never depends on the order."""
+"""Held-out split of a corpus by each document's own hash, so that it does not depend on the order."""
 
 from __future__ import annotations
 

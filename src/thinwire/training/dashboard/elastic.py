@@ -1,4 +1,4 @@
-"""What an elastic run's folder tells besides: the coordinator's journal, and the rounds that replicas applied."""
+"""Elastic part of a run's folder: the coordinator's journal, and the rounds that replicas applied."""
 
 from __future__ import annotations
 

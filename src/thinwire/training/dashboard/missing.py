@@ -1,4 +1,4 @@
-"""What a folder does not tell, and why: so that an empty place on the page is never taken for good news."""
+"""Data gaps of a run's folder and their reasons, so that an empty place is not taken for good news."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was not taken of a run's files: counted, and the first few named."""
+"""Rejected lines of a run's files: counted, and the first few quoted."""
 
 from __future__ import annotations
 

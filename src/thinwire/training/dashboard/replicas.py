@@ -1,4 +1,4 @@
-"""What one replica wrote of its steps: where it is, how it does, and whether it still says anything."""
+"""Progress of one replica from its own files: step, loss, rate, and whether it still writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files a run's folder holds, and who takes the lines of each; read a bounded piece at a time."""
+"""Readers of the files of a run's folder, each read in bounded pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run and its replicas stand: one word each, from what they wrote and when."""
+"""Status of a run and its replicas: one word each, from their files and the times of these."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What `thinwire train --elastic` and `thinwire join` run: replicas that come and go, and their coordinator."""
+"""Everything that `thinwire train --elastic` and `thinwire join` run: replicas and their coordinator."""

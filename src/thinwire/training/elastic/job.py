@@ -1,4 +1,4 @@
-"""What a job tells whoever joins it, and what a host says of itself; as values and as JSON."""
+"""Job description for joining hosts, and a host's description of itself; as values and as JSON."""
 
 from __future__ import annotations
 

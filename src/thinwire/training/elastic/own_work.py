@@ -1,4 +1,4 @@
-"""What a replica does of each interval itself: how long its steps take, how many it does, how many tokens a second."""
+"""Throughput of a replica: time of its steps, steps an interval, tokens a second."""
 
 from __future__ import annotations
 

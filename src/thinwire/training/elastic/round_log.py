@@ -1,4 +1,4 @@
-"""Which rounds a replica has applied, and what its global parameters were then: a JSON line each.
+"""Log of the rounds that a replica applied, with a hash of its global parameters: a JSON line each.
 
 Two replicas that applied the same round hold the same bits; whoever reads the files of all can prove it.
 """

@@ -1,4 +1,4 @@
-"""What can be done to the replicas of an elastic run from a host of it, and how much time its faults cost."""
+"""Remediation in an elastic run: actions on the replicas of a host, and the time that faults cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What broke in a run, what was done about it and what it cost, as parts of its report."""
+"""Faults of a run for its report: the findings, the actions taken and the time lost."""
 
 from __future__ import annotations
 
