@@ -25,9 +25,13 @@ SHARING = (
 LONGEST = (
     "tests/multiprocess/test_training.py",
     "tests/multiprocess/test_elastic_run.py",
+    "tests/multiprocess/test_first_host_lost.py",
+    "tests/multiprocess/test_elastic_nan.py",
     "tests/multiprocess/test_steered_run.py",
     "tests/multiprocess/test_training_options.py",
     "tests/lab/test_elastic_hosts.py",
+    "tests/multiprocess/test_full_run_disk.py",
+    "tests/multiprocess/test_listeners.py",
     "tests/cli/test_lab.py",
     "tests/multiprocess/test_elastic_ranks.py",
     "tests/multiprocess/test_connect.py",
