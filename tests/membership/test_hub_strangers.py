@@ -308,8 +308,11 @@ def test_a_flood_of_strangers_keeps_nobody_with_a_slow_wire_from_joining(port: P
                 is_welcome.set()
 
         line = Line(slow, secret=SECRET, hear=hear)
-        line.say("join", version=VERSION, thinwire=__version__, host="new")
-        assert is_welcome.wait(60)
+        for _ in range(30):  # a joiner repeats itself until it is answered, since a connection may be lost
+            line.say("join", version=VERSION, thinwire=__version__, host="new")
+            if is_welcome.wait(2):
+                break
+        assert is_welcome.is_set()
         line.close()
     finally:
         is_over.set()
