@@ -323,7 +323,7 @@ class _Replica:
 
 
 def has_run(run_dir: Path) -> bool:
-    """Return whether a folder holds a run, or checkpoints of one that is told to keep them there."""
+    """Return whether a folder holds a run, or the checkpoints of a run that keeps them there."""
     return (run_dir / "config.json").exists() or any((run_dir / "checkpoints").glob("step-*/*.json"))
 
 

@@ -169,10 +169,10 @@ class LocalSettings:
 
     @classmethod
     def of_resumed(cls, config: TrainConfig) -> LocalSettings | None:
-        """Return what this host's earlier part in an elastic run was told; None where the run begins here.
+        """Return this host's settings of the elastic run to resume; None where the run begins here.
 
         Raises:
-            CheckpointError: They are damaged.
+            CheckpointError: The settings are damaged.
         """
         if not config.elastic or config.resume is None:
             return None
