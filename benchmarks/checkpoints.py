@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from thinwire.training.global_checkpoints import GlobalCheckpoints
-from thinwire.training.global_state import GlobalState
+from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+from thinwire.training.checkpoints.global_state import GlobalState
+from thinwire.training.checkpoints.state_files import StateFiles
 from thinwire.training.models import build_model
-from thinwire.training.state_files import StateFiles
 
 
 class Timed:

@@ -21,12 +21,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from thinwire.diagnosis.changes import LEAST_HISTORY
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import report
-from thinwire.diagnosis.live import LiveJudge
-from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.records import Beat, Communicator, Operation, Record, Span, TransferEnd
+from thinwire.monitor.detect.change_points import LEAST_HISTORY
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.findings import report
+from thinwire.monitor.runlog.reader import from_records
+from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
 
 RESULTS = Path(__file__).parent / "results" / "diagnosis_speed.json"
 RANKS_OF_HOST = 8

@@ -72,9 +72,9 @@ def live(rank: int, num_ranks: int, folder: str, model: str, results: Any) -> No
     import torch
 
     from thinwire.training.config import TrainConfig, resolve
-    from thinwire.training.elastic.leader import Crew
-    from thinwire.training.elastic.shard import follow
-    from thinwire.transport.inner_group import InnerGroup
+    from thinwire.training.elastic.rank0_driver import Crew
+    from thinwire.training.elastic.rank_shard import follow
+    from thinwire.transport.replica_group import InnerGroup
 
     torch.set_num_threads(1)
     given = TrainConfig(elastic=True, model=model, batch_size=ROWS, seq_len=SEQ_LEN, out=Path(folder))

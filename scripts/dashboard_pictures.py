@@ -3,7 +3,7 @@
     python scripts/dashboard_pictures.py --sizes small --out docs/assets    # the pictures of the docs
     python scripts/dashboard_pictures.py --run runs/demo --out pictures    # of a run of one's own
 
-The rehearsed run is made by `thinwire.diagnosis.rehearsal`: nothing was trained, and its loss is a formula.
+The rehearsed run is made by `thinwire.monitor.synthetic_jobs`: nothing was trained, and its loss is a formula.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import Place
-from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.records import Communicator, Record, Span, header_line, to_line
-from thinwire.diagnosis.rehearsal import rehearse
-from thinwire.diagnosis.scenes import NOISES, Fault, Scene
-from thinwire.training.dashboard.feed import Feed
-from thinwire.training.dashboard.server import DashboardServer
-from thinwire.training.dashboard.snapshot import RunFollower
+from thinwire.monitor.dashboard.run_follower import Feed
+from thinwire.monitor.dashboard.server import DashboardServer
+from thinwire.monitor.dashboard.snapshot import RunFollower
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.findings import Place
+from thinwire.monitor.runlog.reader import from_records
+from thinwire.monitor.runlog.records import Communicator, Record, Span, header_line, to_line
+from thinwire.monitor.scenes import NOISES, Fault, Scene
+from thinwire.monitor.synthetic_jobs import rehearse
 
 _STEPS_A_ROUND, _TOKENS_A_STEP, _WIRE_BYTES = 20, 4096, 500_009
 # Width and height in CSS pixels, and pixels of the picture for each.

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from thinwire.training.reporting.chart import image_file
-from thinwire.training.reporting.figures import figures_of_runs
-from thinwire.training.reporting.run_folder import read_run
+from thinwire.monitor.report.chart import image_file
+from thinwire.monitor.report.figures import figures_of_runs
+from thinwire.monitor.runlog.run_folder import read_run
 
 
 def picture(runs: list[Path], names: list[str]) -> str:

@@ -16,9 +16,9 @@ WITH_PROCESSES = ("tests/multiprocess/", "tests/cli/", "tests/lab/", "tests/docs
 # Their tests share what takes long to compute, which each worker that has one of them would compute again.
 SHARING = (
     "tests/laws/test_method_laws.py",
-    "tests/membership/test_own_pace.py",
+    "tests/elastic/test_own_pace.py",
     "tests/reference/test_dimat.py",
-    "tests/unit/test_diagnosis_scenes.py",
+    "tests/unit/monitor/test_synthetic_jobs.py",
 )
 
 # The longest first, so that none of them is left over for the end: minutes of one worker.

@@ -33,30 +33,32 @@ from thinwire.averaging.quorum_messages import (
 )
 from thinwire.averaging.round_context import Progress
 from thinwire.codecs.registry import NAMES, by_name
+from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.invitation import Invitation, read_invitation
+from thinwire.elastic.journal import Journal
+from thinwire.elastic.protocol import VERSION, Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError, ThinwireError
 from thinwire.lab.channel import Channel
-from thinwire.membership.coordinator import Coordinator
-from thinwire.membership.council import Council
-from thinwire.membership.invitation import Invitation, read_invitation
-from thinwire.membership.journal import Journal
-from thinwire.membership.protocol import VERSION, Message, decode, encode
+from thinwire.monitor.active_test.plans import cells_of, read_flow, read_object, read_pair, seconds_of
+from thinwire.monitor.dashboard.run_follower import Feed
+from thinwire.monitor.dashboard.server import DashboardServer
+from thinwire.monitor.dashboard.snapshot import RunFollower
+from thinwire.monitor.doctor.peer import parse_target
+from thinwire.monitor.record.watched_links import RankPlace
 from thinwire.planning import probe
 from thinwire.sync import consistency_check
-from thinwire.training.active_plans import cells_of, read_flow, read_object, read_pair, seconds_of
-from thinwire.training.dashboard.feed import Feed
-from thinwire.training.dashboard.server import DashboardServer
-from thinwire.training.dashboard.snapshot import RunFollower
-from thinwire.training.doctor_peer import parse_target
-from thinwire.training.global_state import MAGIC, GlobalState, pack, unpack
-from thinwire.training.watched_wires import RankPlace
-from thinwire.transport import board as board_module
-from thinwire.transport import host_probes, message, notes
+from thinwire.training.checkpoints.global_state import MAGIC, GlobalState, pack, unpack
+from thinwire.transport import all_gather_json as notes
+from thinwire.transport import burst_probe as host_probes
+from thinwire.transport import lossy_rendezvous as board_module
+from thinwire.transport import message
 from thinwire.transport.addresses import Station
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire_door import UNKNOWN, WELCOME, Door
-from thinwire.transport.wire_frames import Ask, Bye, Cancel, FrameError, Got, Hello, Opening, Part, Want, read, write
-from thinwire.transport.wire_keys import key_pair
+from thinwire.transport.wire.framing import Ask, Bye, Cancel, FrameError, Got, Hello, Opening, Part, Want, read, write
+from thinwire.transport.wire.keys import key_pair
+from thinwire.transport.wire.listener import UNKNOWN, WELCOME, Door
 from thinwire.version import __version__
 
 NUMEL = 37

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from thinwire.diagnosis.records import Communicator, header_line, to_line
-from thinwire.diagnosis.rehearsal import rehearse
-from thinwire.diagnosis.scenes import NOISES, Fault, Scene
+from thinwire.monitor.runlog.records import Communicator, header_line, to_line
+from thinwire.monitor.scenes import NOISES, Fault, Scene
+from thinwire.monitor.synthetic_jobs import rehearse
 
 HOSTS = ("a", "b", "c")
 

@@ -26,14 +26,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_client import Line, ask_once
+from thinwire.elastic.coordinator_server import Hub
+from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.protocol import VERSION, Message
 from thinwire.errors import ConnectError
 from thinwire.lab import Lab
 from thinwire.lab.settings import Link
-from thinwire.membership.coordinator import Coordinator
-from thinwire.membership.hub import Hub
-from thinwire.membership.invitation import Invitation
-from thinwire.membership.line import Line, ask_once
-from thinwire.membership.protocol import VERSION, Message
 from thinwire.transport.secret import make_secret, read_secret
 from thinwire.version import __version__
 

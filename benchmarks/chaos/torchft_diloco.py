@@ -28,7 +28,7 @@ from torchft.process_group import ProcessGroupGloo
 
 from thinwire.sync.blocks import find_blocks
 from thinwire.sync.fragments import Pattern
-from thinwire.training.assembly import lr_factor, make_inner_optimizer, make_model
+from thinwire.training.build import lr_factor, make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.corpora import Sampler
 from thinwire.training.worker import open_data

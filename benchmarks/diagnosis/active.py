@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.diagnosis.findings import Place
 from thinwire.lab import Lab, Link
+from thinwire.monitor.findings import Place
 
 RESULTS = Path(__file__).parent.parent / "results" / "diagnosis_active.jsonl"
 HOSTS, RATE = 4, 50.0

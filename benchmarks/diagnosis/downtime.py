@@ -37,8 +37,8 @@ from typing import Any
 import psutil
 import steering
 
-from thinwire.diagnosis.downtime import Downtime, Incident, account
-from thinwire.training.elastic.steering import read_pid
+from thinwire.monitor.downtime import Downtime, Incident, account
+from thinwire.training.elastic.remediation import read_pid
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "downtime.jsonl"

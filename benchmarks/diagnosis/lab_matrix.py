@@ -26,11 +26,11 @@ from typing import Any
 from lab_report import keep, report
 from long_faults import Part
 
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import Finding, Place
-from thinwire.diagnosis.sources import read_files
 from thinwire.errors import DataError
 from thinwire.lab import Lab, rank_environment
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.runlog.sources import read_files
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "diagnosis_lab.jsonl"

@@ -17,11 +17,11 @@ from typing import Any
 from lab_matrix import LOOK_S, RESULTS, SETTLE_S, WATCH_S, Scenario, judged
 from lab_report import report
 
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.reading import Records, from_records
-from thinwire.diagnosis.records import Record
-from thinwire.diagnosis.sources import read_files
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.runlog.reader import Records, from_records
+from thinwire.monitor.runlog.records import Record
+from thinwire.monitor.runlog.sources import read_files
 
 REPLAYED = RESULTS.with_name("diagnosis_lab_replayed.jsonl")
 

@@ -14,11 +14,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from thinwire.diagnosis.records import Communicator, header_line, to_line
-from thinwire.diagnosis.rehearsal import rehearse
-from thinwire.diagnosis.scenes import Scene
-from thinwire.diagnosis.steering import Action, Policy, Steering
-from thinwire.training.live_diagnosis import LiveDiagnosis, Members
+from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
+from thinwire.monitor.remediation import Action, Policy, Steering
+from thinwire.monitor.runlog.records import Communicator, header_line, to_line
+from thinwire.monitor.scenes import Scene
+from thinwire.monitor.synthetic_jobs import rehearse
 
 
 class Nobody:

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thinwire.diagnosis.findings import Finding, Place
 from thinwire.lab import Lab
+from thinwire.monitor.findings import Finding, Place
 
 RATE = 100
 STEP_S = 0.06

@@ -25,11 +25,11 @@ from lab_matrix import Run, prepare
 from long_faults import LASTS_S, MARKS, RATE, Part, Strikes, deal, lasts_s, mark, place_name
 from long_report import report
 
-from thinwire.diagnosis.live import LiveJudge, News
-from thinwire.diagnosis.records import Operation, Record
-from thinwire.diagnosis.tail import RecordTail
 from thinwire.lab import Lab
-from thinwire.training.live_diagnosis import LOOK_S, SOON_S
+from thinwire.monitor.detect.live import LiveJudge, News
+from thinwire.monitor.live_diagnosis import LOOK_S, SOON_S
+from thinwire.monitor.runlog.record_tailer import RecordTail
+from thinwire.monitor.runlog.records import Operation, Record
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_long.jsonl"
 START_S, FIRST_ROUNDS, FIRST_S = 120.0, 30, 60.0

@@ -22,10 +22,10 @@ from long_faults import Part, place_name
 from long_matrix import RESULTS, Look, Verdict
 from long_report import report
 
-from thinwire.diagnosis.live import LiveJudge, News
-from thinwire.diagnosis.records import Arrival, Beat, Communicator, Record
-from thinwire.diagnosis.tail import RecordTail
-from thinwire.training.live_diagnosis import LOOK_S
+from thinwire.monitor.detect.live import LiveJudge, News
+from thinwire.monitor.live_diagnosis import LOOK_S
+from thinwire.monitor.runlog.record_tailer import RecordTail
+from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Record
 
 REPLAYED = RESULTS.with_name("diagnosis_long_replayed.jsonl")
 LATE_S = 0.25

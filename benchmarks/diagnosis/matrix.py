@@ -16,11 +16,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.fault_matrix import clean_scenes, judge, pairs_of_faults, scenes
-from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.rehearsal import rehearse
-from thinwire.diagnosis.scenes import NOISES
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.fault_matrix import clean_scenes, judge, pairs_of_faults, scenes
+from thinwire.monitor.runlog.reader import from_records
+from thinwire.monitor.scenes import NOISES
+from thinwire.monitor.synthetic_jobs import rehearse
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis.jsonl"
 VERDICTS = ("right", "ambiguous", "wrong place", "wrong kind", "missed")

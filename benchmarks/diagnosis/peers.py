@@ -33,10 +33,10 @@ from typing import Any
 
 from peers_job import ENDING, IN_LAB, SLOW, TIMEOUT_S, job, prepare
 
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.sources import read_files
 from thinwire.errors import DataError
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.runlog.sources import read_files
 
 RESULTS = Path(__file__).parents[1] / "results" / "peers.jsonl"
 FAULTS = (*ENDING, *SLOW, *IN_LAB)

@@ -69,7 +69,7 @@ class Replica:
 
     def block(self, *, is_on: bool) -> tuple[float, float]:
         """Do a block of steps; return its seconds by the clock and of the processor."""
-        from thinwire.training.recorder import Recorder
+        from thinwire.monitor.record.recorder import Recorder
 
         self.gate.recorder = Recorder(self.folder, rank=self.transport.replica) if is_on else None
         begun = time.perf_counter(), time.process_time()
@@ -134,7 +134,7 @@ def _posted(number: int) -> Any:
 
 def _event_s(folder: Path) -> float:
     """Return the seconds that it takes to make an event and hand it over."""
-    from thinwire.training.recorder import Recorder
+    from thinwire.monitor.record.recorder import Recorder
 
     recorder = Recorder(folder, rank=98)
     recorder.close()
@@ -143,7 +143,7 @@ def _event_s(folder: Path) -> float:
 
 def _memory(folder: Path) -> int:
     """Return the bytes that a recorder holds when as many events as it takes wait for its thread."""
-    from thinwire.training.recorder import MOST_EVENTS, Recorder
+    from thinwire.monitor.record.recorder import MOST_EVENTS, Recorder
 
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

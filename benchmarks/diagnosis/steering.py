@@ -29,11 +29,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from thinwire.elastic.coordinator_client import ask_once
+from thinwire.elastic.invitation import read_invitation
 from thinwire.errors import ThinwireError
-from thinwire.membership.invitation import read_invitation
-from thinwire.membership.line import ask_once
 from thinwire.training.elastic.job import LocalSettings
-from thinwire.training.elastic.steering import read_pid
+from thinwire.training.elastic.remediation import read_pid
 from thinwire.transport.secret import read_secret
 
 RESULTS = Path(__file__).parents[1] / "results" / "steering.jsonl"

@@ -30,11 +30,11 @@ from typing import Any
 
 from lab_report import keep
 
-from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.live import LiveJudge
-from thinwire.diagnosis.sources import read_files
-from thinwire.diagnosis.tail import RecordTail
 from thinwire.lab import Lab, rank_environment
+from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.runlog.record_tailer import RecordTail
+from thinwire.monitor.runlog.sources import read_files
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_torch_wires.jsonl"
 JOB = Path(__file__).with_name("torch_wires_job.py")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from thinwire.membership.coordinator import Coordinator
-from thinwire.membership.hub import Hub
-from thinwire.membership.invitation import Invitation
-from thinwire.membership.joining import Seated, join
+from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_server import Hub
+from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.join import Seated, join
 from thinwire.transport.secret import Secret
 from thinwire.version import __version__
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from bare_rounds import RESULTS, at_once, await_all, coordinate, sit_down, take_round, wait_for
 
+from thinwire.elastic.join import Seated
 from thinwire.lab import Lab
-from thinwire.membership.joining import Seated
 
 RATE, SLOW_BITS, DEADLINE_S = "50mbit", 5e6, 300.0
 PART_BYTES = 1_000_000

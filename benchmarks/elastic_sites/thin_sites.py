@@ -20,8 +20,8 @@ from pathlib import Path
 
 from bare_rounds import RESULTS, at_once, await_all, coordinate, sit_down, take_round, wait_for
 
+from thinwire.elastic.join import Seated
 from thinwire.lab import Lab
-from thinwire.membership.joining import Seated
 
 RATE, DEADLINE_S = "20mbit", 200.0
 SETTINGS = ((2, 1_000_000), (3, 500_000))

@@ -33,7 +33,7 @@ import thinwire
 from thinwire.codecs import by_name
 from thinwire.lab.wire_benchmark.worker import lr_factor
 from thinwire.methods import recipe
-from thinwire.training.assembly import make_inner_optimizer
+from thinwire.training.build import make_inner_optimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.models import build_model
 from thinwire.transport.loopback import LoopbackTransport

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
+from thinwire.elastic.state_chunks import publish_state
+from thinwire.elastic.state_transfer import fetch_state
 from thinwire.lab import Lab, Link
-from thinwire.membership.fetch import fetch_state
-from thinwire.membership.state_chunks import publish_state
 from thinwire.transport.addresses import Address
-from thinwire.transport.library import Library
+from thinwire.transport.blob_store import Library
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire import WireTransport
+from thinwire.transport.wire.wire_transport import WireTransport
 from thinwire.units import parse_rate
 
 WIRES = ("2mbit:25", "10mbit:25", "100mbit:25", "100mbit:100")

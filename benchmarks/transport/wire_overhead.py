@@ -17,7 +17,7 @@ from thinwire.transport.addresses import Address
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire import WireTransport
+from thinwire.transport.wire.wire_transport import WireTransport
 
 SIZES = (0, 1_000, 65_480, 65_481, 1_000_000, 20_000_000)
 DEADLINE_S = 60.0

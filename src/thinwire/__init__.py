@@ -22,10 +22,10 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     from thinwire import codecs, lab, methods
     from thinwire.errors import ThinwireError
+    from thinwire.monitor.record.torch_recorder import watch
     from thinwire.sync.method import Method
     from thinwire.sync.multi_optimizer import MultiOptimizer
     from thinwire.sync.optimizer import DistributedOptimizer
-    from thinwire.training.watching import watch
     from thinwire.transport.connect import connect
     from thinwire.transport.faulty import FaultyTransport
     from thinwire.transport.loopback import LoopbackTransport, LoopbackWorld, run_replicas
@@ -42,7 +42,7 @@ _HOMES = {
     "ThinwireError": "thinwire.errors",
     "connect": "thinwire.transport.connect",
     "run_replicas": "thinwire.transport.loopback",
-    "watch": "thinwire.training.watching",
+    "watch": "thinwire.monitor.record.torch_recorder",
 }
 _MODULES = ("codecs", "lab", "methods")
 

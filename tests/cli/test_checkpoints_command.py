@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from thinwire.cli.checkpoints import main
-from thinwire.training.global_checkpoints import GlobalCheckpoints
-from thinwire.training.global_state import GlobalState
+from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+from thinwire.training.checkpoints.global_state import GlobalState
 from thinwire.training.run_identity import new_identity
 
 Output = pytest.CaptureFixture[str]

@@ -22,10 +22,10 @@ import pytest
 from tests.rehearsed_run import finding_line
 from tests.sample_runs import append, step_line, write_run
 from thinwire.cli.dashboard import DashboardOptions, main
-from thinwire.training.dashboard import server as server_module
-from thinwire.training.dashboard.feed import Feed
-from thinwire.training.dashboard.server import DashboardServer, check_token
-from thinwire.training.dashboard.snapshot import RunFollower
+from thinwire.monitor.dashboard import server as server_module
+from thinwire.monitor.dashboard.run_follower import Feed
+from thinwire.monitor.dashboard.server import DashboardServer, check_token
+from thinwire.monitor.dashboard.snapshot import RunFollower
 
 TOKEN = "a-token-of-24-letters.00"
 

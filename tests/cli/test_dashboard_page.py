@@ -14,10 +14,10 @@ import pytest
 
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
-from thinwire.diagnosis.findings import Place
-from thinwire.diagnosis.scenes import Fault
-from thinwire.training.dashboard.document import document
-from thinwire.training.dashboard.snapshot import snapshot
+from thinwire.monitor.dashboard.page_template import document
+from thinwire.monitor.dashboard.snapshot import snapshot
+from thinwire.monitor.findings import Place
+from thinwire.monitor.scenes import Fault
 
 NODE = shutil.which("node")
 PAGE = document().holding("").decode()

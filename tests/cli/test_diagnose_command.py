@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from thinwire.cli.diagnose import FOUND, DiagnoseOptions, main
-from thinwire.diagnosis.findings import Place
-from thinwire.diagnosis.records import Communicator, Span, header_line, to_line
-from thinwire.diagnosis.rehearsal import rehearse
-from thinwire.diagnosis.scenes import Fault, Scene
+from thinwire.monitor.findings import Place
+from thinwire.monitor.runlog.records import Communicator, Span, header_line, to_line
+from thinwire.monitor.scenes import Fault, Scene
+from thinwire.monitor.synthetic_jobs import rehearse
 
 HOSTS = ("a", "b", "c")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from tests.prometheus_text import read
 from tests.rehearsed_run import write_records
 from thinwire.cli.diagnose import FOUND, main
-from thinwire.diagnosis.diagnose import findings_of
-from thinwire.diagnosis.findings import Place
-from thinwire.diagnosis.metrics import findings_text
-from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.records import Communicator, Span, header_line, to_line
-from thinwire.diagnosis.scenes import Fault
-from thinwire.diagnosis.timeline import build
+from thinwire.monitor.detect.diagnose import findings_of
+from thinwire.monitor.detect.timeline import build
+from thinwire.monitor.findings import Place
+from thinwire.monitor.prometheus_text import findings_text
+from thinwire.monitor.runlog.reader import from_records
+from thinwire.monitor.runlog.records import Communicator, Span, header_line, to_line
+from thinwire.monitor.scenes import Fault
 
 SLOW = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=24, severity=5.0)
 

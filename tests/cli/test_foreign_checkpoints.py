@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from thinwire.cli.main import main
+from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+from thinwire.training.checkpoints.global_state import GlobalState
 from thinwire.training.config import TrainConfig, config_text, resolve
-from thinwire.training.global_checkpoints import GlobalCheckpoints
-from thinwire.training.global_state import GlobalState
 from thinwire.training.run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 Output = pytest.CaptureFixture[str]

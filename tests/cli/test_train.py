@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from thinwire.cli.main import main
-from thinwire.training.checkpoint import Checkpoints, Identity
+from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity
 from thinwire.training.config import TrainConfig, config_text, resolve
 from thinwire.training.run_identity import new_identity, write_identity
 from thinwire.version import __version__

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from thinwire.diagnosis.sources import read_files
 from thinwire.lab import Lab
+from thinwire.monitor.runlog.sources import read_files
 
 pytestmark = pytest.mark.multiprocess
 CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos"

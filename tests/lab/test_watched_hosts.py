@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.sources import read_files
 from thinwire.lab import Lab, rank_environment
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.runlog.reader import Records
+from thinwire.monitor.runlog.sources import read_files
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "watched_script.py"

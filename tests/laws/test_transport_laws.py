@@ -16,8 +16,8 @@ from thinwire.transport.loopback import run_replicas
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire import WireTransport
-from thinwire.transport.wire_frames import OPENING_BYTES
+from thinwire.transport.wire.framing import OPENING_BYTES
+from thinwire.transport.wire.wire_transport import WireTransport
 
 SOON_S = 120.0
 SECRET = Secret(key=bytes(range(32)))

@@ -18,15 +18,19 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import thinwire.files
-import thinwire.training.checkpoint_places as places
-import thinwire.training.global_checkpoints as subject
-import thinwire.training.state_files
-import thinwire.training.tensor_file
-from thinwire.training.global_state import GlobalState, sha256
+import thinwire.training.checkpoints.global_checkpoints as subject
+from thinwire.training.checkpoints import places, state_files, tensor_file
+from thinwire.training.checkpoints.global_state import GlobalState, sha256
 
 WATCHED = {
     module.__file__
-    for module in (thinwire.files, places, subject, thinwire.training.state_files, thinwire.training.tensor_file)
+    for module in (
+        thinwire.files,
+        places,
+        subject,
+        state_files,
+        tensor_file,
+    )
 }
 
 
@@ -39,7 +43,7 @@ def state_of(step: int, **note: Any) -> GlobalState:
 def opened(kind: str, folder: Path, keep_last: int) -> subject.GlobalCheckpoints:
     checkpoints = subject.GlobalCheckpoints(folder, keep_last=keep_last)
     if kind == "url":
-        checkpoints._files = thinwire.training.state_files.StateFiles(places.UrlPlace(LocalFileSystem(), str(folder)))
+        checkpoints._files = state_files.StateFiles(places.UrlPlace(LocalFileSystem(), str(folder)))
     return checkpoints
 
 

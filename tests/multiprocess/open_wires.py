@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thinwire.transport.addresses import Address
-from thinwire.transport.library import Library
+from thinwire.transport.blob_store import Library
 from thinwire.transport.recording import RecordingAskingTransport
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire import WireTransport
+from thinwire.transport.wire.wire_transport import WireTransport
 
 SECRET = Secret(key=bytes(range(32)))
 HOST = "127.0.0.1"

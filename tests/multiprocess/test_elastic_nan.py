@@ -13,7 +13,7 @@ import pytest
 from test_elastic_run import active, rounds, runs, start, texts, wait_until
 from training_runs import Started
 
-from thinwire.training.elastic.coordination import JOURNAL_FILE
+from thinwire.training.elastic.coordinator_process import JOURNAL_FILE
 
 __all__ = ["runs", "texts"]
 

@@ -17,10 +17,10 @@ import psutil
 import pytest
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, with_slow_steps
 
-from thinwire.membership.invitation import read_invitation
-from thinwire.membership.line import ask_once
+from thinwire.elastic.coordinator_client import ask_once
+from thinwire.elastic.invitation import read_invitation
+from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
-from thinwire.training.global_checkpoints import GlobalCheckpoints
 from thinwire.transport.secret import read_secret
 
 SOON_S, STEP_S = 120.0, 0.2

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from training_runs import DEADLINE_S, DOCUMENTS, MARK, OPTIONS, with_slow_steps
 
-from thinwire.membership.invitation import Invitation, read_invitation
-from thinwire.membership.line import ask_once
+from thinwire.elastic.coordinator_client import ask_once
+from thinwire.elastic.invitation import Invitation, read_invitation
+from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.elastic.job import LocalSettings
-from thinwire.training.elastic.kept_state import newest_kept
-from thinwire.training.global_checkpoints import GlobalCheckpoints
+from thinwire.training.elastic.local_snapshot import newest_kept
 from thinwire.training.run_identity import read_identity
 from thinwire.transport.secret import read_secret
 

@@ -15,9 +15,9 @@ import pytest
 from test_elastic_run import active, processes, rounds, runs, start, status, texts, wait_until
 from training_runs import Started
 
+from thinwire.elastic.coordinator_client import ask_once
+from thinwire.elastic.invitation import read_invitation
 from thinwire.errors import ConnectError
-from thinwire.membership.invitation import read_invitation
-from thinwire.membership.line import ask_once
 from thinwire.training.elastic.job import LocalSettings
 from thinwire.transport.secret import read_secret
 

@@ -17,9 +17,9 @@ from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started
 
 from thinwire.cli import judge_beside
 from thinwire.cli.judge_beside import judged_beside
-from thinwire.diagnosis.records import Beat, Communicator, header_line, to_line
+from thinwire.monitor.live_diagnosis import LOOK_S
+from thinwire.monitor.runlog.records import Beat, Communicator, header_line, to_line
 from thinwire.training.config import TrainConfig
-from thinwire.training.live_diagnosis import LOOK_S
 
 
 @pytest.fixture

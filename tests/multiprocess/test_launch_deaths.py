@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.sources import read_files
 from thinwire.errors import WorkerFailed
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.runlog.sources import read_files
 from thinwire.training.config import TrainConfig
 from thinwire.training.launch import launch
 
@@ -24,7 +24,7 @@ import os, pathlib, signal, sys, time
 import psutil
 from thinwire.errors import PeerLost
 from thinwire.training.launch import leave_last_words
-from thinwire.training.recorder import Recorder
+from thinwire.monitor.record.recorder import Recorder
 folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 recorder = Recorder(folder, rank=rank)
 time.sleep(1.2)

@@ -19,9 +19,9 @@ from thinwire.transport.addresses import Address
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import Secret, make_secret, read_secret
-from thinwire.transport.wire import WireTransport
-from thinwire.transport.wire_asking import MOST_WANTS
-from thinwire.transport.wire_frames import OPENING_BYTES, Want
+from thinwire.transport.wire.framing import OPENING_BYTES, Want
+from thinwire.transport.wire.requests import MOST_WANTS
+from thinwire.transport.wire.wire_transport import WireTransport
 
 pytestmark = pytest.mark.multiprocess
 BORDER = OPENING_BYTES - HEADER_BYTES

@@ -20,11 +20,11 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from thinwire import compat
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.records import Operation
-from thinwire.diagnosis.sources import read_files
-from thinwire.training import watching as watching_module
-from thinwire.transport.watched_group import Call, WatchedGroups
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.record import torch_recorder as watching_module
+from thinwire.monitor.runlog.records import Operation
+from thinwire.monitor.runlog.sources import read_files
+from thinwire.transport.collective_hooks import Call, WatchedGroups
 
 pytestmark = pytest.mark.multiprocess
 

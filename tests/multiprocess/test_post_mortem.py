@@ -16,8 +16,8 @@ from namespaces import ADDRESSES, CABLE, NAMES, Hosts
 from training_runs import COMMAND, DEADLINE_S, DOCUMENTS, OPTIONS
 
 from thinwire.cli.main import main
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.sources import read_files
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.runlog.sources import read_files
 
 pytestmark = pytest.mark.multiprocess
 

@@ -15,10 +15,10 @@ from torch import nn
 
 import thinwire
 from thinwire.sync.elastic import elastic, global_tensors, load_global_tensors
-from thinwire.training.assembly import make_inner_optimizer, make_model
+from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, resolve
-from thinwire.training.elastic.leader import Crew, whole_model
-from thinwire.training.elastic.shard import follow
+from thinwire.training.elastic.rank0_driver import Crew, whole_model
+from thinwire.training.elastic.rank_shard import follow
 
 pytestmark = pytest.mark.multiprocess
 
@@ -37,7 +37,7 @@ class Awkward(nn.Module):
 
 
 def move_shards(folder: str, num_ranks: int) -> list[Any]:
-    from thinwire.transport.inner_group import InnerGroup
+    from thinwire.transport.replica_group import InnerGroup
     from thinwire.transport.sharded_parameters import ShardedParameters
     from thinwire.transport.shards import local_shard
 
@@ -246,7 +246,7 @@ def live(folder: str, ranks: list[int]) -> dict[str, Any]:
     config = config_of(folder)
     if size == 1:
         return train(config, replica=replica, crew=None, folder=Path(folder))
-    from thinwire.transport.inner_group import InnerGroup
+    from thinwire.transport.replica_group import InnerGroup
 
     group = InnerGroup(rank=rank, size=size, meeting=Path(folder) / f"meeting-{replica}")
     if not group.leads:

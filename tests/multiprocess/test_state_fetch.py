@@ -12,9 +12,7 @@ from messages import content
 from open_wires import HOST, SOON_S, Site, site, sites
 from processes import Processes
 
-from thinwire.errors import DeadlineExceeded, NotThere
-from thinwire.membership.fetch import StateFetch, WrongBytes, fetch_state
-from thinwire.membership.state_chunks import (
+from thinwire.elastic.state_chunks import (
     CHUNK_BYTES,
     chunk_name,
     hashes_name,
@@ -23,10 +21,12 @@ from thinwire.membership.state_chunks import (
     root_of,
     withdraw_state,
 )
+from thinwire.elastic.state_transfer import StateFetch, WrongBytes, fetch_state
+from thinwire.errors import DeadlineExceeded, NotThere
 from thinwire.transport.addresses import Address
-from thinwire.transport.library import Library
+from thinwire.transport.blob_store import Library
 from thinwire.transport.secret import make_secret, read_secret
-from thinwire.transport.wire import WireTransport
+from thinwire.transport.wire.wire_transport import WireTransport
 
 pytestmark = pytest.mark.multiprocess
 NAME = b"state/12"

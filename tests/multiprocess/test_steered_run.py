@@ -17,7 +17,7 @@ from test_elastic_run import STEP_S, active, runs, start, texts, wait_until
 from training_runs import Started, with_slow_steps
 
 from thinwire.training.elastic.job import LocalSettings
-from thinwire.training.elastic.steering import read_pid
+from thinwire.training.elastic.remediation import read_pid
 
 __all__ = ["runs", "texts"]
 SOON_S = 120.0

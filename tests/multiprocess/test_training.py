@@ -17,10 +17,10 @@ import pytest
 from processes import free_port
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result, with_slow_steps
 
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.sources import read_files
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.runlog.sources import read_files
+from thinwire.transport.all_gather_json import NOTE_BYTES
 from thinwire.transport.message import HEADER_BYTES
-from thinwire.transport.notes import NOTE_BYTES
 from thinwire.transport.secret import make_secret
 
 # Of runs that are to be stopped: four steps must not be over before the signal comes.

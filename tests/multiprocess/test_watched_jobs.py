@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.reading import Records
-from thinwire.diagnosis.sources import read_files
 from thinwire.errors import TransportError
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.runlog.reader import Records
+from thinwire.monitor.runlog.sources import read_files
 
 pytestmark = pytest.mark.multiprocess
 

@@ -19,12 +19,12 @@ from processes import Processes, announce, run, values
 from thinwire.codecs import float32
 from thinwire.methods import streaming_diloco
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.transport import wire_liveness
 from thinwire.transport.connect import connect
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.secret import make_secret
-from thinwire.transport.wire import WireTransport
+from thinwire.transport.wire import liveness as wire_liveness
+from thinwire.transport.wire.wire_transport import WireTransport
 
 pytestmark = pytest.mark.multiprocess
 

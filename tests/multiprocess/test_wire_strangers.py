@@ -20,16 +20,16 @@ from zmq.utils import z85
 
 from tests.strangers import GARBAGE, GARBAGE_NAMES, GREETING, hangs_up, memory_is_bounded
 from thinwire.errors import ConnectError, PeerLost
-from thinwire.transport import wire_line
 from thinwire.transport.addresses import Address
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.message import pack
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire import WireTransport
-from thinwire.transport.wire_door import MOST_STRANGERS
-from thinwire.transport.wire_frames import Ask, Hello, Opening, Part, write
-from thinwire.transport.wire_keys import key_pair
-from thinwire.transport.wire_sending import EARLY_BYTES, EARLY_MESSAGES
+from thinwire.transport.wire import connection as wire_line
+from thinwire.transport.wire.framing import Ask, Hello, Opening, Part, write
+from thinwire.transport.wire.keys import key_pair
+from thinwire.transport.wire.listener import MOST_STRANGERS
+from thinwire.transport.wire.sending import EARLY_BYTES, EARLY_MESSAGES
+from thinwire.transport.wire.wire_transport import WireTransport
 
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
 SOON_S = 120.0

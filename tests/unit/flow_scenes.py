@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from thinwire.diagnosis.delay_matrix import Cell
-from thinwire.diagnosis.diagnose import diagnose
-from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.reading import from_records
-from thinwire.diagnosis.records import Communicator, Flow, Operation, Probe, Record
+from thinwire.monitor.detect.delay_matrix import Cell
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.runlog.reader import from_records
+from thinwire.monitor.runlog.records import Communicator, Flow, Operation, Probe, Record
 
 HOSTS = ("a", "b", "c")
 EVERY_S, LOOK_S, STEPS, BROKEN = 0.2, 0.5, 100, 60

@@ -9,7 +9,7 @@ import torch
 
 from thinwire import compat
 from thinwire.errors import TransportError
-from thinwire.transport.watched_group import WatchedGroups
+from thinwire.transport.collective_hooks import WatchedGroups
 
 
 def test_the_tests_run_with_a_version_that_is_told_to_be_tried() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from thinwire import untested
-from thinwire.diagnosis.nccl_inspector import read_inspector
-from thinwire.diagnosis.nccl_ras import read_ras
-from thinwire.diagnosis.reading import Records
-from thinwire.training.watching import watch
+from thinwire.monitor.nccl.inspector import read_inspector
+from thinwire.monitor.nccl.ras import read_ras
+from thinwire.monitor.record.torch_recorder import watch
+from thinwire.monitor.runlog.reader import Records
 from thinwire.untested import UntestedWarning, warn_untested
 
 
@@ -52,7 +52,7 @@ def test_the_command_says_it_in_one_line(tmp_path: Path) -> None:
 def test_watching_calls_on_gpus_is_warned_of_before_anything_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("thinwire.training.watching.own_rank", lambda *, gpu_calls: 0)
+    monkeypatch.setattr("thinwire.monitor.record.torch_recorder.own_rank", lambda *, gpu_calls: 0)
     (tmp_path / "file").touch()
     with pytest.warns(UntestedWarning, match="gpu_calls=True"), pytest.raises(FileExistsError):
         watch(tmp_path / "file", gpu_calls=True)  # there is no group to watch, and no folder to write to

@@ -78,7 +78,7 @@ def run(options: CheckpointsOptions) -> int:
         ValueError: The URL is of no known kind.
         ThinwireError: The place cannot be read, or the package for its URL is missing.
     """
-    from thinwire.training.global_checkpoints import GlobalCheckpoints
+    from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 
     checkpoints = GlobalCheckpoints(_place(options.place))
     found = [_look(checkpoints, step, verify=options.verify) for step in checkpoints.steps()]

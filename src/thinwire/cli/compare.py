@@ -14,7 +14,7 @@ from rich.console import Console
 from thinwire.cli.tables import comparison_table, plain
 from thinwire.cli.words import read_words
 from thinwire.errors import ThinwireError
-from thinwire.training.reporting.comparison import Comparison, compare_runs, write_comparison
+from thinwire.monitor.report.comparison import Comparison, compare_runs, write_comparison
 
 _WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal: nothing is folded there
 

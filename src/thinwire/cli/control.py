@@ -74,8 +74,8 @@ def _target(verb: str, options: ControlOptions) -> str:
 def _say(verb: str, options: StatusOptions, *, target: str) -> int:
     from thinwire.cli.address import read_address
     from thinwire.cli.elastic_run import show_status, tell
-    from thinwire.membership.invitation import read_invitation
-    from thinwire.membership.line import ask_once
+    from thinwire.elastic.coordinator_client import ask_once
+    from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
     need_pyzmq()

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: until.set())
     end_with(launcher)
     from thinwire.errors import ThinwireError
-    from thinwire.training.elastic.coordination import coordinate
+    from thinwire.training.elastic.coordinator_process import coordinate
     from thinwire.training.elastic.launch import REFUSED
 
     try:

@@ -39,9 +39,9 @@ def main(arguments: Sequence[str]) -> int:
         0 after Ctrl-C, 1 for what went wrong while running, 2 for wrong options.
     """
     from thinwire.errors import ThinwireError
-    from thinwire.training.dashboard.feed import Feed
-    from thinwire.training.dashboard.server import DashboardServer
-    from thinwire.training.dashboard.snapshot import RunFollower
+    from thinwire.monitor.dashboard.run_follower import Feed
+    from thinwire.monitor.dashboard.server import DashboardServer
+    from thinwire.monitor.dashboard.snapshot import RunFollower
 
     try:
         options = read_words(DashboardOptions, arguments, prog="thinwire dashboard")
@@ -75,7 +75,7 @@ def _token(path: Path) -> str:
     Raises:
         ValueError: It cannot be read, others can read it, or it holds no token.
     """
-    from thinwire.training.dashboard.server import check_token
+    from thinwire.monitor.dashboard.server import check_token
 
     try:
         with path.open("rb") as file:

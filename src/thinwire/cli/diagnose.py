@@ -16,9 +16,9 @@ import tyro
 from thinwire.cli.words import read_words
 
 if TYPE_CHECKING:
-    from thinwire.diagnosis.findings import Finding
-    from thinwire.diagnosis.reading import Records
-    from thinwire.diagnosis.timeline import Job
+    from thinwire.monitor.detect.timeline import Job
+    from thinwire.monitor.findings import Finding
+    from thinwire.monitor.runlog.reader import Records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _diagnose(arguments: Sequence[str]) -> int:
-    from thinwire.diagnosis.diagnose import findings_of_whole
-    from thinwire.diagnosis.sources import read_files
-    from thinwire.diagnosis.timeline import build
     from thinwire.errors import DataError
+    from thinwire.monitor.detect.diagnose import findings_of_whole
+    from thinwire.monitor.detect.timeline import build
+    from thinwire.monitor.runlog.sources import read_files
 
     try:
         options = read_words(DiagnoseOptions, arguments, prog="thinwire diagnose")
@@ -100,7 +100,7 @@ def _diagnose(arguments: Sequence[str]) -> int:
 
 
 def _print(options: DiagnoseOptions, records: Records, findings: Sequence[Finding], *, has_removed: bool) -> None:
-    from thinwire.diagnosis.findings import report
+    from thinwire.monitor.findings import report
 
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
@@ -136,7 +136,7 @@ def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings:
 
 
 def _write_dumps(records: Records, folder: Path) -> bool:
-    from thinwire.diagnosis.flight_recorder_files import write_dumps
+    from thinwire.monitor.flight_recorder.dump_writer import write_dumps
 
     try:
         written = write_dumps(records, folder)
@@ -148,7 +148,7 @@ def _write_dumps(records: Records, folder: Path) -> bool:
 
 
 def _write_trace(job: Job, findings: Sequence[Finding], path: Path) -> bool:
-    from thinwire.diagnosis.trace import to_trace
+    from thinwire.monitor.trace import to_trace
 
     trace = to_trace(job, findings)
     if not _write(path, json_format.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"):
@@ -158,8 +158,8 @@ def _write_trace(job: Job, findings: Sequence[Finding], path: Path) -> bool:
 
 
 def _write_heat(job: Job, path: Path, *, kind: str) -> bool:
-    from thinwire.diagnosis.heat import heat_maps
-    from thinwire.diagnosis.heat_page import to_page, words
+    from thinwire.monitor.heat import heat_maps
+    from thinwire.monitor.heat_page import to_page, words
 
     maps = heat_maps(job)
     if kind != "all":
@@ -180,7 +180,7 @@ def _write_heat(job: Job, path: Path, *, kind: str) -> bool:
 
 
 def _write_metrics(records: Records, job: Job, findings: Sequence[Finding], path: Path) -> bool:
-    from thinwire.diagnosis.metrics import findings_text
+    from thinwire.monitor.prometheus_text import findings_text
 
     return _write(path, findings_text(findings, records, job, at=round(time.time(), 3)))
 

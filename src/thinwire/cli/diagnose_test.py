@@ -18,8 +18,8 @@ from thinwire.cli.words import read_words
 from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from thinwire.diagnosis.active_results import Measured, PairTest
-    from thinwire.training.active_test import Outcome
+    from thinwire.monitor.active_test.active_test import Outcome
+    from thinwire.monitor.active_test.results import Measured, PairTest
 
 FOUND, USAGE, FAILED = 3, 2, 1
 _MOST_ROWS = 56
@@ -139,8 +139,8 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
 
 
 def _test(options: ActiveTestOptions) -> int:
-    from thinwire.training.active_test import run_test
-    from thinwire.transport.board import gather
+    from thinwire.monitor.active_test.active_test import run_test
+    from thinwire.transport.lossy_rendezvous import gather
 
     expect = None if options.expect is None else parse_rate(options.expect)
     gathering = gather(
@@ -160,7 +160,7 @@ def _test(options: ActiveTestOptions) -> int:
 
 def _show(tested: Outcome, expect: float | None, *, as_json: bool) -> None:
     from thinwire.cli.tables import plain
-    from thinwire.diagnosis.findings import report
+    from thinwire.monitor.findings import report
 
     measured = tested.measured
     assert measured is not None, "rank 0 shows what it measured"
@@ -213,7 +213,7 @@ def _values(measured: Measured) -> dict[str, Any]:
 
 def _table(measured: Measured) -> list[str]:
     """Return what was measured as lines: hosts, then pairs, the slowest first where there are many."""
-    from thinwire.diagnosis.active_results import all_reduce_s, reference_rate
+    from thinwire.monitor.active_test.results import all_reduce_s, reference_rate
 
     lines = [
         f"rank {rank} on {measured.hosts[rank]}: {format_rate(rate)} to itself"
@@ -240,7 +240,7 @@ def _table(measured: Measured) -> list[str]:
 
 def _row(measured: Measured, cell: tuple[int, int], pair: PairTest, reference: float) -> str:
     def seconds_beside(flows: Any) -> str:
-        from thinwire.diagnosis.active_results import expected_s
+        from thinwire.monitor.active_test.results import expected_s
 
         if cell not in flows or not pair.rate_bits_per_s:
             return "-"

@@ -16,7 +16,7 @@ from thinwire.cli.words import read_words
 from thinwire.units import parse_seconds
 
 if TYPE_CHECKING:
-    from thinwire.training.doctor_peer import Ask
+    from thinwire.monitor.doctor.peer import Ask
     from thinwire.transport.addresses import Address
 
 USAGE, FAILED = 2, 1
@@ -74,15 +74,15 @@ def main(arguments: Sequence[str]) -> int:
 
 def _ask_of(options: DoctorOptions) -> Ask | None:
     """Return how to ask a job's coordinator about itself, None where its secret is not known."""
-    from thinwire.membership.invitation import Invitation, read_invitation
-    from thinwire.training.doctor_peer import Info
+    from thinwire.elastic.invitation import Invitation, read_invitation
+    from thinwire.monitor.doctor.peer import Info
     from thinwire.transport.secret import read_secret
 
     try:
         secret = read_invitation(options.target or "").secret
         if secret is None and options.secret is not None:
             secret = read_secret(options.secret)
-        from thinwire.membership.line import ask_once
+        from thinwire.elastic.coordinator_client import ask_once
     except (ValueError, ImportError):
         return None
     if secret is None:
@@ -98,7 +98,7 @@ def _ask_of(options: DoctorOptions) -> Ask | None:
 
 
 def _examine(options: DoctorOptions) -> int:
-    from thinwire.training.doctor import Patient, examine, is_well
+    from thinwire.monitor.doctor.doctor import Patient, examine, is_well
 
     patient = Patient(
         target=options.target, interface=options.interface, address=options.address,

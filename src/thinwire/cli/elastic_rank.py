@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.training.elastic.rank_processes import join_ranks
-    from thinwire.training.elastic.shard import follow
+    from thinwire.training.elastic.rank_shard import follow
 
     try:
         torch.set_num_threads(LocalSettings.load(run_dir).threads)

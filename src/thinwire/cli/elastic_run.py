@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cli.steered import diagnosis_of, tell_end
+from thinwire.elastic.admin_commands import COME
+from thinwire.elastic.coordinator_client import Line, ask_once
+from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.protocol import Message
 from thinwire.errors import RunOver, Stopped, ThinwireError, WorkerFailed
-from thinwire.membership.invitation import Invitation
-from thinwire.membership.line import Line, ask_once
-from thinwire.membership.people import COME
-from thinwire.membership.protocol import Message
 from thinwire.training.elastic.launch import Role, launch
-from thinwire.training.elastic.steering import ElasticHands, LostTime, Order, orders_of
+from thinwire.training.elastic.remediation import ElasticHands, LostTime, Order, orders_of
 from thinwire.transport.secret import Secret
 
 CUT_OFF_S = 10.0

@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cli.elastic_run import replica_roles, run_here, tell
+from thinwire.elastic.data_leases import Ledger
+from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.journal import Journal
 from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.files import write_whole
-from thinwire.membership.invitation import Invitation
-from thinwire.membership.journal import Journal
-from thinwire.membership.shards import Ledger
 from thinwire.sync.elastic import elastic
-from thinwire.training.assembly import make_method
+from thinwire.training.build import make_method
+from thinwire.training.checkpoints.global_state import GlobalState, tensors_sha256
 from thinwire.training.config import TrainConfig
-from thinwire.training.elastic.coordination import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
+from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import Role
-from thinwire.training.elastic.leader import check_ranks
+from thinwire.training.elastic.rank0_driver import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
-from thinwire.training.global_state import GlobalState, tensors_sha256
 from thinwire.training.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.worker import make_run_folder
 from thinwire.transport.addresses import own_address

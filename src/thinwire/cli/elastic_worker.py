@@ -18,7 +18,7 @@ from thinwire.cli.output import finish_output, protect_output
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.training.elastic.leader import Crew
+    from thinwire.training.elastic.rank0_driver import Crew
 
 
 def main(arguments: Sequence[str]) -> int:

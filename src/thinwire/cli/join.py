@@ -17,7 +17,7 @@ from thinwire.cli.words import read_words
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
-    from thinwire.membership.invitation import Invitation
+    from thinwire.elastic.invitation import Invitation
     from thinwire.transport.secret import Secret
 
 # As long as a replica's process waits for a first answer.
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
 def _join(options: JoinOptions) -> int:
     from thinwire.cli.address import read_address
     from thinwire.cli.elastic_run import alone_in
-    from thinwire.membership.invitation import read_invitation
+    from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
     if options.replicas < 1:
@@ -95,7 +95,7 @@ def _join(options: JoinOptions) -> int:
     if options.interface is not None and options.own_address is not None:
         raise ValueError("give --interface or --own-address, not both")
     if options.device is not None:
-        from thinwire.training.assembly import check_device
+        from thinwire.training.build import check_device
 
         check_device(options.device)
     need_pyzmq()
@@ -109,7 +109,7 @@ def _join(options: JoinOptions) -> int:
 
 def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> int:
     from thinwire.cli.elastic_run import replica_roles, run_here, tell
-    from thinwire.training.elastic.coordination import ALONE_FILE, JOURNAL_FILE, PORT_FILE
+    from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOURNAL_FILE, PORT_FILE
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.transport.addresses import own_address
 
@@ -143,8 +143,8 @@ def check_spare(invitation: Invitation, *, secret: Secret) -> None:
         ConnectError: No coordinator answers.
         ThinwireError: The job runs another version.
     """
-    from thinwire.membership.line import ask_once
-    from thinwire.membership.protocol import VERSION
+    from thinwire.elastic.coordinator_client import ask_once
+    from thinwire.elastic.protocol import VERSION
     from thinwire.version import __version__
 
     status = ask_once(invitation, secret=secret, deadline_s=_ANSWER_S, verb="status", target="")["status"]
@@ -162,7 +162,7 @@ def _folder(out: Path | None, invitation: Invitation, *, secret: Secret) -> Path
         ConnectError: The folder holds a run, and no coordinator answers.
         Refused: The folder that was named is of another run or incarnation; names both.
     """
-    from thinwire.membership.line import ask_once
+    from thinwire.elastic.coordinator_client import ask_once
     from thinwire.training.run_identity import RUN_FILE, check_folder, identity_from_json, read_identity
 
     folder = out or Path("runs") / f"joined-{invitation.host}-{invitation.port}"

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     from thinwire.cli.launcher_end import end_with
     from thinwire.cli.steered import diagnosis_of
-    from thinwire.training.live_diagnosis import end_report
+    from thinwire.monitor.live_diagnosis import end_report
 
     end_with(parent)
     first = run_dir / "records-rank-0.jsonl"
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Nobody:
-    """See `thinwire.training.live_diagnosis.Hands`: all take part, and nothing can be done."""
+    """See `thinwire.monitor.live_diagnosis.Hands`: all take part, and nothing can be done."""
 
     def members(self) -> None:
         """Return that all take part."""

@@ -107,7 +107,7 @@ def _plan(options: PlanOptions) -> int:
     else:
         show(plan, _explained(plan, workload, cluster) if options.explain else ())
     if options.figure is not None:
-        from thinwire.training.reporting.plan_figure import write_plan_figure
+        from thinwire.planning.plan_figure import write_plan_figure
 
         write_plan_figure(plan, options.figure)
         _say(f"figure written to {options.figure}")

@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
 def _probe(options: ProbeOptions) -> int:
     from thinwire.planning.cluster import save_cluster
     from thinwire.planning.probe import ProbeBudget
-    from thinwire.training.assembly import check_device
+    from thinwire.training.build import check_device
     from thinwire.training.config import TrainConfig, check_values, resolve
     from thinwire.training.probe_hosts import probe_hosts
 

@@ -157,7 +157,7 @@ def _check_taken(names: Sequence[str], options: SimulateOptions) -> None:
 
 def _method(name: str, options: SimulateOptions) -> Method:
     """Return a method with the settings that it takes: of several methods, not all take all."""
-    from thinwire.training.assembly import make_method
+    from thinwire.training.build import make_method
     from thinwire.training.config import TrainConfig, resolve
 
     takes = _taken_by(name)

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from thinwire.diagnosis.downtime import Downtime
-from thinwire.diagnosis.findings import Finding
-from thinwire.diagnosis.steering import Policy, Steering
 from thinwire.files import write_whole
-from thinwire.training.live_diagnosis import Hands, LiveDiagnosis, end_report
+from thinwire.monitor.downtime import Downtime
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.live_diagnosis import Hands, LiveDiagnosis, end_report
+from thinwire.monitor.remediation import Policy, Steering
 
 DOWNTIME_FILE = "downtime.json"
 

@@ -10,9 +10,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.training.reporting.comparison import HEAD, Comparison
-from thinwire.training.reporting.report import results
-from thinwire.training.reporting.run_folder import Summary
+from thinwire.monitor.report.comparison import HEAD, Comparison
+from thinwire.monitor.report.report import results
+from thinwire.monitor.runlog.run_folder import Summary
 
 _NO_LIMIT = 10_000
 _WORDS = 2  # the first columns of a comparison hold words, the others numbers

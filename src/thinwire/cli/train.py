@@ -18,7 +18,7 @@ from thinwire.cli.train_judged import judged
 from thinwire.cli.train_options import parse, settle, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
-from thinwire.training.config import TrainConfig, check_values, flag
+from thinwire.training.config import TrainConfig, check_values, command_line, flag, to_json
 
 if TYPE_CHECKING:
     from thinwire.planning.plan import Plan
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         _check_secret(config)
         if config.quiet:
             _hide_progress_bars()
-        from thinwire.training.assembly import check
+        from thinwire.training.build import check
 
         check(config)
         _check_compiler(config)
@@ -203,7 +203,7 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
 
 def _with_interval(config: TrainConfig) -> TrainConfig:
     """Return the options with the steps between checkpoints that earlier parts of the run speak for."""
-    from thinwire.training.run_parts import chosen_interval
+    from thinwire.training.attempts import chosen_interval
 
     if not config.checkpoint_auto:
         return config
@@ -243,10 +243,10 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
 
 def _report(config: TrainConfig, summary: dict[str, Any]) -> dict[str, Any]:
     """Write `report.html`; a run whose report fails has still succeeded."""
-    from thinwire.training.reporting.report import write_report
+    from thinwire.monitor.report.report import write_report
 
     try:
-        write_report(config.run_dir)
+        write_report(config.run_dir, command=command_line(to_json(config)))
     except (ThinwireError, OSError) as error:
         _say(f"warning: no report.html: {error}")
     return summary

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from thinwire.cli.steered import diagnosis_of, tell_end
-from thinwire.diagnosis.steering import Action
 from thinwire.errors import Stopped
+from thinwire.monitor.live_diagnosis import Members
+from thinwire.monitor.remediation import Action
+from thinwire.training.attempts import RunParts, downtime_of, read_parts
 from thinwire.training.config import TrainConfig
-from thinwire.training.live_diagnosis import Members
-from thinwire.training.run_parts import RunParts, downtime_of, read_parts
 
 _LOOK_S = 0.5
 # The launcher has taken the signal by then.
@@ -24,7 +24,7 @@ _STOPPED_S = 0.5
 
 
 class Judgement:
-    """Ends a run because of a finding; see `thinwire.training.live_diagnosis.Hands`.
+    """Ends a run because of a finding; see `thinwire.monitor.live_diagnosis.Hands`.
 
     Attributes:
         why: The finding that ended the run, or an empty text.

@@ -83,7 +83,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     from thinwire.planning.probe import ProbeBudget
     from thinwire.planning.search import PlanConstraints, make_plan
     from thinwire.planning.workload import Workload
-    from thinwire.training.assembly import check_device
+    from thinwire.training.build import check_device
     from thinwire.training.config import check_values
     from thinwire.training.models.sketch import sketch_model
     from thinwire.training.probe_hosts import probe_hosts

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from thinwire.cli.tables import plain
-from thinwire.training.reporting.run_folder import EvaluationLine, StepLine, join_evaluations, parse
+from thinwire.monitor.runlog.run_folder import EvaluationLine, StepLine, join_evaluations, parse
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 _MOST_BYTES = 1 << 22  # read at once from one file; what is left comes with the next look

@@ -17,7 +17,7 @@ from thinwire.cli.words import read_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from thinwire.training.dashboard.snapshot import RunFollower
+    from thinwire.monitor.dashboard.snapshot import RunFollower
 
 FOUND = 3
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     from rich.console import Console
 
     from thinwire.errors import DataError
-    from thinwire.training.dashboard.snapshot import RunFollower, snapshot
+    from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
 
     try:
         options = read_words(WatchOptions, arguments, prog="thinwire watch")

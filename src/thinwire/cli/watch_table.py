@@ -23,7 +23,7 @@ def run_table(sections: Mapping[str, Any], *, width: int) -> RenderableType:
     """Return the run as what rich can print.
 
     Args:
-        sections: Of `thinwire.training.dashboard.snapshot`.
+        sections: Of `thinwire.monitor.dashboard.snapshot`.
         width: Columns of the terminal.
     """
     run, headline = sections["run"], sections["headline"]

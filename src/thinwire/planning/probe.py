@@ -14,8 +14,8 @@ import torch
 
 from thinwire.errors import PayloadError
 from thinwire.planning.cluster import Cluster, Machine, Wire
+from thinwire.transport.all_gather_json import tell_all
 from thinwire.transport.base import Envelope, Kind, Transport
-from thinwire.transport.notes import tell_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.diagnosis.steering import ON_FINDING
 from thinwire.errors import CheckpointError
+from thinwire.monitor.remediation import ON_FINDING
 from thinwire.version import __version__
 
 # Options that do not change what is computed: a resumed run may be given others, and hosts may differ in them.
@@ -280,6 +281,30 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
         filled["sync_interval"] = 30 if is_nano else 100
     missing = {name: value for name, value in filled.items() if getattr(config, name) is None}
     return dataclasses.replace(config, **missing)
+
+
+def command_line(config: Mapping[str, Any]) -> str:
+    """Return the command that repeats a run: every option that matters and is not the default.
+
+    Args:
+        config: Options by name, as `to_json` returns them.
+
+    Example:
+        >>> command_line({"method": "diloco", "steps": 30, "final_exchange": False, "lr": None, "out": "runs/a b"})
+        "thinwire train --method diloco --steps 30 --no-final-exchange --out 'runs/a b'"
+    """
+    defaults = to_json(TrainConfig())
+    ignored = {"thinwire_version", *FREE} - {"out", "device"}
+    words = ["thinwire train"]
+    for name, value in config.items():
+        if value is None or name in ignored or value == defaults.get(name):
+            continue
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words.append(f"--{option} {shlex.quote(str(value))}")
+    return " ".join(words)
 
 
 def meaning(config: TrainConfig) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from thinwire.errors import PayloadError
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.schedule import Schedule
+from thinwire.transport.all_gather_json import tell_all
 from thinwire.transport.base import Envelope, Kind, Transport
-from thinwire.transport.notes import tell_all
 
 # Small first, so that a thin wire is not kept busy for long; more where that was too quick to be told from a latency.
 _PROBE_BYTES = (2**14, 2**17)

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from thinwire.diagnosis.hangs import SILENCE_S
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
-from thinwire.training.checkpoint import Checkpoints, Identity, choose_step, look
+from thinwire.monitor.detect.hangs import SILENCE_S
+from thinwire.monitor.runlog.record_file import last_beat_s, write_obituary
+from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
-from thinwire.training.record_file import last_beat_s, write_obituary
 from thinwire.training.run_identity import read_identity
 from thinwire.transport.addresses import RENDEZVOUS_FILE
 

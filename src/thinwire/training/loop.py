@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, ThinwireError
+from thinwire.monitor.record.recorder import Recorder
 from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.assembly import lr_factor
-from thinwire.training.checkpoint import Checkpoints
+from thinwire.training.attempts import note_cost
+from thinwire.training.build import lr_factor
+from thinwire.training.checkpoints.checkpoint import Checkpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import Watch
 from thinwire.training.metrics import Meter, Reading
-from thinwire.training.passes import Passes
-from thinwire.training.recorder import Recorder
-from thinwire.training.run_parts import note_cost
+from thinwire.training.step_timing import Passes
 
 Batch = tuple[Tensor, Tensor]
 

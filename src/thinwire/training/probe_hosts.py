@@ -10,10 +10,10 @@ from thinwire.errors import DataError, PayloadError
 from thinwire.planning.cluster import Cluster, Machine, read_machine
 from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
 from thinwire.training.config import TrainConfig
-from thinwire.training.machine import measure_machine
+from thinwire.training.host_benchmark import measure_machine
+from thinwire.transport.all_gather_json import tell_all
 from thinwire.transport.base import Transport
 from thinwire.transport.connect import connect
-from thinwire.transport.notes import tell_all
 from thinwire.transport.secret import need_pyzmq, read_secret
 
 _NAMES = 1

@@ -17,7 +17,7 @@ from torch import nn
 
 from thinwire.errors import DesyncError
 from thinwire.files import replace_whole, write_whole
-from thinwire.training.assembly import make_method
+from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import Reading
 from thinwire.version import __version__

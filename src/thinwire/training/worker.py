@@ -12,16 +12,16 @@ import torch
 
 from thinwire.errors import DesyncError, ThinwireError
 from thinwire.files import write_whole
+from thinwire.monitor.record.recorder import Recorder, own_fault
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.assembly import make_inner_optimizer, make_method, make_model, wanted_vocabulary
-from thinwire.training.checkpoint import Checkpoints, Found, Identity, choose_step, look
+from thinwire.training.build import make_inner_optimizer, make_method, make_model, wanted_vocabulary
+from thinwire.training.checkpoints.checkpoint import Checkpoints, Found, Identity, choose_step, look
 from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
 from thinwire.training.drift import watch_for
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
-from thinwire.training.recorder import Recorder, own_fault
 from thinwire.training.run_identity import (
     RUN_FILE,
     RunIdentity,
@@ -31,8 +31,8 @@ from thinwire.training.run_identity import (
     write_identity,
 )
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
+from thinwire.transport.all_gather_json import tell_all
 from thinwire.transport.connect import connect
-from thinwire.transport.notes import tell_all
 from thinwire.transport.recording import RecordingTransport
 
 _OPENING, _READY, _CLOSING, _PROBING = range(4)

@@ -34,14 +34,14 @@ from thinwire.transport.addresses import (
     own_address,
     resolve,
 )
-from thinwire.transport.meeting import Meeting, open_file_store, open_store, prefixed
-from thinwire.transport.own_sockets import OwnSockets
+from thinwire.transport.local_sockets import OwnSockets
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.rendezvous import Meeting, open_file_store, open_store, prefixed
 from thinwire.transport.secret import Secret, need_pyzmq, read_secret
 
 if TYPE_CHECKING:
-    from thinwire.transport.wire import WireTransport
+    from thinwire.transport.wire.wire_transport import WireTransport
 
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -110,7 +110,7 @@ def connect(
     is also torch's default group. A default group that exists already is used as it is. Without any of these variables
     this process is the only replica.
 
-    With a secret, the replicas talk over connections of their own that are authenticated and encrypted
+    With a secret, the replicas send over connections of their own, authenticated and encrypted
     (`thinwire.transport.wire`), and no group is made. The ranks meet in the same store, which authenticates nobody:
     who reaches it can keep the run from starting, but neither join it nor read it.
 
@@ -289,7 +289,7 @@ def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: 
 
 def _join_by_wire(place: JobPlace, address: str, secret: Secret, *, deadline_s: float) -> WireTransport:
     """Meet as for gloo; from there on, nothing that was read in the store is believed but where to try."""
-    from thinwire.transport.wire import WireTransport
+    from thinwire.transport.wire.wire_transport import WireTransport
 
     end = time.monotonic() + deadline_s
     meeting, _, _ = _meet(place, ranks_per_replica=1, deadline_s=deadline_s)

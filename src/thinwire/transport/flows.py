@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.transport.own_sockets import copy_of, open_sockets
+from thinwire.transport.local_sockets import copy_of, open_sockets
 from thinwire.transport.tcp_info import tcp_info
 
 _AGAIN_S = 5.0

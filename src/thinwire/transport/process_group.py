@@ -33,11 +33,11 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import PeerLost, TransportError
-from thinwire.transport.awaited import Awaited
 from thinwire.transport.base import Envelope, Pending, check_peer
+from thinwire.transport.future import Awaited
+from thinwire.transport.local_sockets import OwnSockets
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
-from thinwire.transport.own_sockets import OwnSockets
-from thinwire.transport.wire_liveness import TcpReading
+from thinwire.transport.wire.liveness import TcpReading
 
 OPENING_BYTES = 1 << 16
 MOST_PARTS = 64

@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
 
 if TYPE_CHECKING:
-    from thinwire.transport.inner_group import InnerGroup  # imports FSDP, which takes a second
+    from thinwire.transport.replica_group import InnerGroup  # imports FSDP, which takes a second
 
 
 class ShardedParameters:

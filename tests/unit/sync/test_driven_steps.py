@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire.diagnosis.sources import read_files
 from thinwire.methods import masha2
+from thinwire.monitor.record.recorder import Recorder
+from thinwire.monitor.runlog.sources import read_files
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.assembly import make_inner_optimizer
-from thinwire.training.checkpoint import Checkpoints, Identity
+from thinwire.training.build import make_inner_optimizer
+from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler
 from thinwire.training.loop import Training
 from thinwire.training.metrics import Meter
-from thinwire.training.passes import Passes
-from thinwire.training.recorder import Recorder
+from thinwire.training.step_timing import Passes
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
 

@@ -12,8 +12,8 @@ import torch
 import thinwire
 from tests.reference.small_models import build, loss_of
 from thinwire.methods import muloco
-from thinwire.training import assembly
-from thinwire.training.assembly import check, make_inner_optimizer
+from thinwire.training import build as assembly
+from thinwire.training.build import check, make_inner_optimizer
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.transport.loopback import LoopbackTransport
 

@@ -15,8 +15,8 @@ import torch
 from thinwire.methods import one_bit_adam, one_bit_lamb, zero_one_adam
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.assembly import make_inner_optimizer, make_method
-from thinwire.training.checkpoint import Checkpoints, Identity
+from thinwire.training.build import make_inner_optimizer, make_method
+from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler, validation_batches
 from thinwire.training.loop import Training

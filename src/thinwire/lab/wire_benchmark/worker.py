@@ -45,8 +45,8 @@ from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_b
 from thinwire.training.models import PRESETS, build_model
 from thinwire.training.models.presets import preset
 from thinwire.training.summary import describe_machine, parameters_sha256
+from thinwire.transport.all_gather_json import tell_all
 from thinwire.transport.connect import connect
-from thinwire.transport.notes import tell_all
 from thinwire.transport.recording import RecordingTransport
 from thinwire.version import __version__
 

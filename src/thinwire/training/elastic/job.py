@@ -64,7 +64,7 @@ class Job:
     def of(cls, config: TrainConfig, *, identity: RunIdentity, resumed_step: int = 0, resumed_sha256: str = "") -> Job:
         """Return the job that resolved options describe."""
         assert config.batch_size is not None
-        from thinwire.training.assembly import make_method  # torch, which who only reads a job's words does without
+        from thinwire.training.build import make_method  # torch, which who only reads a job's words does without
 
         method = make_method(config)
         overlap = getattr(method.schedule, "overlap_steps", 0)

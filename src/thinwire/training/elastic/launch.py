@@ -15,8 +15,8 @@ from types import FrameType
 
 from thinwire.errors import Stopped, WorkerFailed
 from thinwire.files import write_whole
-from thinwire.training.elastic.spare import Spare, log_path
-from thinwire.training.elastic.steering import Order
+from thinwire.training.elastic.remediation import Order
+from thinwire.training.elastic.standby_process import Spare, log_path
 
 # A worker that ends with this code has said why, and would end so again.
 REFUSED = 3

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from thinwire.elastic.join import Seated
 from thinwire.errors import ThinwireError
-from thinwire.membership.joining import Seated
+from thinwire.monitor.record.recorder import Recorder
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import watch_for
-from thinwire.training.elastic.leader import Crew
-from thinwire.training.elastic.own_work import OwnWork
+from thinwire.training.elastic.rank0_driver import Crew
+from thinwire.training.elastic.throughput import OwnWork
 from thinwire.training.loop import Batch, Batches, Training
 from thinwire.training.metrics import Meter
-from thinwire.training.recorder import Recorder
 
 # AdamW without a past steps by the sign of each gradient; so a replica that comes in the middle of a run begins slowly.
 _MOST_RAMP_STEPS = 20

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from thinwire.training.elastic.leader import Crew
-from thinwire.transport.inner_group import InnerGroup
+from thinwire.training.elastic.rank0_driver import Crew
+from thinwire.transport.replica_group import InnerGroup
 
 _LOOK_S = 0.1
 _JOINING = ("joining its ranks", 300.0)

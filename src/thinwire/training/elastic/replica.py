@@ -12,35 +12,35 @@ from typing import Any
 
 import torch
 
+from thinwire.elastic.adaptive_local_steps import OwnPace
+from thinwire.elastic.coordinator_view import View
+from thinwire.elastic.invitation import read_invitation
+from thinwire.elastic.join import Seated, join
+from thinwire.elastic.rounds import bearable_steps, grace_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
-from thinwire.membership.invitation import read_invitation
-from thinwire.membership.joining import Seated, join
-from thinwire.membership.own_pace import OwnPace
-from thinwire.membership.rounds import bearable_steps, grace_steps
-from thinwire.membership.view import View
+from thinwire.monitor.record.recorder import Recorder, own_fault
 from thinwire.sync.elastic import elastic, global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
-from thinwire.training.assembly import make_inner_optimizer, make_method, make_model
+from thinwire.training.build import make_inner_optimizer, make_method, make_model
+from thinwire.training.checkpoints.global_state import tensors_sha256
+from thinwire.training.checkpoints.state_files import ForeignCheckpoint
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
-from thinwire.training.elastic.coordination import read_port
-from thinwire.training.elastic.fetching import ComingState
-from thinwire.training.elastic.forwarding import RecordForward
+from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import Job, LocalSettings
-from thinwire.training.elastic.kept_state import RESUMED_ERA, Held, KeptState, kept_path
-from thinwire.training.elastic.leader import Crew, check_ranks, whole_model
+from thinwire.training.elastic.local_snapshot import RESUMED_ERA, Held, KeptState, kept_path
 from thinwire.training.elastic.loop import ElasticTraining, Left
-from thinwire.training.elastic.own_work import OwnWork
+from thinwire.training.elastic.rank0_driver import Crew, check_ranks, whole_model
+from thinwire.training.elastic.record_forwarding import RecordForward
+from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.round_log import RoundLog
+from thinwire.training.elastic.state_fetch import ComingState
 from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
-from thinwire.training.elastic.steering import write_pid
-from thinwire.training.global_state import tensors_sha256
+from thinwire.training.elastic.throughput import OwnWork
 from thinwire.training.metrics import Meter, open_loggers
-from thinwire.training.recorder import Recorder, own_fault
 from thinwire.training.run_identity import check_folder, write_identity
-from thinwire.training.state_files import ForeignCheckpoint
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.training.worker import held_out_batches, open_data
 from thinwire.transport.addresses import Address

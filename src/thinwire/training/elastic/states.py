@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 from torch import nn
 
+from thinwire.elastic.coordinator_view import Offer
+from thinwire.elastic.join import Seated
+from thinwire.elastic.state_chunks import publish_state, withdraw_state
 from thinwire.errors import CheckpointError, ConnectError, Expelled, RunOver, ThinwireError
-from thinwire.membership.joining import Seated
-from thinwire.membership.state_chunks import publish_state, withdraw_state
-from thinwire.membership.view import Offer
 from thinwire.sync.elastic import global_tensors, load_global_parameters, load_global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
+from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+from thinwire.training.checkpoints.global_state import GlobalState, non_finite, pack
 from thinwire.training.config import TrainConfig
-from thinwire.training.elastic.fetching import ComingState, fetch, state_name
-from thinwire.training.elastic.kept_state import Held, KeptState, newest_kept
-from thinwire.training.global_checkpoints import GlobalCheckpoints
-from thinwire.training.global_state import GlobalState, non_finite, pack
+from thinwire.training.elastic.local_snapshot import Held, KeptState, newest_kept
+from thinwire.training.elastic.state_fetch import ComingState, fetch, state_name
 from thinwire.training.run_identity import RunIdentity
 
 _NOTE_S = 20.0

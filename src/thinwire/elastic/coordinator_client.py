@@ -1,0 +1,151 @@
+"""A replica's connection to the coordinator: it dials again by itself, and nothing that matters is said only once."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from thinwire.elastic.coordinator_server import TOKEN_BYTES, caller_keys, hub_keys, set_up_hub
+from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.protocol import Message, decode, encode
+from thinwire.errors import ConnectError, PayloadError
+from thinwire.transport.secret import Secret
+
+_REDIAL_MS, _LONGEST_REDIAL_MS = 200, 2000
+_TURN_MS = 250
+_LINGER_MS = 500
+
+
+class Line:
+    """One connection, with a thread of its own.
+
+    Args:
+        invitation: Where the coordinator is.
+        secret: The job's.
+        hear: Given each checked message, from the thread; must be quick.
+        turn: Called a few times a second, from the thread.
+    """
+
+    def __init__(
+        self, invitation: Invitation, *, secret: Secret, hear: Callable[[Message], None],
+        turn: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self._hear = hear
+        self._turn = turn
+        self._outgoing: deque[bytes] = deque()
+        self._is_closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._plug = self._context.socket(zmq.DEALER)
+        set_up_hub(self._plug)
+        keys = caller_keys(secret)
+        # never the byte zero first: ZeroMQ keeps such names for itself
+        self._plug.setsockopt(zmq.IDENTITY, b"t" + secrets.token_bytes(TOKEN_BYTES - 1))
+        self._plug.setsockopt(zmq.CURVE_SERVERKEY, hub_keys(secret).public)
+        self._plug.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        self._plug.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
+        self._plug.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
+        self._plug.setsockopt(zmq.RECONNECT_IVL_MAX, _LONGEST_REDIAL_MS)
+        self._plug.connect(f"tcp://{invitation.host}:{invitation.port}")
+        self._wake, self._woken = (self._context.socket(zmq.PAIR) for _ in range(2))
+        self._woken.bind("inproc://wake")
+        self._wake.connect("inproc://wake")
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="thinwire-membership", daemon=True)
+        self._thread.start()
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send a message soon; it waits while there is no connection."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._outgoing.append(encode(kind, **fields))
+            with contextlib.suppress(zmq.Again):
+                self._wake.send(b"", zmq.DONTWAIT)
+
+    def close(self) -> None:
+        """Send what is left, and give the sockets back; closing twice is fine."""
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            with contextlib.suppress(zmq.Again):
+                self._wake.send(b"", zmq.DONTWAIT)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._plug, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        next_turn_s = time.monotonic()
+        while not self._is_closing:
+            ready = dict(poller.poll(_TURN_MS))
+            if self._woken in ready:
+                with contextlib.suppress(zmq.Again):
+                    while True:
+                        self._woken.recv(zmq.DONTWAIT)
+            self._flush()
+            self._receive()
+            if time.monotonic() >= next_turn_s:
+                next_turn_s = time.monotonic() + _TURN_MS / 1000
+                self._turn()
+        self._flush()
+        self._plug.setsockopt(zmq.LINGER, _LINGER_MS)
+        with self._lock:  # who closes may be waking this thread still
+            for plug in (self._plug, self._woken, self._wake):
+                plug.close()
+        self._context.term()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while self._outgoing:
+                self._plug.send(self._outgoing[0], zmq.DONTWAIT)
+                self._outgoing.popleft()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            while True:
+                frames = self._plug.recv_multipart(zmq.DONTWAIT)
+                with contextlib.suppress(PayloadError):  # it has the secret and another version: nothing to act on
+                    self._hear(decode(b"".join(frames[:1]), to_member=True))
+
+
+def ask_once(invitation: Invitation, *, secret: Secret, deadline_s: float, **fields: Any) -> Message:
+    """Give the coordinator a command of a person's, and return its answer.
+
+    Args:
+        invitation: Where it is.
+        secret: The job's.
+        deadline_s: Seconds to wait.
+        fields: `verb` and `target`.
+
+    Raises:
+        ConnectError: It did not answer.
+    """
+    answers: deque[Message] = deque()
+    has_come = threading.Event()
+
+    def hear(message: Message) -> None:
+        if message["kind"] == "answer":
+            answers.append(message)
+            has_come.set()
+
+    line = Line(invitation, secret=secret, hear=hear)
+    try:
+        line.say("command", **fields)
+        if not has_come.wait(deadline_s):
+            raise ConnectError(
+                f"no coordinator answered at {invitation.host}, port {invitation.port}, within {deadline_s:g} s: it is "
+                f"not there, a firewall drops it, or the secret is another one; look with: thinwire doctor "
+                f"{invitation.host}:{invitation.port}"
+            )
+        return answers[0]
+    finally:
+        line.close()

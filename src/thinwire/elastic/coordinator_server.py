@@ -1,0 +1,175 @@
+"""The coordinator's port: an authenticated, encrypted, bounded socket around the pure machine, in one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
+from thinwire.elastic.rate_limit import Allowance, Callers
+from thinwire.errors import PayloadError
+from thinwire.transport.secret import Secret
+from thinwire.transport.wire.connection import HANDSHAKE_S
+from thinwire.transport.wire.keys import KeyPair
+from thinwire.transport.wire.listener import WELCOME, Delivered, Door
+from thinwire.transport.wire.liveness import BEAT_S
+
+TOKEN_BYTES = 16
+_QUEUE = 20_000
+# What one connection may have waiting here, in messages.
+_MOST_WAITING = 256
+_TURN_S, _GUARD_S = 0.05, 0.5
+_LINGER_MS = 1000
+# Of one connection that sends what is no message, so many are borne: it may be of another version.
+_MOST_SLIPS = 16
+# Of what is wrong at the port, so much is told.
+_TOLD_A_SECOND, _TOLD_AT_ONCE = 0.2, 64.0
+_MOST_TEXT = 300
+
+
+def hub_keys(secret: Secret) -> KeyPair:
+    """Return the coordinator's keys."""
+    return _pair(secret, "thinwire membership v1 coordinator")
+
+
+def caller_keys(secret: Secret) -> KeyPair:
+    """Return the keys with which replicas and people's commands prove that they have the secret."""
+    return _pair(secret, "thinwire membership v1 caller")
+
+
+def _pair(secret: Secret, label: str) -> KeyPair:
+    private = z85.encode(secret.derive(label))
+    return KeyPair(public=zmq.curve_public(private), private=private)
+
+
+def set_up_hub(plug: zmq.Socket[bytes]) -> None:
+    """Set the bounds and times of both ends of the coordinator's connections."""
+    plug.setsockopt(zmq.LINGER, 0)
+    plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES + 64)
+    plug.setsockopt(zmq.RCVHWM, _QUEUE)
+    plug.setsockopt(zmq.SNDHWM, _QUEUE)
+    plug.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
+    plug.setsockopt(zmq.HEARTBEAT_IVL, round(BEAT_S * 1000))
+    plug.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(HANDSHAKE_S * 1000))
+
+
+class Hub:
+    """Serves a coordinator.
+
+    Args:
+        secret: The job's.
+        address: The IPv4 address to listen on.
+        port: The port; 0 takes a free one.
+        say: Told of connections that were turned away.
+
+    Raises:
+        ConnectError: The address or port cannot be listened on.
+
+    Attributes:
+        port: The port.
+        generation: Names this process among those that were the job's coordinator.
+    """
+
+    def __init__(self, *, secret: Secret, address: str, port: int, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._slips: dict[bytes, int] = {}
+        self._callers = Callers()
+        self._told = Allowance(a_second=_TOLD_A_SECOND, at_once=_TOLD_AT_ONCE)
+        self._guard_s = 0.0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.generation = secrets.token_hex(8)
+        callers = {caller_keys(secret).public_bytes: 0}
+        try:
+            self._door = Door(
+                self._context, address=address, port=port, keys=hub_keys(secret), callers=callers,
+                decide=lambda replica: WELCOME, prepare=_prepare,
+            )  # fmt: skip
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self.port = self._door.port
+
+    def send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
+        """Send a message to a connection; where its queue is full or it is gone, it is lost, and asked for again."""
+        self._door.send(token, bytearray(encode(kind, **fields)))
+
+    def serve(
+        self, coordinator: Coordinator, *, until: Callable[[], bool], turn: Callable[[], None] = lambda: None
+    ) -> None:  # fmt: skip
+        """Serve until told to end.
+
+        Args:
+            coordinator: The machine.
+            until: Asked again and again whether to end.
+            turn: Called after each turn.
+        """
+        poller = zmq.Poller()
+        for plug in (self._door.plug, self._door.monitor, self._door.decider):
+            poller.register(plug, zmq.POLLIN)
+        last_s = 0.0
+        while not until():
+            poller.poll(round(1000 * _TURN_S))
+            for fd in self._door.departed():
+                self._callers.ended(fd)  # it says nothing about its replica: that comes back
+            self._door.decisions()
+            for found in self._door.delivered():
+                self._take(coordinator, found)
+                self._door.know(found.fd)
+            now_s = time.monotonic()
+            if now_s - last_s >= _TURN_S:
+                last_s = now_s
+                coordinator.tick(now_s)
+                self._guard(now_s)
+            turn()
+
+    def close(self) -> None:
+        """Give the sockets back."""
+        self._door.plug.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._door.close()
+        with contextlib.suppress(zmq.ZMQError):
+            self._context.term()
+
+    def _guard(self, now_s: float) -> None:
+        self._door.guard()
+        if now_s - self._guard_s < _GUARD_S:
+            return
+        self._guard_s = now_s
+        for _ in range(self._callers.guard(now_s=now_s)):
+            self._complain("a connection sent a message without an end, and was cut off")
+
+    def _take(self, coordinator: Coordinator, found: Delivered) -> None:
+        now_s, caller = time.monotonic(), found.caller
+        size = 0 if found.frame is None else len(found.frame)
+        if not self._callers.heard(found.fd, num_bytes=size, now_s=now_s):
+            if self._callers.is_news(found.fd):
+                self._complain("a connection sends more than a replica has to say; what is too much is not heard")
+            return
+        try:
+            if found.frame is None:
+                raise PayloadError("a message of several frames")
+            coordinator.handle(caller, decode(bytes(found.frame), to_member=False), now_s=now_s)
+        except PayloadError as error:
+            self._slips[caller] = self._slips.get(caller, 0) + 1
+            if self._slips[caller] <= _MOST_SLIPS:
+                self._complain(f"a connection sent {error}")
+            if len(self._slips) > _QUEUE:
+                self._slips.clear()
+
+    def _complain(self, text: str) -> None:
+        if self._told.take(now_s=time.monotonic()):
+            self._say(text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ...")
+
+
+def _prepare(plug: zmq.Socket[bytes]) -> None:
+    set_up_hub(plug)
+    plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES_HERE + 64)
+    plug.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+    # a replica that dials again under its token takes the place of its old connection
+    plug.setsockopt(zmq.ROUTER_HANDOVER, 1)

@@ -1,0 +1,216 @@
+"""From an invitation to a seat: a number from the coordinator, connections to the others, blobs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.elastic.coordinator_client import Line
+from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_view import Neighbour
+from thinwire.elastic.engine_session import ElasticSeat
+from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.peer_activity import Inflow, QuietPeers
+from thinwire.elastic.protocol import RUN_OVER, VERSION, Message
+from thinwire.errors import ConnectError, Refused, RunOver
+from thinwire.events import Transfer
+from thinwire.transport.addresses import Address, address_towards
+from thinwire.transport.blob_store import Library
+from thinwire.transport.recording import RecordingAskingTransport
+from thinwire.transport.secret import Secret
+from thinwire.transport.wire.wire_transport import WireTransport
+from thinwire.version import __version__
+
+_NOT_THERE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seated:
+    """A replica that has joined.
+
+    Attributes:
+        job: What the coordinator says of the job.
+        council: This replica's seat among the others.
+        transport: Its connections.
+        library: Its blobs and its way to the others'.
+        seat: What the engine uses.
+        line: Its connection to the coordinator.
+    """
+
+    job: Mapping[str, Any]
+    council: Council
+    transport: RecordingAskingTransport
+    library: Library
+    seat: ElasticSeat
+    line: Line
+
+    @property
+    def replica(self) -> int:
+        """Its number."""
+        return self.council.replica
+
+    def arrive(
+        self, *, corpus: str, num_windows: int, address: str, port: int, held_step: int = 0, era: int = 0,
+        disk_step: int = 0,
+    ) -> None:  # fmt: skip
+        """Report where this replica is, what it reads, and which states it has.
+
+        Args:
+            corpus: SHA-256 of the corpus.
+            num_windows: Windows of the corpus.
+            address: Address that the others reach.
+            port: Its port.
+            held_step: Step of a state of its own, 0 for none.
+            era: Era of that state.
+            disk_step: Step of the checkpoint that it can read, 0 for none.
+        """
+        self.council.insist(
+            "here", address=address, port=port, corpus=corpus, windows=num_windows, held=held_step, era=era,
+            disk=disk_step,
+        )  # fmt: skip
+
+    def close(self, *, why: str = "") -> None:
+        """Leave, and give sockets and threads back."""
+        self.council.tell("leave", why=why)
+        self.line.close()
+        self.library.close()
+        self.transport.close()
+
+
+class _Greeting:
+    """What the coordinator says before there is a council."""
+
+    def __init__(self) -> None:
+        self.council: Council | None = None
+        self.welcome: Message | None = None
+        self.refusal = ""
+        self._early: list[Message] = []
+        self._lock = threading.Lock()
+        self.has_come = threading.Event()
+
+    def hear(self, message: Message) -> None:
+        with self._lock:
+            if self.council is not None:
+                self.council.hear(message)
+            elif message["kind"] == "welcome":
+                self.welcome = message
+                self.has_come.set()
+            elif message["kind"] == "refused":
+                self.refusal = message["why"]
+                self.has_come.set()
+            else:
+                self._early.append(message)
+
+    def turn(self) -> None:
+        council = self.council
+        if council is not None:
+            council.turn()
+
+    def hand_over(self, council: Council) -> None:
+        with self._lock:
+            self.council = council
+            for message in self._early:
+                council.hear(message)
+
+
+def join(
+    invitation: Invitation, *, secret: Secret, planned: Callable[[Mapping[str, Any]], tuple[int, int]],
+    address: str | None = None, deadline_s: float = _NOT_THERE_S, warn: Callable[[str], None] = lambda text: None,
+) -> tuple[Seated, Address]:  # fmt: skip
+    """Join a job.
+
+    Args:
+        invitation: Where its coordinator is.
+        secret: The job's.
+        planned: Reads from the job how many replicas are planned, and how many steps an interval has.
+        address: This host's address that the others reach; None for the one from which the coordinator is reached.
+        deadline_s: For how long the coordinator is waited for.
+        warn: Told, later, that the coordinator has not been heard of.
+
+    Returns:
+        The seat, and where this replica is reached.
+
+    Raises:
+        ConnectError: The coordinator did not answer; with the remedy.
+        Refused: It takes no replica of this kind; with the remedy.
+        RunOver: The run has come to its end.
+    """
+    own_address = address_towards(invitation.host) if address is None else address
+    greeting = _Greeting()
+    line = Line(invitation, secret=secret, hear=greeting.hear, turn=greeting.turn)
+    try:
+        welcome = _ask_to_join(line, greeting, invitation, deadline_s=deadline_s)
+        replica, job = welcome["replica"], welcome["job"]
+        num_planned, interval_steps = planned(job)
+        wire = WireTransport(
+            replica=replica, num_replicas=num_planned, secret=secret, address=own_address, is_open=True
+        )
+    except BaseException:
+        line.close()
+        raise
+    council = Council(
+        replica=replica, interval_steps=interval_steps, say=line.say,
+        meet=lambda neighbours: _meet(wire, neighbours, replica=replica), warn=warn,
+    )  # fmt: skip
+    council.quiet, council.is_busy = QuietPeers(wire), Inflow(wire).is_busy
+    transport = RecordingAskingTransport(wire)
+    library = Library(transport)
+    seat = ElasticSeat(council, library)
+    library.is_past = seat.is_past
+    _tell_of_losses(transport, council)
+    transport.log.add_sink(lambda transfer: note_rate(council, transfer))
+    greeting.hand_over(council)
+    seated = Seated(job=job, council=council, transport=transport, library=library, seat=seat, line=line)
+    return seated, Address(host=own_address, port=wire.port)
+
+
+def _ask_to_join(line: Line, greeting: _Greeting, invitation: Invitation, *, deadline_s: float) -> Message:
+    until_s = time.monotonic() + deadline_s
+    host = socket.gethostname()
+    while not greeting.has_come.is_set():
+        line.say("join", version=VERSION, thinwire=__version__, host=host)
+        greeting.has_come.wait(1.0)
+        if time.monotonic() > until_s and not greeting.has_come.is_set():
+            raise ConnectError(
+                f"no coordinator answered at {invitation.host}, port {invitation.port}, within {deadline_s:g} s: it is "
+                f"not there, a firewall drops it, or the secret is another one; look with: thinwire doctor "
+                f"{invitation.host}:{invitation.port}"
+            )
+    if greeting.refusal == RUN_OVER:
+        raise RunOver(RUN_OVER)
+    if greeting.welcome is None:
+        raise Refused(f"the coordinator at {invitation.host} refuses this replica: {greeting.refusal}")
+    return greeting.welcome
+
+
+def _meet(wire: WireTransport, neighbours: Mapping[int, Neighbour], *, replica: int) -> None:
+    """Connect to those that came, and let those go that left."""
+    for peer in set(wire.peers()) - set(neighbours):
+        wire.remove(peer)
+    for peer, found in neighbours.items():
+        if peer != replica:
+            address = Address(host=found.address, port=found.port) if peer < replica else None
+            wire.add(peer, address=address)
+
+
+def note_rate(council: Council, transfer: Transfer) -> None:
+    """Learn from an answer how fast the wire to a replica is; an ask also waits for what is not there yet."""
+    if transfer.direction == "sent" and not transfer.error:
+        seconds = transfer.finished_s - transfer.started_s
+        council.rates.observe(transfer.peer, num_bytes=transfer.wire_bytes, seconds=seconds)
+
+
+def _tell_of_losses(transport: RecordingAskingTransport, council: Council) -> None:
+    """Let the coordinator look sooner at a replica that nothing comes from any more."""
+    inner = transport.on_lost
+
+    def lost(peer: int) -> None:
+        if inner is not None:
+            inner(peer)
+        council.tell("lost", replica=peer)
+
+    transport.on_lost = lost

@@ -1,0 +1,235 @@
+"""Members of an elastic run: replica numbers that are never reused, and the state of each replica."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from thinwire.elastic.adaptive_local_steps import is_slower
+from thinwire.elastic.adaptive_timeout import Patience
+
+# Signs of life come once a second; so many seconds without one are always borne, and no more than the second number.
+# Rounds wait for a silent replica only once, and one that is let go has to fetch the whole state: it is worth a while.
+LEAST_SILENCE_S, MOST_SILENCE_S = 20.0, 30.0
+# One whose connections broke while it was heard of: its process has died.
+SUSPECT_SILENCE_S = 3.0
+
+
+class Standing(StrEnum):
+    """How far a replica has come."""
+
+    ARRIVING = "arriving"
+    """It has a number, and nobody can reach it yet."""
+    LOADING = "loading"
+    """It fetches the state from others."""
+    ACTIVE = "active"
+    """It takes part in rounds."""
+    DONE = "done"
+    """It has come to the end."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One replica.
+
+    Attributes:
+        replica: Its number.
+        token: Names its connection.
+        host: As it calls itself.
+        address: Where others reach it, with `port`.
+        port: Its port.
+        standing: How far it has come.
+        heard_s: When it was last heard of.
+        step: The step that it last told.
+        step_s: Seconds that its steps take, 0 where it has not said so.
+        loss: Mean of its latest steps, in nats a token; 0 where it has not told one.
+        steps_per_interval: Inner steps that it does itself in an interval, as it last told.
+        tokens_s: Tokens a second that it trains on, its waits included, as it last told.
+        is_suspect: Whether another replica lost its connection to it while the coordinator still heard of it.
+        is_paused: Whether it was told to pause.
+        is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
+        held_step: The step of the state of its own that it goes on from, 0 where it begins from another one.
+        begin_step: The step that it takes part from: it holds the parts of rounds since, and may hold none before.
+        disk_step: Step of the checkpoint that it can read, 0 for none.
+        own_step: Step of the state of its own that it reported, 0 for none.
+        own_era: Era of that state.
+        has_counted: Whether a part of it has been in a mean.
+        rejected_by: By replica that found several of its parts in a row to hold NaN or infinity, the first's round.
+    """
+
+    replica: int
+    token: bytes
+    host: str
+    heard_s: float
+    address: str = ""
+    port: int = 0
+    standing: Standing = Standing.ARRIVING
+    step: int = 0
+    step_s: float = 0.0
+    steps_per_interval: float = 0.0
+    loss: float = 0.0
+    tokens_s: float = 0.0
+    is_suspect: bool = False
+    is_paused: bool = False
+    is_awaited: bool = False
+    held_step: int = 0
+    begin_step: int = 0
+    disk_step: int = 0
+    own_step: int = 0
+    own_era: int = 0
+    has_counted: bool = False
+    rejected_by: dict[int, int] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, object]:
+        """Return what other replicas and people are told of it."""
+        return {
+            "replica": self.replica, "host": self.host, "address": self.address, "port": self.port,
+            "standing": str(self.standing), "step": self.step, "step_s": round(self.step_s, 4),
+            "paused": self.is_paused, "steps_per_interval": round(self.steps_per_interval, 1),
+            "tokens_s": round(self.tokens_s, 1), "loss": round(self.loss, 4),
+        }  # fmt: skip
+
+
+class Roster:
+    """The replicas of a run; pure, time comes in as a number.
+
+    Args:
+        next_replica: The first number that is free.
+
+    Example:
+        >>> roster = Roster()
+        >>> roster.add(b"a", host="alpha", now_s=0.0).replica, roster.add(b"b", host="beta", now_s=0.0).replica
+        (0, 1)
+        >>> [member.host for member in roster.silent(now_s=1000.0)]
+        ['alpha', 'beta']
+    """
+
+    def __init__(self, *, next_replica: int = 0) -> None:
+        self.next_replica = next_replica
+        self._members: dict[int, Member] = {}
+        self._by_token: dict[bytes, int] = {}
+        self._gaps = Patience(least_s=LEAST_SILENCE_S, most_s=MOST_SILENCE_S)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, token: bytes, *, host: str, now_s: float) -> Member:
+        """Give a replica a number."""
+        member = Member(replica=self.next_replica, token=token, host=host, heard_s=now_s)
+        self.next_replica += 1
+        self.put(member)
+        return member
+
+    def put(self, member: Member) -> None:
+        """Take in a replica that has a number already."""
+        self.next_replica = max(self.next_replica, member.replica + 1)
+        self._members[member.replica] = member
+        self._by_token[member.token] = member.replica
+
+    def remove(self, replica: int) -> None:
+        """Let one go; its number is not used again."""
+        member = self._members.pop(replica, None)
+        if member is not None:
+            self._by_token.pop(member.token, None)
+
+    def get(self, replica: int) -> Member | None:
+        """Return one by its number."""
+        return self._members.get(replica)
+
+    def by_token(self, token: bytes) -> Member | None:
+        """Return one by its connection."""
+        replica = self._by_token.get(token)
+        return None if replica is None else self._members[replica]
+
+    def hear(self, member: Member, *, now_s: float, is_beat: bool) -> None:
+        """Note a sign of life."""
+        if is_beat and not member.is_awaited:
+            self._gaps.observe(now_s - member.heard_s)
+        member.heard_s = now_s
+        member.is_suspect = member.is_awaited = False
+
+    def suspect(self, replica: int, *, now_s: float) -> None:
+        """Note that another replica has lost its connection to one; to one that is silent anyway, that says nothing."""
+        member = self._members.get(replica)
+        if member is not None and now_s - member.heard_s < SUSPECT_SILENCE_S:
+            member.is_suspect = True
+
+    @property
+    def silence_s(self) -> float:
+        """How long a replica may be silent."""
+        return self._gaps.limit_s
+
+    def silent(self, *, now_s: float) -> list[Member]:
+        """Return those that have been silent for too long."""
+        found = [m for m in self._members.values() if now_s - m.heard_s > self._borne_s(m, now_s=now_s)]
+        if len(found) > 1 and 2 * len(found) >= len(self._members):
+            # so many at once: rather this host's own link is cut, and all of them are there behind it
+            return [member for member in found if now_s - member.heard_s > MOST_SILENCE_S]
+        return found
+
+    def _borne_s(self, member: Member, *, now_s: float) -> float:
+        if member.is_awaited:  # it dials again, less and less often, for as long as nobody was there
+            return MOST_SILENCE_S
+        others = [other for other in self._members.values() if other is not member]
+        num_silent = sum(now_s - other.heard_s > SUSPECT_SILENCE_S for other in others)
+        # where half of the others are silent too, this host's own link is rather what is cut
+        has_died = member.is_suspect and (2 * num_silent < len(others) or not others)
+        return SUSPECT_SILENCE_S if has_died else self.silence_s
+
+    @property
+    def number(self) -> int:
+        """A number that differs where other replicas take part, or from elsewhere; the same in each process."""
+        known = [(m.replica, m.host, m.address, m.port, str(m.standing)) for m in self._members.values()]
+        return zlib.crc32(repr(sorted(known)).encode())
+
+    def with_standing(self, *standings: Standing) -> list[Member]:
+        """Return those that have come so far, in the order of their numbers."""
+        return sorted((m for m in self._members.values() if m.standing in standings), key=lambda m: m.replica)
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The numbers of those that take part in rounds."""
+        return tuple(member.replica for member in self.with_standing(Standing.ACTIVE))
+
+    def fresh_steps(self, *, now_s: float, within_s: float) -> dict[int, int]:
+        """Return the steps of those that take part, were heard of just now, and do a step in so many seconds."""
+        found = [member for member in self._heard(now_s) if not member.is_awaited and member.step_s <= within_s]
+        return {member.replica: member.step for member in found}
+
+    def present(self, *, now_s: float) -> tuple[int, ...]:
+        """Return those that take part and may say something soon: neither silent nor paused.
+
+        Those that an earlier process of the coordinator knew have time to find this one.
+        """
+        return tuple(member.replica for member in self._heard(now_s))
+
+    def _heard(self, now_s: float) -> list[Member]:
+        return [
+            member
+            for member in self.with_standing(Standing.ACTIVE)
+            if member.is_awaited
+            or not (now_s - member.heard_s >= SUSPECT_SILENCE_S or member.is_suspect or member.is_paused)
+        ]
+
+    def ahead_s(self, member: Member) -> float:
+        """Return how long before the others a replica may launch a round, because its next step would be too late."""
+        return member.step_s if is_slower(member.step_s, fastest_s=self.step_s()) else 0.0
+
+    def loss(self) -> float:
+        """Return the mean of the active replicas' losses by the tokens that each trains, 0 where none has told one.
+
+        So one that comes or goes moves it by no more than its share.
+        """
+        told = [(m.loss, m.tokens_s) for m in self.with_standing(Standing.ACTIVE) if m.loss and m.tokens_s]
+        return sum(loss * tokens for loss, tokens in told) / sum(tokens for _, tokens in told) if told else 0.0
+
+    def step_s(self) -> float:
+        """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""
+        return min(
+            (m.step_s for m in self._members.values() if m.standing is Standing.ACTIVE and m.step_s), default=0.0
+        )

@@ -1,0 +1,1 @@
+"""Active tests of the links of a job: `thinwire diagnose test`."""

@@ -1,0 +1,294 @@
+"""Active tests between the hosts of a job: rank 0 plans and judges, all ranks send and tell.
+
+Rank 0 leaves a plan in the run's store, all ranks do it and leave what came out; from that the next plan follows. So
+tests take as long as the wires need, and a rank that is dead, or a pair that is, costs one deadline and not the test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thinwire.monitor.active_test.evaluation import LEAST_CROWDED, judge, slow_loopbacks, suspects
+from thinwire.monitor.active_test.plans import (
+    Cell,
+    detail_of,
+    read_flow,
+    read_object,
+    read_pair,
+    rounds_of,
+)
+from thinwire.monitor.active_test.rank_process import ActiveRank
+from thinwire.monitor.active_test.results import (
+    AllReduce,
+    Flow,
+    Measured,
+    PairTest,
+    all_reduce_s,
+    expected_s,
+    reference_rate,
+)
+from thinwire.monitor.active_test.wire_tests import (
+    MOST_BYTES,
+    PATIENCE_S,
+    ROUND_TRIPS,
+    quickest_ring,
+)
+from thinwire.monitor.findings import Finding
+from thinwire.transport.lossy_rendezvous import Gathering
+
+_LEAST_S, _MOST_S = 0.05, 0.3
+_LATER = 10.0
+_BLOCKS = 5  # what a pair sends takes about so many times its longest transfer, each way
+_FLOWS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an active test came to.
+
+    Attributes:
+        rank: This rank.
+        measured: On rank 0 only.
+        findings: On rank 0 only.
+        num_findings: The same on all ranks.
+        seconds: How long it took since the ranks had met.
+    """
+
+    rank: int
+    measured: Measured | None
+    findings: tuple[Finding, ...]
+    num_findings: int
+    seconds: float
+
+
+def run_test(
+    gathering: Gathering, *, budget_s: float = 10.0, expect_bits_per_s: float | None = None,
+    tell: Callable[[str], None] = lambda line: None, show: Callable[[Outcome], None] = lambda outcome: None,
+) -> Outcome:  # fmt: skip
+    """Test all wires of a job that has met; all ranks must call this together.
+
+    Args:
+        gathering: The ranks that came.
+        budget_s: About how long all pairs take on wires that are well.
+        expect_bits_per_s: What each wire should carry alone.
+        tell: Called on rank 0 with what is being tested.
+        show: Called on rank 0 with what came out, before the others end: torchrun ends rank 0 with the first of them.
+
+    Raises:
+        TransportError: The store, or rank 0, is gone.
+    """
+    rank, began_s = ActiveRank(gathering), time.monotonic()
+    if gathering.rank != 0:
+        count = rank.obey()
+        return Outcome(
+            rank=gathering.rank, measured=None, findings=(), num_findings=count, seconds=time.monotonic() - began_s
+        )  # fmt: skip
+    leader = _Leader(gathering, rank, budget_s=budget_s, expect_bits_per_s=expect_bits_per_s, tell=tell)
+    measured = leader.measure()
+    findings = judge(measured, expect_bits_per_s=expect_bits_per_s)
+    outcome = Outcome(
+        rank=0, measured=measured, findings=tuple(findings), num_findings=len(findings),
+        seconds=time.monotonic() - began_s,
+    )  # fmt: skip
+    show(outcome)
+    leader.end(len(findings))
+    return outcome
+
+
+class _Leader:
+    """Plans one test after the other by what came out of those before."""
+
+    def __init__(
+        self, gathering: Gathering, rank: ActiveRank, *, budget_s: float, expect_bits_per_s: float | None,
+        tell: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._gathering, self._rank, self._tell = gathering, rank, tell
+        self._expect = expect_bits_per_s
+        self._number = 0
+        stations = gathering.stations
+        self._alive = sorted(stations)
+        hosts = [stations[rank].hostname if rank in stations else "" for rank in range(gathering.world_size)]
+        kernels = [stations[rank].host if rank in stations else "" for rank in range(gathering.world_size)]
+        names = [
+            f"{host}-{rank}" if any(hosts[other] == host and kernels[other] != kernels[rank] for other in stations)
+            else host for rank, host in enumerate(hosts)
+        ]  # fmt: skip
+        absent = {
+            rank: "did not come to the meeting point in time" for rank in range(len(hosts)) if rank not in stations
+        }
+        self._found = Measured(hosts=tuple(names), absent=absent)
+        rounds = max(1, len(rounds_of(self._alive)))
+        self._seconds = min(_MOST_S, max(_LEAST_S, budget_s / (2 * _BLOCKS * rounds)))
+
+    def measure(self) -> Measured:
+        """Run all tests."""
+        clocks = self._meet()
+        self._tell("loopback: each host alone")
+        self._loopbacks(clocks)
+        self._tell(f"pairs: {len(self._alive) * (len(self._alive) - 1)} ways between {len(self._alive)} ranks")
+        for met in rounds_of(self._alive):
+            for way in (met, [(other, one) for one, other in met]):
+                self._pairs([cell for cell in way if self._is_open(cell)])
+        self._again()
+        ring = quickest_ring(self._alive, lambda one, other: self._is_whole((one, other)))
+        if ring is not None:
+            self._tell("neighbours: a ring, all at once")
+            cells = list(zip(ring, [*ring[1:], ring[0]], strict=True))
+            self._found = replace(self._found, neighbours=self._flows(cells, share=1))
+        whole = [cell for cell in self._found.pairs if self._is_whole(cell)]
+        if len(self._alive) > 2 and whole:
+            self._tell("all-to-all: everyone to everyone, all at once")
+            flows = self._flows(whole, share=len(self._alive) - 1)
+            self._found = replace(self._found, everyone=flows)
+        if ring is not None and all(self._is_whole((one, other)) for one, other in itertools.pairwise(ring)):
+            self._tell("all-reduce: around the ring, against the exact sum")
+            self._all_reduce(ring)
+        return self._found
+
+    def end(self, num_findings: int) -> None:
+        """Let the others end."""
+        self._number += 1
+        plan = {"do": "end", "num_findings": num_findings}
+        self._gathering.board.leave(f"plan/{self._number}", json.dumps(plan))
+
+    def _is_open(self, cell: Cell) -> bool:
+        found = self._found.pairs.get(cell)
+        return set(cell) <= set(self._alive) and (found is None or not found.fault)
+
+    def _is_whole(self, cell: Cell) -> bool:
+        """Tell whether a pair carries the right bytes, both ways: a connection that broke is of no use for the rest."""
+        ways = (self._found.pairs.get(cell), self._found.pairs.get((cell[1], cell[0])))
+        return self._is_open(cell) and all(way is not None and way.rate_bits_per_s > 0 for way in ways)
+
+    def _ask(self, plan: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Let all ranks do a plan, and return what they say; who goes silent takes no part any more."""
+        self._number += 1
+        board, number = self._gathering.board, self._number
+        text = json.dumps(plan)
+        board.leave(f"plan/{number}", text)
+        self._rank.do(json.loads(text), number)
+        texts = board.collect(f"said/{number}", self._alive)
+        silent = [rank for rank in self._alive if rank not in texts]
+        absent = {**self._found.absent, **dict.fromkeys(silent, f"fell silent during {plan['do']}")}
+        self._found = replace(self._found, absent=absent)
+        self._alive = [rank for rank in self._alive if rank in texts]
+        return {rank: read_object(text, whose=f"what rank {rank} says") for rank, text in texts.items()}
+
+    def _meet(self) -> dict[int, str]:
+        said = self._ask({"do": "hello"})
+        reached = {rank: note.get("connected") for rank, note in said.items()}
+        pairs = {}
+        for one in self._alive:
+            for other in self._alive:
+                lists = reached[one], reached[other]
+                knows = zip(lists, (other, one), strict=True)
+                if one != other and not all(isinstance(known, list) and peer in known for known, peer in knows):
+                    pairs[one, other] = PairTest(fault="dead", detail="no connection came about")
+        clocks = {rank: str(note.get("clock"))[:80] for rank, note in said.items()}
+        machines = tuple(clocks.get(rank, "") for rank in range(len(self._found.hosts)))
+        self._found = replace(self._found, pairs=pairs, machines=machines)
+        return clocks
+
+    def _loopbacks(self, clocks: Mapping[int, str]) -> None:
+        """Let each machine send to itself; ranks of one machine share its processor, so they take turns."""
+        turns: dict[str, list[int]] = {}
+        for rank in self._alive:
+            turns.setdefault(clocks[rank], []).append(rank)
+        for turn in range(max(map(len, turns.values()))):
+            self._loopback([own[turn] for own in turns.values() if turn < len(own)], seconds=_LEAST_S)
+        for seconds in (2 * _LEAST_S, 4 * _LEAST_S):  # nobody is blamed for what happened once
+            for rank in sorted(slow_loopbacks(self._found)):
+                self._loopback([rank], seconds=seconds)
+
+    def _loopback(self, ranks: Sequence[int], *, seconds: float) -> None:
+        said = self._ask({"do": "loopback", "ranks": [[rank] for rank in ranks], "seconds": seconds})
+        known = dict(self._found.loopback_bits_per_s)
+        for rank in ranks:
+            rate = read_pair({"overhead_s": 0, "latency_s": 0, **said.get(rank, {})}).rate_bits_per_s
+            if rate > 0:
+                known[rank] = max(rate, known.get(rank, 0.0))
+        self._found = replace(self._found, loopback_bits_per_s=known)
+
+    def _pairs(self, cells: Sequence[Cell]) -> None:
+        if not cells:
+            return
+        said = self._ask({"do": "pairs", "rows": cells, "seconds": self._seconds})
+        pairs = dict(self._found.pairs)
+        for source, destination in cells:
+            if source not in said or destination not in said:
+                continue  # told as absent
+            found, heard = read_pair(said[source]), said[destination].get("fault")
+            if heard == "corrupt":  # the receiver knows best
+                found = PairTest(fault="corrupt", detail=detail_of(said[destination]))
+            before = pairs.get((source, destination))
+            is_better = before is None or bool(found.fault) or found.rate_bits_per_s > before.rate_bits_per_s
+            pairs[source, destination] = found if is_better or before is None else before
+        self._found = replace(self._found, pairs=pairs)
+
+    def _again(self) -> None:
+        """Ask the pairs that look slow once more, each quite alone: nobody is blamed for what happened once.
+
+        Those that are not even half as fast as usual need no third time.
+        """
+        for is_last in (False, True):
+            pairs, usual = self._found.pairs, reference_rate(list(self._found.rates.values()))
+            slow = [cell for cell in suspects(self._found, expect_bits_per_s=self._expect) if self._is_open(cell)]
+            slow = [cell for cell in slow if not is_last or 2 * pairs[cell].rate_bits_per_s > usual]
+            if slow:
+                self._tell(f"pairs again: {len(slow)} that look slow")
+            for cell in slow:
+                self._pairs([cell])
+
+    def _flows(self, cells: Sequence[Cell], *, share: int) -> dict[Cell, Flow]:
+        """Let all cells send at once for about as long as a pair did; return what came through in time."""
+        pairs = self._found.pairs
+        longest_s = max(2 * self._seconds, ROUND_TRIPS * 2 * max(pairs[cell].latency_s for cell in cells))
+        sizes = {
+            cell: max(1 << 14, min(MOST_BYTES, int(pairs[cell].rate_bits_per_s * longest_s / 8 / share)))
+            for cell in cells
+        }
+        flows = {cell: Flow(num_bytes=size, seconds=1.0) for cell, size in sizes.items()}
+        due = expected_s(flows, self._found)
+        limit_s = PATIENCE_S + _LATER * max(due.values())
+        best: dict[Cell, Flow] = {}
+        for turn in range(_FLOWS):  # the best of them: other work can hold a transfer up
+            if turn > 1 and all(cell in best and best[cell].seconds < LEAST_CROWDED * due[cell] for cell in cells):
+                break
+            said = self._ask({"do": "flows", "rows": [[*cell, sizes[cell]] for cell in cells], "limit_s": limit_s})
+            for source, destination in cells:
+                seconds = said.get(source, {}).get("seconds")
+                told = seconds.get(str(destination)) if isinstance(seconds, dict) else None
+                flow = read_flow(sizes[source, destination], told)
+                before = best.get((source, destination))
+                if flow is not None and (before is None or flow.seconds < before.seconds):
+                    best[source, destination] = flow
+            if not set(self._gathering.stations) <= set(self._alive):
+                break
+        late = {cell: Flow(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)}
+        return {**late, **{cell: flow for cell, flow in best.items() if cell in late}}
+
+    def _all_reduce(self, ring: Sequence[int]) -> None:
+        pairs = self._found.pairs
+        links = list(zip(ring, [*ring[1:], ring[0]], strict=True))
+        slowest = min(pairs[link].rate_bits_per_s for link in links)
+        numel = int(slowest * self._seconds / 8 / 4 / 2) // len(ring) * len(ring)
+        numel = min(MOST_BYTES // 4 // len(ring), max(1024, numel // len(ring))) * len(ring)
+        due_s = all_reduce_s(AllReduce(order=tuple(ring), num_bytes=4 * numel, seconds=0.0), self._found)
+        rows = [[source, destination, numel] for source, destination in links]
+        said = self._ask({"do": "all-reduce", "rows": rows, "limit_s": PATIENCE_S + _LATER * due_s})
+        times = [read_flow(1, said.get(rank, {}).get("seconds")) for rank in ring]
+        if any(time is None for time in times):
+            return
+        steps = {link: said[link[1]].get("wrong") for link in links}
+        wrong = {link: step for link, step in steps.items() if isinstance(step, int) and not isinstance(step, bool)}
+        first = tuple(sorted(link for link, step in wrong.items() if step == min(wrong.values())))
+        done = AllReduce(
+            order=tuple(ring), num_bytes=4 * numel, wrong=first,
+            seconds=max(time.seconds for time in times if time is not None),
+        )  # fmt: skip
+        self._found = replace(self._found, all_reduce=done)

@@ -1,0 +1,310 @@
+"""Active tests of a job's wires, judged: from what was measured on demand to findings.
+
+Loopback, pairs, neighbours, all-to-all and all-reduce, as MegaScale tests hosts before they take part again (arXiv
+2402.15627). Each is held against an expectation: pairs against the other pairs of the same job or a rate that the user
+expects; neighbours and all-to-all against what the same pairs did alone; the all-reduce against what its wires allow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+
+from thinwire.monitor.active_test.results import Flow, Measured, all_reduce_s, expected_s, reference_rate
+from thinwire.monitor.detect.change_points import median
+from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
+from thinwire.monitor.findings import Finding, Kind, Place
+from thinwire.units import format_rate, format_seconds
+
+# A wire has a third less than the others, or all at once take half as long again as alone.
+LEAST_SLOWER, LEAST_CROWDED = 1.3, 1.5
+_LEAST_LOOPBACK, _LEAST_SHARED_LOOPBACK, _LEAST_ALL_REDUCE, _MOST_OF_EXPECTED = 2.0, 4.0, 2.0, 0.8
+_MOST_FAULTS = 6
+_TURN_S = 0.02  # in each step of a ring, a rank waits for its turn on a busy processor
+_DEVIATIONS, _MAD = 3.0, 1.4826  # a normal distribution's standard deviation, in median deviations
+
+
+def judge(measured: Measured, *, expect_bits_per_s: float | None = None) -> list[Finding]:
+    """Return what is wrong, the worst first: nobody there, dead, corrupt, slow, slow only when all send.
+
+    Args:
+        measured: All results.
+        expect_bits_per_s: What each wire should carry alone; without it, the wires are compared with each other.
+    """
+    found = [_absent(rank, why, measured) for rank, why in sorted(measured.absent.items())]
+    found += _faulty(measured, "dead") + _faulty(measured, "corrupt")
+    found += _slow_loopbacks(measured) + _slow_pairs(measured, expect_bits_per_s)
+    if not any(finding.kind == "communication hang" for finding in found):
+        found += _crowded(measured, {rank for finding in found for rank in _ranks(finding, measured)})
+    return found + _all_reduce(measured, found)
+
+
+def suspects(measured: Measured, *, expect_bits_per_s: float | None = None) -> list[Cell]:
+    """Return the pairs that look slow, which should be asked once more before they are blamed."""
+    reference = reference_rate(list(measured.rates.values()))
+    least = max(reference / LEAST_SLOWER, _MOST_OF_EXPECTED * (expect_bits_per_s or 0.0))
+    return sorted(cell for cell, rate in measured.rates.items() if rate < least)
+
+
+def _absent(rank: int, why: str, measured: Measured) -> Finding:
+    host = measured.hosts[rank]
+    # all meet at rank 0, so from there a rank that is dead looks as one that cannot reach it
+    way = () if rank == 0 else (Place(kind="link both ways", ranks=(0, rank)),)
+    return Finding(
+        kind="non-communication hang",
+        places=(Place(kind="rank", ranks=(rank,)), *way),
+        since_s=0.0,
+        evidence={"host": host, "rank": rank} if host else {"rank": rank},
+        text=f"Rank {rank}{f' on {host}' if host else ''} {why}.",
+        confidence=0.5,
+        remedy="see whether its process and host are alive, and whether it reaches MASTER_ADDR and MASTER_PORT: "
+        "thinwire doctor HOST:PORT there",
+        probe="test again with another host as MASTER_ADDR and rank 0: if all come then, the link is at fault",
+    )
+
+
+def _faulty(measured: Measured, fault: str) -> list[Finding]:
+    """Return findings for pairs that are dead or corrupt, by the places that explain them."""
+    left = {cell: float(pair.fault == fault) for cell, pair in measured.pairs.items()}
+    found: list[Finding] = []
+    while len(found) < _MOST_FAULTS:
+        explained = DelayMatrix(left, measured.host_of).explain()
+        if explained is None:
+            break
+        bad = sorted(cell for cell in explained.cells if left[cell])
+        details = {measured.pairs[cell].detail for cell in bad} - {""}
+        found.append(_fault_finding(measured, fault, explained, bad, sorted(details)))
+        left = {cell: 0.0 if cell in explained.cells else value for cell, value in left.items()}
+    return found
+
+
+def _fault_finding(
+    measured: Measured, fault: str, explained: Explanation, bad: Sequence[Cell], details: Sequence[str]
+) -> Finding:
+    named, links = _named(explained.places, measured), _links(bad)
+    kind: Kind = "communication hang" if fault == "dead" else "corrupt data"
+    text = (
+        f"Nothing gets over {named}: {_count(len(bad), 'way')} of {len(explained.cells)} stayed without an answer."
+        if fault == "dead"
+        else f"What arrives over {named} are not the bytes that were sent."
+    )
+    remedy = (
+        "see that a firewall lets the replicas' ports pass there, then cable, route and host: thinwire doctor HOST:PORT"
+        if fault == "dead"
+        else "test memory and interface of both ends, and take that host out until then: checksums of TCP miss this"
+    )
+    return Finding(
+        kind=kind, places=explained.places, since_s=0.0, evidence={"links": links, "said": details[:2]}, text=text,
+        confidence=_confidence(explained), remedy=remedy, probe=probe_for(explained.places),
+    )  # fmt: skip
+
+
+def slow_loopbacks(measured: Measured) -> dict[int, float]:
+    """Return the ranks that carry far less to themselves than those of other hosts, with what those carry.
+
+    Hosts of one machine share its processor, so that they differ by what else it does.
+    """
+    rates, found = measured.loopback_bits_per_s, {}
+    machines = measured.machines or measured.hosts
+    for rank, rate in sorted(rates.items()):
+        others = [other for peer, other in rates.items() if measured.hosts[peer] != measured.hosts[rank]]
+        least = _LEAST_LOOPBACK if machines.count(machines[rank]) == 1 else _LEAST_SHARED_LOOPBACK
+        if len(others) >= 2 and rate * least < median(others):
+            found[rank] = median(others)
+    return found
+
+
+def _slow_loopbacks(measured: Measured) -> list[Finding]:
+    """Return hosts whose processor, and not a wire, is slow."""
+    found = []
+    for rank, usual in slow_loopbacks(measured).items():
+        rate = measured.loopback_bits_per_s[rank]
+        found.append(Finding(
+            kind="non-communication slow",
+            places=(Place(kind="rank", ranks=(rank,)),),
+            since_s=0.0,
+            evidence={"loopback_bits_per_s": rate, "others_bits_per_s": usual, "times_slower": round(usual / rate, 2)},
+            text=f"Rank {rank} on {measured.hosts[rank]} carries {format_rate(rate)} to itself, without any wire, "
+            f"where the others carry {format_rate(usual)}.",
+            confidence=min(0.9, 0.3 + 0.15 * usual / rate),
+            remedy="see what else runs on its processor, and whether that is throttled",
+        ))  # fmt: skip
+    return found
+
+
+def _slow_pairs(measured: Measured, expect_bits_per_s: float | None) -> list[Finding]:
+    rates = measured.rates
+    if not rates:
+        return []
+    reference = reference_rate(list(rates.values()))
+    found = []
+    if expect_bits_per_s is not None:
+        if reference < _MOST_OF_EXPECTED * expect_bits_per_s:
+            found.append(_all_slow(measured, reference, expect_bits_per_s))
+        else:
+            reference = expect_bits_per_s
+    is_expected = reference == expect_bits_per_s
+    least = math.log(1 / _MOST_OF_EXPECTED if is_expected else LEAST_SLOWER)
+    excess = {cell: math.log(reference / rate) for cell, rate in rates.items()}
+    for explained in _places(excess, measured, least=least):
+        found.append(_slow_pair(measured, explained, reference, is_expected=is_expected))
+    return found
+
+
+def _places(excess: Mapping[Cell, float], measured: Measured, *, least: float) -> list[Explanation]:
+    """Return one place after the other that explains what is in excess by at least so much."""
+    left = {cell: value if value >= least / 2 else 0.0 for cell, value in excess.items()}
+    found: list[Explanation] = []
+    while len(found) < _MOST_FAULTS:
+        explained = DelayMatrix(left, measured.host_of).explain()
+        if explained is None or explained.excess < least:
+            break
+        others = [value for cell, value in excess.items() if cell not in explained.cells]
+        # a place stands out by more than the others scatter
+        middle = median(others) if others else 0.0
+        spread = _MAD * median([abs(value - middle) for value in others]) if others else 0.0
+        if explained.excess < middle + _DEVIATIONS * spread / math.sqrt(len(explained.cells)):
+            break
+        found.append(explained)
+        left = {cell: 0.0 if cell in explained.cells else value for cell, value in left.items()}
+    return found
+
+
+def _slow_pair(measured: Measured, explained: Explanation, reference: float, *, is_expected: bool) -> Finding:
+    ratio = math.exp(explained.excess)
+    rate = median([measured.rates[cell] for cell in explained.cells])
+    named, usual = _named(explained.places, measured), format_rate(reference)
+    beside = f"{usual} is expected" if is_expected else f"the others carry {usual}"
+    text = f"{named[0].upper()}{named[1:]} carries {format_rate(rate)} alone, where {beside}: {ratio:.1f} times less."
+    return Finding(
+        kind="communication slow", places=explained.places, since_s=0.0, text=text,
+        evidence={
+            "rate_bits_per_s": rate, "reference_bits_per_s": reference, "times_slower": round(ratio, 2),
+            "links": _links(explained.cells), "explained": round(explained.fit, 3),
+        },
+        confidence=_confidence(explained), probe=probe_for(explained.places),
+        remedy="look at the interface (rate, duplex, errors), the cable and other traffic there; if this is the wire's "
+        "own rate, let thinwire plan know by thinwire probe",
+    )  # fmt: skip
+
+
+def _all_slow(measured: Measured, reference: float, expect: float) -> Finding:
+    own = [rate for rate in measured.loopback_bits_per_s.values() if rate < expect]
+    limit = f" No host carries more than {format_rate(max(own))} to itself, so what is measured may be the hosts." if (
+        own and len(own) == len(measured.loopback_bits_per_s)
+    ) else ""  # fmt: skip
+    return Finding(
+        kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
+        evidence={"rate_bits_per_s": reference, "expected_bits_per_s": expect},
+        text=f"All wires carry less than is expected: {format_rate(reference)} instead of "
+        f"{format_rate(expect)}.{limit}",
+        confidence=0.5 if limit else 0.9,
+        remedy="look at what all share (switch, access, settings of the interfaces), or expect less",
+    )  # fmt: skip
+
+
+def _ranks(finding: Finding, measured: Measured) -> set[int]:
+    """Return the ranks that a finding names, by their number or their host."""
+    ranks = {rank for place in finding.places for rank in place.ranks}
+    hosts = {host for place in finding.places for host in place.hosts}
+    return ranks | {rank for rank, host in measured.host_of.items() if host in hosts}
+
+
+def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
+    """Return what is slow only where others send at the same time.
+
+    Whose wire is named already is left out: acknowledgements wait in a queue that is full, so the other way of a slow
+    wire becomes slow too.
+    """
+    # the plainest test that shows it is told; the other one would tell the same
+    for flows, when in ((measured.neighbours, "all neighbours send"), (measured.everyone, "everyone sends to all")):
+        if not flows:
+            continue
+        due = expected_s(flows, measured)
+        excess = {cell: math.log(max(flow.seconds, 1e-9) / due[cell]) for cell, flow in flows.items()}
+        least = math.log(LEAST_CROWDED)
+        # one slow host of three leaves a third of the transfers as they should be
+        common = sorted(excess.values())[len(excess) // 4]
+        if common >= least and len(excess) > 2:
+            return [_all_crowded(math.exp(common), when)]
+        places = [
+            one for one in _places(excess, measured, least=least) if not all(named & set(cell) for cell in one.cells)
+        ]
+        if places:
+            return [_crowd(measured, flows, one, when) for one in places]
+    return []
+
+
+def _all_crowded(ratio: float, when: str) -> Finding:
+    return Finding(
+        kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
+        evidence={"times_slower_than_alone": round(ratio, 2)},
+        text=f"While {when}, transfers take {ratio:.1f} times as long as their wires allow: all share something.",
+        confidence=0.6,
+        remedy="look at what all wires share: the switch, its way up, or the processor where replicas share a machine",
+    )  # fmt: skip
+
+
+def _crowd(measured: Measured, flows: Mapping[Cell, Flow], explained: Explanation, when: str) -> Finding:
+    ratio, named = math.exp(explained.excess), _named(explained.places, measured)
+    rate = median([8 * flows[cell].num_bytes / flows[cell].seconds for cell in explained.cells])
+    return Finding(
+        kind="communication slow", places=explained.places, since_s=0.0,
+        evidence={
+            "times_slower_than_alone": round(ratio, 2), "rate_bits_per_s": rate, "links": _links(explained.cells),
+        },
+        text=f"While {when}, transfers over {named} take {ratio:.1f} times as long as what both ends carry alone "
+        "allows.",
+        confidence=0.8 * _confidence(explained), probe=probe_for(explained.places),
+        remedy="look for a half-duplex interface, a small queue or other traffic there",
+    )  # fmt: skip
+
+
+def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
+    done = measured.all_reduce
+    if done is None:
+        return []
+    told: list[Finding] = []
+    if done.wrong:
+        places = tuple(Place(kind="sender", ranks=(source,)) for source, _ in done.wrong)
+        told.append(Finding(
+            kind="corrupt data", places=places, since_s=0.0, confidence=0.9 if len(places) == 1 else 0.6,
+            evidence={"links": _links(done.wrong), "elements": done.num_bytes // 4},
+            text=f"The all-reduce came to another sum than the exact one, first in what "
+            f"{_named(places, measured)} sent.",
+            remedy="test memory and processor of that host, and take it out until then",
+        ))  # fmt: skip
+    due_s = all_reduce_s(done, measured)
+    ratio = done.seconds / due_s
+    if done.seconds >= _LEAST_ALL_REDUCE * due_s + 2 * (len(done.order) - 1) * _TURN_S and not found:
+        told.append(Finding(
+            kind="communication slow", places=(Place(kind="job"),), since_s=0.0, confidence=0.5,
+            evidence={"seconds": done.seconds, "expected_s": due_s, "num_bytes": done.num_bytes},
+            text=f"A ring all-reduce takes {format_seconds(done.seconds)}, {ratio:.1f} times as long as its wires "
+            f"allow ({format_seconds(due_s)}), though each of them is as expected.",
+            remedy="look at what the hosts compute meanwhile: their processors, and other programs on them",
+        ))  # fmt: skip
+    return told
+
+
+def _confidence(explained: Explanation) -> float:
+    if len(explained.places) > 1:
+        return 0.5
+    return min(0.97, 0.5 + 0.3 * explained.fit + 0.2 * min(1.0, 2 * explained.lead))
+
+
+def _named(places: Sequence[Place], measured: Measured) -> str:
+    """Return places in words that hold the hosts' names too."""
+    told = []
+    for place in places:
+        hosts = " to ".join(measured.hosts[rank] for rank in place.ranks)
+        told.append(f"{place} ({hosts})" if hosts.replace(" to ", "") else str(place))
+    return " or ".join(told)
+
+
+def _links(cells: Sequence[Cell] | frozenset[Cell]) -> list[str]:
+    return [f"{source} -> {destination}" for source, destination in sorted(cells)][:16]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,300 @@
+"""Traffic of active tests: messages between two replicas, many transfers at once, and a ring all-reduce.
+
+Every block is a pattern that its receiver knows, so that bytes which change where no checksum looks (memory, a
+processor) are seen too. Every wait has a deadline that follows from what was measured before on the same wire.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.errors import PayloadError, TransportError
+from thinwire.monitor.active_test.results import Flow, rate_of
+from thinwire.transport.base import Envelope, Kind, Pending, Transport
+
+# The first words of a wire have nothing to be judged by: as long as a lost packet is sent again a few times.
+PATIENCE_S = 5.0
+MOST_BYTES = 1 << 26
+# TCP begins anew with small windows after each pause: so many round trips later it sends as fast as the wire.
+ROUND_TRIPS = 15.0
+_LATER = 10.0
+_PINGS, _REPEATS, _SMALLEST_BYTES, _GROWTH = 5, 3, 1 << 14, 4
+_PRIME = 65_521
+_MOST_TERM, _POLL_S = 251, 5e-4
+Promise = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairTimes:
+    """What the sender of a pair measured.
+
+    Attributes:
+        latency_s: Half of the quickest word and its answer.
+        transfers: Bytes and seconds.
+    """
+
+    latency_s: float
+    transfers: tuple[tuple[int, float], ...]
+
+    @property
+    def rate(self) -> tuple[float, float]:
+        """Bits a second, and the seconds that a message takes however short it is."""
+        return rate_of(self.transfers)
+
+
+def pattern(num_bytes: int, *, seed: int) -> torch.Tensor:
+    """Return bytes that only this seed has, uint8, `(num_bytes,)`; they repeat after a prime number of bytes."""
+    block = torch.randint(256, (_PRIME,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return block.repeat(-(-num_bytes // _PRIME))[:num_bytes].contiguous()
+
+
+class Line:
+    """Messages of two replicas in an order that both know; the deadline grows with what they took.
+
+    Args:
+        transport: Joins them.
+        peer: The other one.
+        number: The first of the messages' numbers, each way, which nobody else uses.
+        promise: Called before each wait with its deadline in seconds.
+    """
+
+    def __init__(self, transport: Transport, peer: int, *, number: int, promise: Promise) -> None:
+        self.patience_s = PATIENCE_S
+        self._transport, self._peer, self._promise = transport, peer, promise
+        self._out, self._into = itertools.count(number), itertools.count(number)
+
+    def say(self, payload: torch.Tensor) -> None:
+        """Send, and wait until it is there whole."""
+        envelope = Envelope(kind=Kind.SETUP, round_id=next(self._out), payload_bytes=payload.numel())
+        self._wait(self._transport.send(payload, to=self._peer, envelope=envelope))
+
+    def expect(self) -> Pending:
+        """Make room for the next message, of at most `MOST_BYTES`."""
+        envelope = Envelope(
+            kind=Kind.SETUP, round_id=next(self._into), payload_bytes=MOST_BYTES, takes_less=True
+        )  # fmt: skip
+        return self._transport.receive(source=self._peer, envelope=envelope)
+
+    def hear(self, pending: Pending | None = None) -> torch.Tensor:
+        """Wait for the next message."""
+        received = self._wait(self.expect() if pending is None else pending)
+        assert isinstance(received, torch.Tensor)
+        return received
+
+    def _wait(self, pending: Pending) -> torch.Tensor | None:
+        self._promise(self.patience_s)
+        received = pending.wait(deadline_s=self.patience_s)
+        return None if received is None else received.payload
+
+
+def lead(line: Line, *, seconds: float, seed: int) -> PairTimes:
+    """Time words and blocks of growing size to a peer that calls `follow`, the longest for about so many seconds.
+
+    Over long ways it takes longer: some round trips.
+
+    Raises:
+        TransportError: The peer was lost, late, or says that it got other bytes.
+    """
+    pings, transfers = [_timed(line, 1, seed=0) for _ in range(_PINGS)], []
+    seconds = max(seconds, ROUND_TRIPS * min(pings))
+    size, before_s = _SMALLEST_BYTES, 0.0
+    while True:
+        taken_s = _timed(line, size, seed=seed + size)
+        line.patience_s = PATIENCE_S + _LATER * _GROWTH * taken_s
+        # a time that hardly grows with the size is none of the wire yet
+        if (taken_s >= 0.4 * seconds and taken_s > 1.2 * before_s) or _GROWTH * size > MOST_BYTES:
+            break
+        size, before_s = size * _GROWTH, taken_s
+    rate, _ = rate_of([(size, taken_s)])
+    size = max(_SMALLEST_BYTES, min(MOST_BYTES, int(rate * seconds / 8)))
+    for _ in range(_REPEATS):
+        transfers += [(part, _timed(line, part, seed=seed + part)) for part in (size // 4, size)]
+    line.hear()
+    line.say(torch.zeros(0, dtype=torch.uint8))
+    return PairTimes(latency_s=min(pings) / 2, transfers=tuple(transfers))
+
+
+def follow(line: Line, *, seed: int) -> None:
+    """Answer a peer that calls `lead`.
+
+    Raises:
+        PayloadError: Other bytes came than were sent.
+        TransportError: The peer was lost or late.
+    """
+    while True:
+        pending = line.expect()
+        line.say(torch.ones(1, dtype=torch.uint8))  # it is waiting now
+        began_s = time.perf_counter()
+        payload = line.hear(pending)
+        line.patience_s = PATIENCE_S + _LATER * _GROWTH * (time.perf_counter() - began_s)
+        num_bytes = payload.numel()
+        if num_bytes == 0:
+            return
+        is_whole = torch.equal(payload, pattern(num_bytes, seed=0 if num_bytes == 1 else seed + num_bytes))
+        line.say(torch.full((1,), is_whole, dtype=torch.uint8))
+        if not is_whole:
+            raise PayloadError(f"{num_bytes} bytes arrived, and are not those that were sent")
+
+
+def _timed(line: Line, num_bytes: int, *, seed: int) -> float:
+    payload = pattern(num_bytes, seed=seed)
+    line.hear()
+    began_s = time.perf_counter()
+    line.say(payload)
+    taken_s = time.perf_counter() - began_s
+    if not bool(line.hear().all()):
+        raise PayloadError(f"{num_bytes} bytes arrived at the peer, and are not those that were sent")
+    return taken_s
+
+
+def together(
+    transport: Transport, flows: Mapping[tuple[int, int], int], *, number: int, limit_s: float, promise: Promise
+) -> dict[int, Flow]:
+    """Send and receive all flows of this replica at once; all replicas must call this together.
+
+    Args:
+        transport: Joins them.
+        flows: Bytes by (source, destination).
+        number: The first of the messages' numbers.
+        limit_s: After which those that are not there are left out.
+        promise: Called with the deadline.
+
+    Returns:
+        What this replica sent in time, by destination.
+    """
+    me, given = transport.replica, list(flows)
+
+    def envelope(cell: tuple[int, int], num_bytes: int, step: int) -> Envelope:
+        return Envelope(kind=Kind.SETUP, round_id=number + 2 * given.index(cell) + step, payload_bytes=num_bytes)
+
+    out, into = [cell for cell in given if cell[0] == me], [cell for cell in given if cell[1] == me]
+    receives = [transport.receive(source=cell[0], envelope=envelope(cell, flows[cell], 1)) for cell in into]
+    ready = {cell: transport.receive(source=cell[1], envelope=envelope(cell, 1, 0)) for cell in out}
+    blocks = {cell: torch.zeros(flows[cell], dtype=torch.uint8) for cell in out}
+    for cell in into:  # room is made: the sender's clock may begin
+        transport.send(torch.ones(1, dtype=torch.uint8), to=cell[0], envelope=envelope(cell, 1, 0))
+    promise(limit_s)
+    end_s = time.perf_counter() + limit_s
+    sends: dict[tuple[int, int], tuple[float, Pending]] = {}
+    done: dict[int, Flow] = {}
+    while len(done) < len(out) and time.perf_counter() < end_s:
+        for cell in [cell for cell, word in ready.items() if word.done()]:
+            ready.pop(cell)
+            sends[cell] = (
+                time.perf_counter(),
+                transport.send(blocks[cell], to=cell[1], envelope=envelope(cell, flows[cell], 1)),
+            )
+        for cell, (began_s, pending) in list(sends.items()):
+            if pending.done():
+                sends.pop(cell)
+                done[cell[1]] = Flow(num_bytes=flows[cell], seconds=time.perf_counter() - began_s)
+        time.sleep(_POLL_S)
+    _end(receives, max(0.0, end_s - time.perf_counter()))
+    return done
+
+
+def _end(pendings: Sequence[Pending], deadline_s: float) -> None:
+    """Wait for what still arrives; who sends it tells of it."""
+    end_s = time.perf_counter() + deadline_s
+    for pending in pendings:
+        try:
+            pending.wait(deadline_s=max(0.0, end_s - time.perf_counter()))
+        except TransportError:
+            continue
+
+
+def terms(rank: int, numel: int) -> torch.Tensor:
+    """Return what a rank brings to an all-reduce, float32, `(numel,)`: whole numbers whose sums are exact."""
+    return ((torch.arange(numel) + 13 * rank) % _MOST_TERM).to(torch.float32)
+
+
+def ring_all_reduce(
+    transport: Transport, order: Sequence[int], numel: int, *, number: int, limit_s: float, promise: Promise
+) -> tuple[float, int | None]:
+    """Sum a vector of all ranks around a ring; all ranks of the order must call this together.
+
+    Args:
+        transport: Joins them.
+        order: Of the ranks.
+        numel: Elements, a multiple of the number of ranks.
+        number: The first of the messages' numbers.
+        limit_s: Deadline of each step.
+        promise: Called with the deadline of each step.
+
+    Returns:
+        Seconds, and the first step in which the wrong sum came from the neighbour before; None where all was right.
+
+    Raises:
+        TransportError: A neighbour was lost or late.
+    """
+    size, place = len(order), order.index(transport.replica)
+    before, behind = order[place - 1], order[(place + 1) % size]
+    parts = list(terms(transport.replica, numel).chunk(size))
+    arrived: list[torch.Tensor] = []
+    began_s = time.perf_counter()
+    for step in range(2 * (size - 1)):
+        out, into = (place - step) % size, (place - step - 1) % size
+        payload = parts[out].contiguous().view(torch.uint8)
+        envelope = Envelope(kind=Kind.SETUP, round_id=number + step, payload_bytes=payload.numel())
+        promise(limit_s)
+        pending = transport.receive(source=before, envelope=envelope)
+        send = transport.send(payload, to=behind, envelope=envelope)
+        received = pending.wait(deadline_s=limit_s)
+        assert received is not None
+        arrived.append(received.payload.view(torch.float32))
+        parts[into] = parts[into] + arrived[-1] if step < size - 1 else arrived[-1]
+        send.wait(deadline_s=limit_s)
+    seconds = time.perf_counter() - began_s
+    sums = [terms(rank, numel).chunk(size) for rank in order]
+    for step, found in enumerate(arrived):
+        into = (place - step - 1) % size
+        ranks = range(into, into + (step + 1 if step < size - 1 else size))
+        exact = torch.stack([sums[rank % size][into] for rank in ranks]).sum(dim=0)
+        if not torch.equal(found, exact):
+            return seconds, step
+    return seconds, None
+
+
+def quickest_ring(ranks: Sequence[int], alive: Callable[[int, int], bool]) -> tuple[int, ...] | None:
+    """Return an order of ranks in which all neighbours reach each other, or None where there is none.
+
+    Example:
+        >>> quickest_ring([0, 1, 2, 3], lambda one, other: {one, other} != {0, 1})
+        (0, 2, 1, 3)
+    """
+    tries = 0
+
+    def extend(order: tuple[int, ...]) -> tuple[int, ...] | None:
+        nonlocal tries
+        tries += 1
+        if len(order) == len(ranks):
+            return order if alive(order[-1], order[0]) else None
+        for rank in ranks:
+            if rank not in order and alive(order[-1], rank) and tries < 10_000:
+                found = extend((*order, rank))
+                if found is not None:
+                    return found
+        return None
+
+    return extend((ranks[0],)) if len(ranks) > 1 else None
+
+
+def loopback_times(pair: tuple[Transport, Transport], *, seconds: float, promise: Promise) -> PairTimes:
+    """Time blocks between two transports of this process.
+
+    Raises:
+        TransportError: One broke.
+    """
+    one = Line(pair[0], 1, number=0, promise=promise)
+    other = Line(pair[1], 0, number=0, promise=lambda seconds: None)
+    with ThreadPoolExecutor(max_workers=1) as threads:
+        answers = threads.submit(follow, other, seed=0)
+        found = lead(one, seconds=seconds, seed=0)
+        answers.result()
+    return found

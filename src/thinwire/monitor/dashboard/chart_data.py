@@ -1,0 +1,188 @@
+"""From the latest records to the delay matrix and the timeline of rounds, as values that a page can draw."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+from thinwire.monitor.detect.change_points import median
+from thinwire.monitor.detect.compute_gaps import Work
+from thinwire.monitor.detect.connections import usual_and_now
+from thinwire.monitor.detect.link_history import LinkTimes, link_times
+from thinwire.monitor.detect.timeline import Job
+from thinwire.monitor.detect.work_history import work_of
+
+MOST_RANKS = 24
+_LATEST = 8
+_MEGABYTE = 1_000_000
+_ROUNDS_SHOWN = 12
+_MOST_LANES = 16
+_MOST_PIECES = 300
+Cell = tuple[int, int]
+_Piece = tuple[str, float, float, int]
+
+
+def delay_matrix(job: Job, usual: dict[Cell, float]) -> dict[str, Any]:
+    """Return each link's time now beside its usual one.
+
+    Args:
+        job: The latest records.
+        usual: The shortest usual time of each link that was ever seen, in seconds; kept up. Without it a link that has
+            been slow for as long as records are kept would look as usual.
+
+    Returns:
+        Ranks, cells, and how many ranks are left out; the worst are there. Where no messages were recorded, a link's
+        time is that of a megabyte, by what kernels tell of its connections and by probes.
+    """
+    times = link_times(job)
+    cells = [_cell(cell, times, usual) for cell in sorted({cell for cell, _ in times.times})]
+    wires = {} if cells else usual_and_now(job, latest=_LATEST)
+    cells += [_cell_of_wire(cell, *both, usual) for cell, both in wires.items()]
+    ranks = {rank for cell in cells for rank in (cell["from"], cell["to"])}
+    shown = set(ranks)
+    if len(ranks) > MOST_RANKS:
+        worst: dict[int, float] = defaultdict(float)
+        for cell in cells:
+            for rank in (cell["from"], cell["to"]):
+                worst[rank] = max(worst[rank], cell["times_longer"] or 0.0)
+        shown = set(sorted(ranks, key=lambda rank: (-worst[rank], rank))[:MOST_RANKS])
+    return {
+        "ranks": sorted(shown),
+        "hosts": {str(rank): job.host_of.get(rank, "") for rank in sorted(shown)},
+        "cells": [cell for cell in cells if cell["from"] in shown and cell["to"] in shown],
+        "num_left_out": len(ranks) - len(shown),
+        "clock_error_s": _number(job.alignment.error_s),
+        "is_of_wires": bool(wires),
+    }
+
+
+def _cell(cell: Cell, times: LinkTimes, usual: dict[Cell, float]) -> dict[str, Any]:
+    watch = times.watches.get(cell)
+    latest = [excess for _, _, excess in list(watch.excess)[-_LATEST:]] if watch is not None else []
+    ratio: float | None = None
+    if watch is not None and latest and watch.usual_s > 0:
+        usual[cell] = min(usual.get(cell, math.inf), watch.usual_s)
+        now_s = watch.usual_s * math.exp(median(latest))
+        ratio = now_s / usual[cell]
+    else:
+        now_s = median([value for (own, _), values in times.times.items() if own == cell for value in values])
+    return {
+        "from": cell[0], "to": cell[1], "now_s": _number(now_s), "usual_s": _number(usual.get(cell, math.nan)),
+        "times_longer": None if ratio is None else _number(ratio), "retries": times.retries.get(cell, 0),
+    }  # fmt: skip
+
+
+def _cell_of_wire(cell: Cell, usual_s: float, now_s: float, usual: dict[Cell, float]) -> dict[str, Any]:
+    usual[cell] = min(usual.get(cell, math.inf), _MEGABYTE * usual_s)
+    ratio = _MEGABYTE * now_s / usual[cell] if usual[cell] > 0 else None
+    return {
+        "from": cell[0], "to": cell[1], "now_s": _number(_MEGABYTE * now_s), "usual_s": _number(usual[cell]),
+        "times_longer": None if ratio is None else _number(ratio), "retries": 0,
+    }  # fmt: skip
+
+
+def timeline(job: Job) -> dict[str, Any]:
+    """Return the latest rounds as lanes: what each rank computed, when it waited, and what was in flight.
+
+    Returns:
+        The seconds that are shown, up to the latest record, and a lane a rank; all times are from there, so below 0.
+        A lane holds `work` (pieces of computing and waiting), `flights` (rounds, open ones to the end) and the shares.
+    """
+    work = {rank: sorted(own, key=lambda piece: piece.at_s) for rank, own in work_of(job).items()}
+    flights: dict[int, list[tuple[float, float | None, int]]] = defaultdict(list)
+    for own in job.operations.values():
+        for rank, operation in own.items():
+            number = operation.round if operation.round >= 0 else operation.sequence
+            flights[rank].append((operation.posted_s, operation.done_s, number))
+    ranks = sorted(set(work) | set(flights))
+    if not ranks:
+        return {"lanes": [], "shown_s": 0.0, "num_left_out": 0}
+    to_s = job.now_s
+    from_s = _begin(flights, work, to_s)
+    lanes = [_lane(rank, work.get(rank, []), flights.get(rank, []), from_s, to_s) for rank in ranks]
+    if len(lanes) > _MOST_LANES:
+        lanes = sorted(sorted(lanes, key=lambda lane: lane["waiting"])[:_MOST_LANES], key=lambda lane: lane["rank"])
+    return {"lanes": lanes, "shown_s": round(to_s - from_s, 6), "num_left_out": len(ranks) - len(lanes)}
+
+
+def _begin(
+    flights: dict[int, list[tuple[float, float | None, int]]], work: dict[int, list[Work]], to_s: float
+) -> float:
+    """Return where the shown stretch begins: with the latest rounds, or the latest work where there are none."""
+    begins: dict[int, float] = {}
+    for own in flights.values():
+        for posted_s, _, number in own:
+            begins[number] = min(begins.get(number, math.inf), posted_s)
+    numbers = sorted(begins, key=lambda number: begins[number])
+    if len(numbers) > _ROUNDS_SHOWN:
+        return begins[numbers[-_ROUNDS_SHOWN]]
+    starts = [piece.at_s for own in work.values() for piece in own[-_MOST_PIECES:]]
+    return min([*starts, *begins.values()], default=to_s)
+
+
+def _lane(
+    rank: int, work: list[Work], flights: Iterable[tuple[float, float | None, int]], from_s: float, to_s: float
+) -> dict[str, Any]:
+    pieces = [("computing", piece.at_s, piece.at_s + piece.time_s, piece.step) for piece in work]
+    pieces += [
+        ("waiting", one.at_s + one.time_s, other.at_s, other.step)
+        for one, other in pairwise(work)
+        if other.at_s > one.at_s + one.time_s
+    ]
+    rounds = sorted(
+        (posted_s, done_s, number)
+        for posted_s, done_s, number in flights
+        if (to_s if done_s is None else done_s) >= from_s
+    )
+    open_s = min((posted_s for posted_s, done_s, _ in rounds if done_s is None), default=None)
+    last_s = max((piece.at_s + piece.time_s for piece in work), default=from_s)
+    if open_s is not None and to_s > max(last_s, open_s):
+        pieces.append(("waiting", max(last_s, open_s), to_s, -1))
+    whole_s = max(to_s - from_s, 1e-9)
+    pieces = _without_slivers(sorted(pieces, key=lambda piece: piece[1]), least_s=whole_s / 1000)
+    seen = [
+        (kind, max(begin, from_s), min(end, to_s), number)
+        for kind, begin, end, number in pieces
+        if end > from_s and begin < to_s
+    ]
+    shares = {kind: sum(end - begin for own, begin, end, _ in seen if own == kind) for kind in ("computing", "waiting")}
+    return {
+        "rank": rank,
+        "work": [
+            [kind, round(begin - to_s, 6), round(end - to_s, 6), number]
+            for kind, begin, end, number in seen[-_MOST_PIECES:]
+        ],
+        "flights": [
+            [
+                number,
+                round(max(posted_s, from_s) - to_s, 6),
+                round(min(to_s if done_s is None else done_s, to_s) - to_s, 6),
+                done_s is None,
+            ]
+            for posted_s, done_s, number in rounds[-_MOST_PIECES:]
+        ],
+        "computing": _number(min(1.0, shares["computing"] / whole_s)),
+        "waiting": _number(min(1.0, shares["waiting"] / whole_s)),
+        "num_rounds": len(rounds),
+        "num_open": sum(done_s is None for _, done_s, _ in rounds),
+    }
+
+
+def _without_slivers(pieces: list[_Piece], *, least_s: float) -> list[_Piece]:
+    """Join computing that is parted by a wait too short to be seen."""
+    found: list[_Piece] = []
+    for piece in pieces:
+        if piece[0] == "waiting" and piece[2] - piece[1] < least_s:
+            continue
+        if found and piece[0] == found[-1][0] == "computing" and piece[1] - found[-1][2] < least_s:
+            found[-1] = ("computing", found[-1][1], piece[2], piece[3])
+        else:
+            found.append(piece)
+    return found
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,179 @@
+"""The latest records of each rank in fixed memory: what the delay matrix and the timeline are made of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict, deque
+from typing import Any, TypeVar
+
+from thinwire.monitor.runlog.reader import Records
+from thinwire.monitor.runlog.records import (
+    Arrival,
+    Beat,
+    Communicator,
+    Flow,
+    Operation,
+    Probe,
+    Record,
+    Span,
+    TransferEnd,
+)
+from thinwire.monitor.runlog.run_files import ROUNDS, end_of, operation_of
+from thinwire.monitor.runlog.run_folder import StepLine
+
+MOST_RECORDS = 12_000
+_LEAST_A_RANK = 128
+_MOST_COMMUNICATORS = 64
+_OfWires = TypeVar("_OfWires", Flow, Probe)
+_MOST_ARRIVALS, _MOST_FLOWS, _FIRST_FLOWS = 8, 256, 64
+
+
+class RankWindow:
+    """The latest records of one rank, whoever wrote them: its recorder, or the lines of its metrics and transfers.
+
+    Args:
+        rank: The rank.
+
+    Attributes:
+        is_recorded: Whether they come from a recorder, which tells of what goes on and not only of what is over.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.is_recorded = False
+        self.communicators: dict[str, Communicator] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all records."""
+        self.communicators.clear()
+        self._operations: dict[tuple[str, int], Operation] = {}
+        self._ends: dict[tuple[str, int, str, int, int], TransferEnd] = {}
+        self._spans: dict[tuple[str, int], Span] = {}
+        self._beat: Beat | None = None
+        self._arrivals: dict[int, deque[Arrival]] = {}
+        self._flows: dict[int, list[Flow]] = {}
+        self._probes: dict[int, list[Probe]] = {}
+        self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
+
+    def add(self, record: Record, *, room: int) -> None:
+        """Take a record in; the oldest of its kind go where there are more than `room`.
+
+        Raises:
+            ValueError: It is another rank's, or there are too many communicators.
+        """
+        if isinstance(record, Communicator):
+            if len(self.communicators) >= _MOST_COMMUNICATORS and record.communicator not in self.communicators:
+                raise ValueError(f"more than {_MOST_COMMUNICATORS} communicators")
+            self.communicators[record.communicator] = record
+            return
+        if record.rank != self.rank:
+            raise ValueError(f"a record of rank {record.rank} in the file of rank {self.rank}")
+        if isinstance(record, Beat):
+            self._beat = record
+        elif isinstance(record, Arrival | Flow | Probe):
+            self._add_of_wires(record, room=room)
+        elif isinstance(record, Operation):
+            _keep(self._operations, (record.communicator, record.sequence), record, room=room)
+        elif isinstance(record, Span):
+            _keep(self._spans, (record.kind, record.step), record, room=room)
+        else:
+            key = (record.communicator, record.peer, record.direction, record.operation, record.part)
+            _keep(self._ends, key, record, room=room)
+
+    def _add_of_wires(self, record: Arrival | Flow | Probe, *, room: int) -> None:
+        if isinstance(record, Arrival):
+            if record.peer in self._arrivals or len(self._arrivals) < room:
+                self._arrivals.setdefault(record.peer, deque(maxlen=_MOST_ARRIVALS)).append(record)
+        elif isinstance(record, Flow):
+            _keep_ends(self._flows, record, room=room)
+        else:
+            _keep_ends(self._probes, record, room=room)
+
+    def add_transfer(self, told: dict[str, Any], *, room: int) -> None:
+        """Take in a line of a run's transfers.
+
+        Raises:
+            ValueError: It holds what cannot be.
+            KeyError: A field is missing.
+            TypeError: A field is of a wrong type.
+        """
+        if len(self._parts) > 8 * room:  # rounds that are long over
+            for key in list(self._parts)[: 4 * room]:
+                del self._parts[key]
+        self.add(end_of(told, self.rank, self._parts), room=room)
+
+    def add_steps(self, line: StepLine, before: StepLine | None, *, room: int) -> None:
+        """Take in a line of a run's metrics: what lies between it and the one before, the waiting at its end."""
+        begin_s = before.time_s if before is not None else 0.0
+        if line.time_s > begin_s:
+            work_s = (line.time_s - begin_s) * min(1.0, max(0.0, line.compute_fraction))
+            span = Span(rank=self.rank, kind="compute", step=line.step, started_s=begin_s, done_s=begin_s + work_s)
+            self.add(span, room=room)
+
+    def to(self, records: Records) -> None:
+        """Put all of them into `records`."""
+        operations = list(self._operations.values())
+        if not self.is_recorded:
+            rounds: dict[int, list[TransferEnd]] = defaultdict(list)
+            for end in self._ends.values():
+                rounds[end.operation].append(end)
+            operations = [operation_of(rounds[round], sequence=round) for round in sorted(rounds)]
+        found: list[Record] = [
+            *operations,
+            *self._ends.values(),
+            *self._spans.values(),
+            *([self._beat] if self._beat else []),
+            *(one for own in self._arrivals.values() for one in own),
+            *(one for own in self._flows.values() for one in own),
+            *(one for own in self._probes.values() for one in own),
+        ]
+        for record in found:
+            records.num_lines += 1
+            records.add(record)
+
+
+def room_for(num_ranks: int) -> int:
+    """Return how many records of a kind each of so many ranks may keep."""
+    return max(_LEAST_A_RANK, MOST_RECORDS // max(1, num_ranks))
+
+
+def joined(windows: list[RankWindow]) -> Records:
+    """Return the records of all ranks; a communicator that ranks tell of differently is taken as the first tells it."""
+    records = Records()
+    if not any(window.is_recorded for window in windows):
+        ranks = tuple(sorted(window.rank for window in windows))
+        if ranks:  # each replica's times begin with its own training
+            hosts = tuple(f"replica-{rank}" for rank in ranks)
+            records.communicators[ROUNDS] = Communicator(communicator=ROUNDS, ranks=ranks, hosts=hosts)
+    for window in windows:
+        for communicator in window.communicators.values():
+            with contextlib.suppress(ValueError):  # ranks contradict each other: the first is believed
+                records.add(communicator)
+        window.to(records)
+    return records
+
+
+def _begin(record: Any) -> float:
+    return float(record.started_s if isinstance(record, Span) else record.posted_s)
+
+
+def _keep_ends(kept: dict[int, list[_OfWires]], record: _OfWires, *, room: int) -> None:
+    """Keep the first ones too: what is slow for long is not compared with itself."""
+    if record.peer not in kept and len(kept) >= room:
+        return
+    own = kept.setdefault(record.peer, [])
+    own.append(record)
+    if len(own) > _MOST_FLOWS:
+        del own[_FIRST_FLOWS]
+
+
+def _keep(kept: dict[Any, Any], key: Any, record: Record, *, room: int) -> None:
+    known = kept.get(key)
+    # what is said again replaces what was said; what is done is not undone by a line of the same that comes late
+    is_newer = known is None or known.done_s is None or _begin(record) > _begin(known)
+    if is_newer or getattr(record, "done_s", None) is not None:
+        kept.pop(key, None)
+        kept[key] = record
+    while len(kept) > room:
+        kept.pop(next(iter(kept)))

@@ -1,0 +1,1 @@
+"""Detectors: from records of a job to findings."""

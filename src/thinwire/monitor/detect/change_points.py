@@ -1,0 +1,381 @@
+"""Change-point detector for durations that vary: a CUSUM over clipped robust scores.
+
+Shared machines have heavy-tailed times: one round of a hundred takes ten times as long and means nothing. So each
+value is scored by the median and the median absolute deviation (MAD) of its own history, on a logarithmic scale and
+clipped: a single round adds little, however long it was, and only several rounds close together make an alarm.
+
+Reference:
+    E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954: the cumulative sum. The clip and the scores are
+    ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Protocol
+
+from thinwire.monitor.detect.peer_baseline import FAR, FAR_SAMPLES, PAIR, Company, Pair
+
+LEAST_HISTORY = 12
+MOST_HISTORY = 64
+# Of the logarithm: times that vary less are taken to vary by 8 %, so that a steady wire is no reason for alarms.
+LEAST_SCALE = 0.08
+CLIP = 3.0
+DRIFT = 1.0
+ALARM = 10.0
+LEAST_RATIO = 1.2
+# What comes and goes is looked for where so many times are so long, by their logarithm.
+OFTEN, LONG = 5, math.log(2.0)
+_LEAST_SAMPLES = 4
+_LEAST_TIME_S = 1e-6
+_REFRESH = 8
+# Twice the usual time, and longer than any of so many of its own latest ones: so many in a row are an alarm.
+_RECORD, _RECORD_HISTORY, _RECORD_SAMPLES = math.log(2.0), 48, 4
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the middle of values that need no order; NaN where there are none.
+
+    Example:
+        >>> median([3.0, 1.0, 2.0]), median([1.0, 2.0])
+        (2.0, 1.5)
+    """
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def spread(values: Sequence[float], middle: float) -> float:
+    """Return the median absolute deviation from `middle`, scaled to be a normal distribution's standard deviation."""
+    return 1.4826 * median([abs(value - middle) for value in values])
+
+
+def at_least(hits: int, trials: int, chance: float) -> float:
+    """Return how likely at least so many hits are.
+
+    Example:
+        >>> at_least(1, 2, 0.5)
+        0.75
+    """
+    chance = min(1.0, chance)
+    return math.fsum(
+        math.comb(trials, count) * chance**count * (1 - chance) ** (trials - count) for count in range(hits, trials + 1)
+    )
+
+
+class Lasting(Protocol):
+    """What began at a time, and ended at one or goes on."""
+
+    @property
+    def since_s(self) -> float:
+        """When it began."""
+        ...
+
+    @property
+    def until_s(self) -> float | None:
+        """When it was over; none while it is not."""
+        ...
+
+
+def is_at_once(one: Lasting, other: Lasting) -> bool:
+    """Return whether neither was over when the other one began: what was over explains nothing."""
+    return all(
+        first.until_s is None or first.until_s >= second.since_s for first, second in ((one, other), (other, one))
+    )
+
+
+class Baseline:
+    """What a time usually is: median and spread of the logarithms of the latest values that were not suspicious.
+
+    Args:
+        most: How many of them.
+
+    Attributes:
+        middle: Their median.
+        scale: Their spread.
+        shift: The mean of their scores.
+        longest: By how much the longest of them is above the middle one.
+    """
+
+    __slots__ = ("_fresh", "_values", "longest", "middle", "scale", "shift")
+
+    def __init__(self, most: int = MOST_HISTORY) -> None:
+        self._values: deque[float] = deque(maxlen=most)
+        self._fresh = 0
+        self.middle = math.nan
+        self.scale = LEAST_SCALE
+        self.shift = self.longest = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is enough history."""
+        return len(self._values) >= LEAST_HISTORY
+
+    @property
+    def count(self) -> int:
+        """How many values are known."""
+        return len(self._values)
+
+    def is_record(self, value: float) -> bool:
+        """Return whether a logarithm is well above the usual, and above all that was usual lately."""
+        return self.count >= _RECORD_HISTORY and value - self.middle >= max(_RECORD, self.longest)
+
+    def learn(self, value: float) -> None:
+        """Take a logarithm in."""
+        self._values.append(value)
+        self._fresh += 1
+        if self.is_known and (
+            len(self._values) <= 2 * LEAST_HISTORY or self._fresh >= max(_REFRESH, len(self._values) // 16)
+        ):
+            self._fresh = 0
+            self.middle = median(self._values)
+            self.longest = max(self._values) - self.middle
+            # few values may lie close together by chance
+            unsure = 1 + 8 / len(self._values)
+            self.scale = max(LEAST_SCALE, unsure * spread(self._values, self.middle))
+            # a history with many long rounds scores above zero without any fault
+            low, high = self.middle - CLIP * self.scale, self.middle + CLIP * self.scale
+            clipped = [low if value < low else high if value > high else value for value in self._values]
+            self.shift = max(0.0, (sum(clipped) / len(clipped) - self.middle) / self.scale)
+
+    def score(self, value: float) -> float:
+        """Return how unusual a logarithm is, clipped."""
+        return _clipped((value - self.middle) / self.scale)
+
+
+@dataclass(slots=True)
+class Change:
+    """Times that became longer for good.
+
+    Attributes:
+        since_round: The first round of the change.
+        since_s: When that was.
+        seen_round: The round that made it sure.
+        until_round: The first round in which times were as before again; -1 while they are not.
+        until_s: When that was; None while they are not.
+    """
+
+    since_round: int
+    since_s: float
+    seen_round: int
+    until_round: int = -1
+    until_s: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether times are as before again."""
+        return self.until_s is not None
+
+
+class Watch:
+    """Watches one time, of one or several size classes, for a lasting growth.
+
+    Args:
+        alarm: The sum that is an alarm.
+        most_usual: From how many of the latest values that were not suspicious the usual time is learnt.
+        company: Watches of the same kind; with them, few values that are far beyond all that these know are an alarm.
+
+    Attributes:
+        change: The latest alarm, if any: one that lasts, or is over.
+        excess: Of each value with a history: round, seconds of the clock, logarithm of the ratio to the usual time.
+
+    Example:
+        >>> watch = Watch()
+        >>> for round in range(40):
+        ...     watch.add(round, float(round), 0.1 if round < 30 else 0.3)
+        >>> watch.change.since_round, watch.change.seen_round
+        (30, 35)
+    """
+
+    __slots__ = ("_alarm", "_bases", "_begin", "_company", "_early", "_held", "_level", "_long", "_most_usual",
+                 "_newest", "_num_late", "_num_values", "_pair", "_record", "_records", "_return", "_sum", "change",
+                 "excess")  # fmt: skip
+
+    def __init__(self, *, alarm: float = ALARM, most_usual: int = MOST_HISTORY, company: Company | None = None) -> None:
+        self._company = company
+        self._pair = None if company is None else Pair(company)
+        if company is not None:
+            company.join(self)
+        self._alarm = alarm
+        self._most_usual = most_usual
+        self._bases: dict[int, Baseline] = {}
+        self._early: list[tuple[int, float, float, Baseline]] = []
+        self._sum, self._records = 0.0, 0
+        self._begin: tuple[int, float] = (-1, 0.0)
+        self._record = self._begin
+        self._level = 0.0
+        self._return = 0.0
+        self._held: list[tuple[Baseline, float]] = []
+        self._newest, self._num_late, self._num_values = -1, 0, 0
+        self._long: deque[int] = deque(maxlen=OFTEN)
+        self.change: Change | None = None
+        self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * MOST_HISTORY)
+
+    def add(
+        self, round: int, at_s: float, time_s: float, *, size_class: int = 0, margin_s: float = 0.0,
+        begin_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """Take the time of a round in.
+
+        Args:
+            round: Its number; rounds come in order, or a little late.
+            at_s: When it was.
+            time_s: How long it took.
+            size_class: Only times of one class are alike; 2 n and 2 n + 1 are of one size, measured in two ways.
+            margin_s: By how much these two ways may differ.
+            begin_s: When it began, if that is known: two that do not overlap may be enough.
+        """
+        value = math.log(max(time_s, _LEAST_TIME_S))
+        base = self._base(size_class)
+        if not base.is_known:
+            twin = self._bases.get(size_class ^ 1)
+            sure = max(time_s - margin_s, _LEAST_TIME_S)
+            if twin is None or not twin.is_known or math.log(sure) < twin.middle + math.log(LEAST_RATIO):
+                base.learn(value)
+                self._early.append((round, at_s, value, base))
+                return
+            value, base = math.log(sure), twin
+        if value - base.middle >= LONG:
+            self._long.append(self._num_values)
+        self._num_values += 1
+        self._num_late += round <= self._newest
+        self._newest = max(round, self._newest)
+        self.excess.append((round, at_s, value - base.middle))
+        if self.change is None or self.change.is_over:
+            self._step(round, at_s, value, base, begin_s)
+        else:
+            self._step_back(self.change, round, at_s, value, base)
+
+    def _base(self, size_class: int) -> Baseline:
+        base = self._bases.get(size_class)
+        if base is None:
+            base = self._bases[size_class] = Baseline(self._most_usual)
+        return base
+
+    def _step(self, round: int, at_s: float, value: float, base: Baseline, begin_s: float | None) -> None:
+        if self._sum == 0.0:
+            self._begin = (round, at_s)
+            # what went before was no change: it is history now
+            for old, held in self._held:
+                old.learn(held)
+            self._held.clear()
+        excess = value - base.middle
+        is_far = self._company is not None and self._company.is_far(excess)
+        gained = self._alarm / FAR_SAMPLES if is_far else base.score(value) - DRIFT - base.shift
+        self._sum = max(0.0, self._sum + gained)
+        self._records = self._records + 1 if base.is_record(value) else 0
+        if self._records == 1:
+            self._record = (round, at_s)
+        if len(self._held) < MOST_HISTORY:
+            self._held.append((base, value))
+        is_pair = self._is_pair(round, begin_s, at_s, excess) if base.count >= 2 * LEAST_HISTORY else False
+        # noise before a fault may have begun the sum, and is not part of what lasts
+        if self._sum >= self._alarm:
+            self._alarmed(self._begin, round, least=_LEAST_SAMPLES)
+        if self._records >= _RECORD_SAMPLES:
+            self._alarmed(self._record, round, least=_LEAST_SAMPLES)
+        if is_pair and self._pair is not None:
+            self._alarmed(self._pair.begin, round, least=PAIR)
+
+    def _is_pair(self, round: int, begin_s: float | None, at_s: float, excess: float) -> bool:
+        return self._pair is not None and begin_s is not None and self._pair.add(round, begin_s, at_s, excess)
+
+    def _alarmed(self, begin: tuple[int, float], round: int, *, least: int) -> None:
+        """Make an alarm of what there is since it began, if that is long and enough, and there is none yet."""
+        if self.change is not None and not self.change.is_over:
+            return
+        ratios = sorted(excess for number, _, excess in self.excess if number >= begin[0])
+        enough = min(least, FAR_SAMPLES) if ratios and ratios[0] >= FAR else least
+        if len(ratios) >= enough and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO):
+            self.change = Change(since_round=begin[0], since_s=begin[1], seen_round=round)
+            self._level, self._return = median(ratios), 0.0
+
+    def _step_back(self, change: Change, round: int, at_s: float, value: float, base: Baseline) -> None:
+        """Sum up what speaks for times as they were before: scores below the middle between then and now."""
+        if self._return == 0.0:
+            self._begin = (round, at_s)
+        score = _clipped((base.middle + self._level / 2 - value) / base.scale)
+        self._return = max(0.0, self._return + score)
+        if self._return >= self._alarm:
+            change.until_round, change.until_s = self._begin
+            self._sum = 0.0
+            self._held.clear()
+
+    def soon(self, round: int, time_s: float, *, size_class: int = 0) -> Change | None:
+        """Return the alarm that a time will make which is not over yet, and is far beyond all that is usual already.
+
+        Args:
+            round: Of what is not over.
+            time_s: For how long it has lasted.
+            size_class: See `add`.
+        """
+        base, company = self._bases.get(size_class), self._company
+        if company is None or base is None or not base.is_known:
+            return None
+        if self.change is not None and not self.change.is_over and self._level >= FAR:
+            return None  # it has been made
+        far = list(takewhile(lambda one: company.was_far(one[2]), reversed(self.excess)))
+        if len(far) < FAR_SAMPLES - 1 or not company.was_far(math.log(max(time_s, _LEAST_TIME_S)) - base.middle):
+            return None
+        since_round, since_s, _ = far[-1]
+        return Change(since_round=since_round, since_s=since_s, seen_round=round)
+
+    def bases(self) -> Collection[Baseline]:
+        """Return what is usual, by size."""
+        return self._bases.values()
+
+    def history(self) -> list[tuple[int, float, float]]:
+        """Return `excess` with the values before it, from which the usual time was learnt."""
+        early = [(number, at_s, value - base.middle) for number, at_s, value, base in self._early if base.is_known]
+        return sorted([*early, *self.excess])
+
+    def since(self, first: int) -> list[tuple[int, float, float]]:
+        """Return `excess` from a round on, the latest first."""
+        return [one for one in islice(reversed(self.excess), self._most_since(first)) if one[0] >= first]
+
+    def _most_since(self, first: int) -> int:
+        """Return how many values there are at most from a round on, where some came late or twice."""
+        return max(0, self._newest - first + 1 + self._num_late)
+
+    @property
+    def was_long(self) -> bool:
+        """Whether any value was twice the usual time or more."""
+        return bool(self._long)
+
+    def is_often_long(self, *, of: int) -> bool:
+        """Return whether `OFTEN` of the latest values are twice the usual time or more."""
+        return len(self._long) == OFTEN and self._num_values - self._long[0] < of
+
+    def num_long(self, *, of: int) -> int:
+        """Return how many of the latest values are twice the usual time or more, `OFTEN` at the most."""
+        return sum(self._num_values - one <= of for one in self._long)
+
+    def values_in(self, first: int, last: int) -> list[float]:
+        """Return the logarithms of the ratio in rounds first to last, the latest first."""
+        latest = islice(reversed(self.excess), self._most_since(first))
+        return [excess for number, _, excess in latest if first <= number <= last]
+
+    def excess_in(self, first: int, last: int) -> float:
+        """Return the median logarithm of the ratio in rounds first to last; NaN without values."""
+        return median(self.values_in(first, last))
+
+    @property
+    def usual(self) -> Baseline:
+        """What is usual, of the class with the most values."""
+        return max(self._bases.values(), key=lambda one: one.count, default=Baseline())
+
+    @property
+    def usual_s(self) -> float:
+        """The usual time, of the class with the longest."""
+        known = [base.middle for base in self._bases.values() if base.is_known]
+        return math.exp(max(known)) if known else math.nan
+
+
+def _clipped(score: float) -> float:
+    return max(-CLIP, min(CLIP, score))

@@ -1,0 +1,278 @@
+"""Clocks of several hosts, brought to one: offset and drift from messages both ways, with the error that remains.
+
+A message cannot arrive before it was sent. So a message from clock a to clock b bounds b's offset from above, one
+from b to a from below, and what leads over a third clock bounds it as well: differences under constraints, whose
+tightest bounds are shortest paths. The estimate is the middle of the bounds; half their distance is its error, and it
+is never smaller than what nobody can know: a wire that is slow in one direction only, for as long as the records go.
+
+Reference:
+    D. L. Mills, "Internet time synchronization: the network time protocol", 1991, for the bounds of one pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from thinwire.monitor.detect.change_points import median
+
+SEGMENTS = 8
+# A quartz clock drifts by tens of millionths; one that drifts more was set.
+MOST_DRIFT = 500e-6
+_USUAL_DRIFT = 100e-6
+_PLAY_S = 1e-6
+_MOST_PLACES = 4 * SEGMENTS
+
+
+class Sighting(NamedTuple):
+    """A message that was posted by one clock and done by another, in seconds of each."""
+
+    sender: str
+    receiver: str
+    posted_s: float
+    done_s: float
+
+
+class SightingBook:
+    """Keeps what bounds clocks best of all messages of a job, a bounded number of each way between two clocks.
+
+    Of some rounds that follow each other the message with the least delay is kept, of the more the longer the job is.
+    """
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[str, str], dict[int, Sighting]] = defaultdict(dict)
+        self._places: set[int] = set()
+        self._width = 1
+
+    def take(self, found: Iterable[tuple[int, Sighting]], *, of: Iterable[str]) -> list[Sighting]:
+        """Take messages in with the numbers of their rounds, known ones too, and return what is kept of some clocks."""
+        for number, seen in found:
+            self._put(self._ways[seen.sender, seen.receiver], number // self._width, seen)
+        while len(self._places) > _MOST_PLACES:
+            self._width *= 2
+            self._places = {place // 2 for place in self._places}
+            for way, own in self._ways.items():
+                self._ways[way] = {}
+                for place, seen in own.items():
+                    self._put(self._ways[way], place // 2, seen)
+        names = set(of)
+        kept = [own.values() for way, own in self._ways.items() if names.issuperset(way)]
+        return sorted((seen for own in kept for seen in own), key=lambda seen: seen.posted_s)
+
+    def _put(self, own: dict[int, Sighting], place: int, seen: Sighting) -> None:
+        known = own.get(place)
+        if known is None:
+            self._places.add(place)
+        if known is None or seen.done_s - seen.posted_s < known.done_s - known.posted_s:
+            own[place] = seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockFit:
+    """How a clock stands to the reference: it shows `offset_s + drift * (t - origin_s)` more.
+
+    Attributes:
+        offset_s: Seconds more than the reference at the reference's `origin_s`.
+        drift: Seconds gained per second.
+        error_s: What the offset may be wrong by; infinite where no messages went both ways.
+        origin_s: Where the offset holds.
+        is_steady: Whether one line fits all records; if not, the clock was set while they were written.
+        jumped_s: Where it was set first, in its own seconds.
+    """
+
+    offset_s: float
+    drift: float
+    error_s: float
+    origin_s: float
+    is_steady: bool = True
+    jumped_s: float = math.nan
+
+    def to_reference(self, time_s: float) -> float:
+        """Return what the reference showed when this clock showed `time_s`."""
+        since_s = time_s - self.offset_s - self.origin_s
+        return self.origin_s + since_s / (1 + self.drift)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alignment:
+    """All clocks against one.
+
+    Attributes:
+        reference: The clock that others are brought to.
+        fits: Each clock's.
+    """
+
+    reference: str
+    fits: Mapping[str, ClockFit]
+
+    @property
+    def error_s(self) -> float:
+        """The largest error of a clock that is joined to the reference by messages."""
+        return max((fit.error_s for fit in self.fits.values() if fit.error_s < math.inf), default=0.0)
+
+
+def align(clocks: Iterable[str], sightings: Iterable[Sighting]) -> Alignment:
+    """Bring clocks together.
+
+    Args:
+        clocks: All names.
+        sightings: Messages between different clocks.
+
+    Example:
+        >>> there = [Sighting("a", "b", t, t + 5.001) for t in range(9)]
+        >>> back = [Sighting("b", "a", t + 5.5, t + 0.501) for t in range(9)]
+        >>> fit = align(["a", "b"], there + back).fits["b"]
+        >>> round(fit.offset_s, 3), round(fit.error_s, 3), fit.is_steady
+        (5.0, 0.001, True)
+    """
+    names = sorted(set(clocks))
+    found = list(sightings)
+    if not names:
+        return Alignment(reference="", fits={})
+    reference = _busiest(names, found)
+    still = ClockFit(offset_s=0.0, drift=0.0, error_s=0.0, origin_s=0.0)
+    if len(names) == 1 or not found:
+        alone = ClockFit(offset_s=0.0, drift=0.0, error_s=math.inf, origin_s=0.0)
+        return Alignment(reference=reference, fits={n: still if n == reference else alone for n in names})
+    segments = _segments(found, reference)
+    bounds: dict[str, list[_Bound]] = defaultdict(list)
+    for at_s, delays in segments:
+        for name, (lower, upper) in _bounds(delays, reference).items():
+            bounds[name].append(_Bound(at_s, lower, upper))
+    origin_s = segments[0][0]
+    # the bounds of a stretch are of different moments in it, between which clocks drift
+    play_s = _PLAY_S + _USUAL_DRIFT * abs(segments[-1][0] - origin_s) / max(1, len(segments) - 1)
+    fits = {name: _fit(bounds.get(name, []), origin_s, play_s) for name in names if name != reference}
+    moved = [name for name, fit in fits.items() if not fit.is_steady]
+    if len(fits) > 1 and 2 * len(moved) > len(fits):
+        # all others jumped at once: it was the one that they are measured by
+        first_s = min(fits[name].jumped_s - fits[name].offset_s for name in moved)
+        still = ClockFit(offset_s=0.0, drift=0.0, error_s=0.0, origin_s=origin_s, is_steady=False, jumped_s=first_s)
+    return Alignment(reference=reference, fits={**fits, reference: still})
+
+
+class _Bound(NamedTuple):
+    at_s: float
+    lower: float
+    upper: float
+
+
+Delays = dict[str, dict[str, float]]
+
+
+def _busiest(names: list[str], sightings: list[Sighting]) -> str:
+    """Return the clock with most messages: the others are nearest to it."""
+    counts = dict.fromkeys(names, 0)
+    for seen in sightings:
+        counts[seen.sender] += 1
+        counts[seen.receiver] += 1
+    return max(names, key=lambda name: (counts[name], -names.index(name)))
+
+
+def _segments(sightings: list[Sighting], reference: str) -> list[tuple[float, Delays]]:
+    """Cut the records into stretches and keep the least apparent delay of each pair of clocks in each.
+
+    Clocks that show different times cannot be cut by time; each clock's messages are cut by their order.
+    """
+    pairs: dict[tuple[str, str], list[Sighting]] = defaultdict(list)
+    for seen in sightings:
+        pairs[seen.sender, seen.receiver].append(seen)
+    most = max(map(len, pairs.values()))
+    count = max(1, min(SEGMENTS, most // 4))
+    segments: list[Delays] = [defaultdict(dict) for _ in range(count)]
+    times: list[list[float]] = [[] for _ in range(count)]
+    for (sender, receiver), all_seen in pairs.items():
+        for index, seen in enumerate(all_seen):
+            place = index * count // len(all_seen)
+            delay = seen.done_s - seen.posted_s
+            known = segments[place][sender].get(receiver, math.inf)
+            segments[place][sender][receiver] = min(known, delay)
+            if reference in (sender, receiver):
+                times[place].append(seen.posted_s if sender == reference else seen.done_s)
+    return [
+        (sum(own) / len(own) if own else float(place), delays)
+        for place, (own, delays) in enumerate(zip(times, segments, strict=True))
+    ]
+
+
+def _bounds(delays: Delays, reference: str) -> dict[str, tuple[float, float]]:
+    """Return the least and the most offset of each clock that the reference reaches and that reaches it.
+
+    A cycle of negative length contradicts itself: the lengths are then those of at most as many messages as clocks.
+    """
+    back: Delays = defaultdict(dict)
+    for sender, others in delays.items():
+        for receiver, delay in others.items():
+            back[receiver][sender] = delay
+    upper, lower = _shortest(delays, reference), _shortest(back, reference)
+    return {name: (-lower[name], upper[name]) for name in upper if name in lower and name != reference}
+
+
+def _shortest(delays: Delays, source: str) -> dict[str, float]:
+    best = {source: 0.0}
+    changed = {source}
+    for _ in range(len(delays) + 1):
+        later: set[str] = set()
+        for sender in changed:
+            for receiver, delay in delays.get(sender, {}).items():
+                if receiver != source and best[sender] + delay < best.get(receiver, math.inf) - _PLAY_S:
+                    best[receiver] = best[sender] + delay
+                    later.add(receiver)
+        changed = later
+        if not changed:
+            break
+    return best
+
+
+def _fit(bounds: list[_Bound], origin_s: float, play_s: float) -> ClockFit:
+    """Return a clock that keeps all bounds, or that of the first segment where none does."""
+    if not bounds:
+        return ClockFit(offset_s=0.0, drift=0.0, error_s=math.inf, origin_s=origin_s)
+    drift = _drift(bounds, play_s)
+    if drift is not None:
+        shown = [(b.lower - drift * (b.at_s - origin_s), b.upper - drift * (b.at_s - origin_s)) for b in bounds]
+        lower, upper = max(low for low, _ in shown), min(high for _, high in shown)
+        if lower <= upper + 2 * play_s:
+            error_s = max(0.0, upper - lower) / 2 + play_s
+            return ClockFit(offset_s=(lower + upper) / 2, drift=drift, error_s=error_s, origin_s=origin_s)
+    first = bounds[0]
+    offset_s, error_s = (first.lower + first.upper) / 2, abs(first.upper - first.lower) / 2
+    far = [b for b in bounds if b.lower > min(first.upper, b.upper) + 2 * play_s or b.upper < first.lower - 2 * play_s]
+    jumped_s = (far[0] if far else bounds[-1]).at_s + offset_s
+    return ClockFit(
+        offset_s=offset_s, drift=0.0, error_s=error_s, origin_s=origin_s, is_steady=False, jumped_s=jumped_s
+    )
+
+
+def _drift(bounds: list[_Bound], play_s: float) -> float | None:
+    """Return the drift that both bounds show, as far as no two stretches contradict it, or none.
+
+    Where a clock drifts, both bounds move; where a wire becomes slow in one direction, one does.
+    """
+    least, most = -MOST_DRIFT, MOST_DRIFT
+    if any(bound.lower > bound.upper + 2 * play_s for bound in bounds):
+        return None
+    for index, early in enumerate(bounds):
+        for late in bounds[index + 1 :]:
+            if (apart_s := late.at_s - early.at_s) > 0:
+                most = min(most, (late.upper - early.lower + 2 * play_s) / apart_s)
+                least = max(least, (late.lower - early.upper - 2 * play_s) / apart_s)
+    if least > most + 1e-9:
+        return None
+    slopes = [_slope([(b.at_s, b.lower) for b in bounds]), _slope([(b.at_s, b.upper) for b in bounds])]
+    both = 0.0 if slopes[0] * slopes[1] <= 0 else min(slopes, key=abs)
+    return min(max(both, least), max(least, most))
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """Return the middle of the slopes between all points (Theil and Sen)."""
+    slopes = [
+        (late[1] - early[1]) / (late[0] - early[0])
+        for index, early in enumerate(points)
+        for late in points[index + 1 :]
+        if late[0] > early[0]
+    ]
+    return median(slopes) if slopes else 0.0

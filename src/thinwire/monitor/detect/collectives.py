@@ -1,0 +1,167 @@
+"""Collectives that are slow or stand still, and whose messages nobody records: found by calls, placed by wires."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from thinwire.monitor.detect.change_points import LEAST_RATIO, Watch
+from thinwire.monitor.detect.connections import (
+    FEW_AFTER,
+    PLACED_S,
+    SlowerWires,
+    are_watched,
+    dead_wires,
+    is_probed,
+    slower_wires,
+)
+from thinwire.monitor.detect.delay_matrix import WIRE_REMEDY, probe_for
+from thinwire.monitor.detect.link_history import size_class
+from thinwire.monitor.detect.progress import UNSURE
+from thinwire.monitor.detect.timeline import Job
+from thinwire.monitor.findings import Finding, Place
+
+_LOOK_ROUNDS = 24
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
+# Wires that are slowed by less than this part of what the operations are, as logarithms, do not explain those.
+OWN = 0.5
+# For so long bursts over the other wires are waited for where these are sent; else looks at connections.
+UNDECIDED_S = 5.0
+_UNPLACED_S = 2.5
+# What is slowed by less may look like a wire that shares its host with it; in a call that stands still it is no reason.
+_SLOW = math.log(2.0)
+
+
+def find_slow_operations(job: Job) -> list[Finding]:
+    """Return communicators whose operations take longer, where nothing was recorded by peer.
+
+    The rank that waited least came last, and what it waited is the operation's own time, on one clock. Where one rank
+    only sends, that ends for it when its kernel has the bytes, so that a full connection looks like a slow operation:
+    these are told by their wires.
+    """
+    seen = {message.communicator for message in job.messages}
+    watches: dict[str, dict[tuple[str, int], Watch]] = defaultdict(lambda: defaultdict(Watch))
+    for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
+        waits = [op.done_s - op.posted_s for op in own.values() if op.done_s is not None]
+        first = next(iter(own.values()))
+        if communicator in seen or len(waits) < len(own) or len(own) < 2 or first.kind in _ROOTED:
+            continue
+        watch = watches[communicator][first.kind, size_class(first.count)]
+        watch.add(sequence, first.posted_s, max(0.0, min(waits)))
+    found = []
+    for communicator, own_watches in sorted(watches.items()):
+        slow = [watch for watch in own_watches.values() if watch.change is not None]
+        slow = [watch for watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)]
+        if slow:  # a wire slows large operations by most
+            finding = _slow_operation(job, communicator, max(slow, key=_how_much))
+            found += [] if _will_be_placed(job, finding) else [finding]
+    return found
+
+
+def _will_be_placed(job: Job, slow: Finding) -> bool:
+    """Return whether the next looks at connections, or the next bursts over other wires, may say more of the place."""
+    is_placed = slow.places[0].kind != "communicator"
+    if slow.until_s is not None or (is_placed and len(slow.places) == 1):
+        return False
+    waited_s = job.now_s - slow.since_s
+    if is_probed(job):
+        return waited_s < UNDECIDED_S
+    return not is_placed and waited_s < _UNPLACED_S and are_watched(job)
+
+
+def _how_much(watch: Watch) -> tuple[bool, float]:
+    """Return whether it lasts, and by how many seconds it is longer."""
+    return watch.change is not None and not watch.change.is_over, watch.usual_s * math.expm1(_lasting(watch))
+
+
+def _lasting(watch: Watch) -> float:
+    assert watch.change is not None
+    last = watch.change.seen_round + _LOOK_ROUNDS
+    return watch.excess_in(watch.change.since_round, watch.change.until_round - 1 if watch.change.is_over else last)
+
+
+def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
+    assert watch.change is not None
+    change, ratio = watch.change, math.exp(_lasting(watch))
+    wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)
+    if wires is not None and wires.explained.excess < OWN * math.log(ratio):
+        wires = None  # that does not explain it
+    found = Finding(
+        kind="communication slow",
+        places=(Place(kind="communicator"),),
+        since_s=change.since_s, since_round=change.since_round, seen_round=change.seen_round, until_s=change.until_s,
+        evidence={"communicator": communicator, "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6)},
+        text=f"Operations of {communicator} take {ratio:.1f} times as long as they did, also for the rank that "
+        "comes last",
+        confidence=0.6 * job.trust,
+        remedy="find the link first",
+        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + _with_probes(job),
+    )  # fmt: skip
+    if wires is None:
+        return replace(found, text=f"{found.text}; the records do not tell by which link.")
+    return _placed(found, wires, job)
+
+
+def how_to_decide(job: Job, places: Sequence[Place]) -> str:
+    """Return what would tell several places of wires apart; nothing where there is one."""
+    return probe_for(places) + _with_probes(job) if len(places) > 1 else ""
+
+
+def _with_probes(job: Job) -> str:
+    if job.messages or is_probed(job):  # thinwire's own rounds, whose messages are recorded, are not watched
+        return ""
+    return "; or let hosts time bursts to each other: thinwire.watch(..., probe_wires=True)"
+
+
+def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
+    """Return slow operations with the wires that make them so, by the kernels' counters."""
+    explained = wires.explained
+    named = " or ".join(map(str, explained.places))
+    is_little = wires.num_seen < FEW_AFTER or explained.excess < _SLOW
+    most = 0.5 if len(explained.places) > 1 else UNSURE if is_little else 0.9
+    return replace(
+        found, places=explained.places, confidence=min(most, explained.sure) * job.trust,
+        probe=how_to_decide(job, explained.places),
+        text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {named}, by the kernel's counters.",
+        evidence={**found.evidence, "byte_times_longer": round(wires.times, 2), "links": list(wires.links[:16])},
+        remedy=WIRE_REMEDY,
+    )  # fmt: skip
+
+
+def may_be_placed_soon(job: Job, still_s: float) -> bool:
+    """Return whether an operation has stood for too short a time to say which wire is dead, and wires are watched."""
+    return still_s < PLACED_S and are_watched(job)
+
+
+def placed_hang(job: Job, hang: Finding) -> Finding:
+    """Return a hang inside of a collective with the wires over which nothing comes, where connections are watched.
+
+    Args:
+        job: All records.
+        hang: The finding as far as the calls tell.
+    """
+    if not are_watched(job):
+        return hang
+    explained, num_known = dead_wires(job)
+    if explained is not None:
+        named = " or ".join(map(str, explained.places))
+        is_one = len(explained.places) == 1
+        return replace(
+            hang, places=explained.places, confidence=(0.6 + 0.35 * explained.fit if is_one else 0.5) * job.trust,
+            text=f"{hang.text[:-1]}: nothing comes any more over {named}, no acknowledgement and no answer to what the "
+            "kernel asks.",
+            evidence={**hang.evidence, "connections_known": num_known}, probe=probe_for(explained.places),
+        )  # fmt: skip
+    wires = slower_wires(job, hang.since_s)
+    if wires is not None and wires.explained.excess >= _SLOW:
+        slow = replace(hang, kind="communication slow", text=f"{hang.text[:-1]} yet", confidence=0.5 * job.trust)
+        return replace(_placed(slow, wires, job), confidence=min(UNSURE, slow.confidence))
+    if not num_known:
+        return hang
+    return replace(
+        hang, text=f"{hang.text[:-1]}, though all {num_known} connections between hosts that are known of answer.",
+        evidence={**hang.evidence, "connections_known": num_known},
+        remedy="take the stacks of all ranks (py-spy dump): it is no wire",
+    )  # fmt: skip

@@ -1,0 +1,498 @@
+"""Hang detector: finds the rank that makes the others wait, inside and outside of communication.
+
+Everybody who waits has written down what for. So a rank that has not come to the operation that the others sit in
+hangs outside of communication ("who did not log", as MegaScale, arXiv 2402.15627, says); where all have come, a
+message whose both ends are ready and that does not arrive shows the place. Who waits for whom ends there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from thinwire.monitor.detect.change_points import median
+from thinwire.monitor.detect.collectives import may_be_placed_soon, placed_hang
+from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
+from thinwire.monitor.detect.missing_heartbeats import unrecorded
+from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
+from thinwire.monitor.detect.progress import LEAST_PATIENCE_S, UNSURE, is_dead, is_still, slow_ranks, slow_wires
+from thinwire.monitor.detect.timeline import Job, Message
+from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.runlog.records import Operation
+
+# A recorder that says again and again that it lives is silent after so long, however rare rounds are.
+SILENCE_S = 3.0
+_PERIODS = 3.0
+_DURATIONS = 1.5
+_LONGEST_CHAIN = 12
+_LATEST_MESSAGES, _FEW = 256, 20
+# A message that is so many times as late as one usually takes hangs; before that its wire may be very slow.
+_VERY_SLOW = 25.0
+# So is a rank that lives and does not come; where operations are rare, nobody wants to wait for so many of them.
+_LONGEST_UNSURE_S = 60.0
+# Operations that are near each other are one stretch; operations whose times differ by less are alike.
+_RECENT = 8
+_LIKE = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Standstill:
+    """An operation that does not end: who is in it, who is not, since when, and how long is too long."""
+
+    communicator: str
+    sequence: int
+    inside: Mapping[int, Operation]
+    missing: tuple[int, ...]
+    since_s: float
+    patience_s: float
+    gone_s: float
+    left_behind: frozenset[int] = frozenset()
+
+    @property
+    def round(self) -> int:
+        first = next(iter(self.inside.values()))
+        return first.round if first.round >= 0 else self.sequence
+
+
+def find_hangs(job: Job) -> list[Finding]:
+    """Return one finding for each communicator that stands still for longer than its own times allow.
+
+    The limit is the longest of 1 s, three times the usual time between operations, and 1.5 times the longest
+    operation that is usual. Where a rank has ended by a fault of its own, the others stand still because of it.
+    """
+    failed = sorted((at_s, rank) for rank, (at_s, error) in job.goodbyes.items() if error)
+    found = [_failed(job, rank) for _, rank in failed[:1]]
+    dark = unrecorded(job)  # where these are nobody knows
+    for communicator in sorted({name for name, _ in job.operations}):
+        left_behind = set(dark)
+        while (still := _standstill(job, communicator, left_behind)) is not None:
+            if not (failed and still.since_s <= failed[0][0] + still.gone_s):
+                found += _judge(job, still)
+            # where the others have gone on without those who stand still, they may stand still elsewhere
+            are_silent = set(still.inside) <= set(_silent(job, still.gone_s)) - left_behind
+            if not are_silent or not _has_gone_on(job, communicator, left_behind | set(still.inside)):
+                break
+            left_behind |= set(still.inside)
+    return _roots(found) or _given_up(job)
+
+
+def _has_gone_on(job: Job, communicator: str, without: Set[int]) -> bool:
+    """Return whether an operation has ended to which none of some ranks has come: else the others wait for these."""
+    operations = [ops for (name, _), ops in job.operations.items() if name == communicator]
+    return any(not ops.keys() & without and any(op.done_s is not None for op in ops.values()) for ops in operations)
+
+
+def _given_up(job: Job) -> list[Finding]:
+    """Return what stood still when the first rank gave up: a rank that loses a peer ends without an own error.
+
+    What never came stays in the records as messages that failed. The others lose those who gave up, so that their
+    later errors say nothing of the cause.
+    """
+    found = []
+    for communicator in sorted({name for name, _ in job.operations}):
+        ranks = _ranks_that_gave_up(job, communicator)
+        if not ranks:
+            continue
+        first_s, first = min((job.goodbyes[rank][0], rank) for rank in ranks)
+        has_gone_on = any(
+            name == communicator and rank not in ranks and op.done_s is not None and op.done_s > first_s
+            for (name, _), ops in job.operations.items()
+            for rank, op in ops.items()
+        )
+        if not has_gone_on:  # an elastic run goes on without those who leave it
+            found.append(_hang_at_end(job, communicator, ranks, first=first, first_s=first_s))
+    return _roots(found)
+
+
+def _ranks_that_gave_up(job: Job, communicator: str) -> set[int]:
+    """Return the ranks that ended inside of an operation one of whose messages had failed, without an own error."""
+    failed = {
+        (rank, m.operation)
+        for m in job.messages
+        if m.communicator == communicator and m.error and m.received_done_s is None
+        for rank in (m.source, m.destination)
+    }
+    return {
+        rank
+        for (name, number), ops in job.operations.items()
+        if name == communicator
+        for rank, op in ops.items()
+        if op.done_s is None and (rank, number) in failed and not job.goodbyes.get(rank, (0.0, "lives"))[1]
+    }
+
+
+def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, first_s: float) -> Finding:
+    """Return what the records report of the moment when the first rank gave up.
+
+    Args:
+        job: All records.
+        communicator: In whose operations it did.
+        ranks: Who gave up.
+        first: Who was first.
+        first_s: When.
+    """
+    unfinished = {
+        number: ops
+        for (name, number), ops in sorted(job.operations.items())
+        if name == communicator and any(ops[rank].done_s is None for rank in ranks & ops.keys())
+    }
+    number, ops = next(iter(unfinished.items()))
+    inside = {rank: op for rank, op in ops.items() if op.done_s is None and rank in ranks}
+    # its last record is older than the first goodbye, and it never said one itself
+    killed = tuple(
+        rank
+        for rank, seen_s in sorted(job.last_seen_s.items())
+        if rank not in job.goodbyes and rank not in job.unsteady and seen_s < first_s
+    )
+    gone_s, limit_s = patience_s(op for own in unfinished.values() for op in own.values())
+    still = _Standstill(
+        communicator=communicator, sequence=number, inside=inside, missing=killed, gone_s=gone_s, patience_s=limit_s,
+        since_s=min(first_s, max(op.posted_s for op in inside.values())),
+    )  # fmt: skip
+    arrivals = {way: [one for one in seen if one[0] <= first_s] for way, seen in job.arrivals.items()}
+    view = replace(job, now_s=first_s, goodbyes={}, arrivals={way: seen for way, seen in arrivals.items() if seen})
+    messages = [m for m in job.messages if m.communicator == communicator and m.operation in unfinished]
+    if killed:
+        found = _outside(view, still, killed, killed, messages)
+    else:
+        stuck = [m for m in messages if m.is_stuck and m.begin_s is not None and m.begin_s < first_s]
+        own = [m for m in messages if m.error and m.received_done_s is None and first in (m.source, m.destination)]
+        came = [m for m in messages if m.received_done_s is not None and m.received_done_s <= first_s]
+        found = _inside(view, still, [*came, *(stuck or own)])
+    errors = sorted({m.error for m in messages if m.error and first in (m.source, m.destination)})
+    return replace(
+        found,
+        text=f"{found.text} Rank {first} was the first to give up, at {first_s:.3f} s.",
+        evidence={**found.evidence, "gave_up": sorted(ranks)[:32], "errors": errors[:4]},
+    )
+
+
+def _roots(found: list[Finding]) -> list[Finding]:
+    """Leave out ranks that are missed in one communicator because they wait in another, where there is another one."""
+    waiting = {rank for finding in found for rank in finding.evidence.get("waiting", ())}
+    named = [{rank for place in finding.places for rank in place.ranks} for finding in found]
+    return [one for one, ranks in zip(found, named, strict=True) if not ranks or ranks - waiting] or found
+
+
+def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
+    """Return how long an operation may stand when a rank is silent, and when all live, from what earlier ones took.
+
+    Args:
+        operations: In the order of their sequence numbers.
+    """
+    posted: dict[int, list[float]] = defaultdict(list)
+    durations: dict[int, float] = {}
+    latest: dict[int, tuple[float, int]] = {}
+    for operation in operations:
+        number = operation.sequence
+        posted[operation.rank].append(operation.posted_s)
+        latest[number] = max(
+            latest.get(number, (operation.posted_s, operation.rank)), (operation.posted_s, operation.rank)
+        )
+        if operation.done_s is not None:
+            durations[number] = max(durations.get(number, 0.0), operation.done_s - operation.posted_s)
+    gaps = [later - early for times in posted.values() for early, later in pairwise(times)]
+    usual_s = median(gaps) if gaps else 0.0
+    gone_s = max(LEAST_PATIENCE_S, _PERIODS * usual_s)
+    return gone_s, max(gone_s, _DURATIONS * _longest_usual_s(durations, latest))
+
+
+def _longest_usual_s(durations: Mapping[int, float], latest: Mapping[int, tuple[float, int]]) -> float:
+    """Return the longest operation that belongs to this job's ways: a fault that is over says nothing of the next one.
+
+    What took long once, with the same rank last, and not again since several operations, was a fault. What comes
+    again, as when one rank evaluates or writes a checkpoint, is usual, and so is how long the latest ones took.
+
+    Args:
+        durations: Seconds by sequence number, in order.
+        latest: When the last rank came, and which.
+    """
+    numbers = sorted(durations)
+    recent = set(numbers[-_RECENT:])
+    left = sorted(numbers, key=lambda number: durations[number], reverse=True)
+    for place, number in enumerate(left):
+        if number in recent:
+            return durations[number]
+        for other in left[place + 1 :]:
+            if _LIKE * durations[other] < durations[number]:
+                break
+            if abs(other - number) > _RECENT and latest[other][1] == latest[number][1]:
+                return durations[number]
+    return 0.0
+
+
+def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standstill | None:
+    own = sorted(
+        (key[1], {rank: op for rank, op in ops.items() if rank not in left_behind})
+        for key, ops in job.operations.items()
+        if key[0] == communicator
+    )
+    still = [(sequence, ops) for sequence, ops in own if any(op.done_s is None for op in ops.values())]
+    if not still:
+        return None
+    gone_s, limit_s = patience_s(op for _, all_ops in own for op in all_ops.values())
+    # the end of its last operation is what a killed rank did not come to write: where calls have failed counts first
+    failed = [(number, ops) for number, ops in still if _waiting_in(ops) <= job.left]
+    sequence, ops = (failed or still)[0]
+    known = job.communicators.get(communicator)
+    members = set(known.ranks) if known is not None else {rank for _, all_ops in own for rank in all_ops}
+    furthest = {rank: number for number, all_ops in own for rank in all_ops}
+    # of a rank without any record nobody knows whether it came, and one that has ended does not come
+    members &= set(job.last_seen_s) - set(job.goodbyes) - left_behind
+    missing = tuple(sorted(rank for rank in members if furthest.get(rank, -1) < sequence))
+    inside = {rank: op for rank, op in ops.items() if op.done_s is None}
+    since_s = max(op.posted_s for op in inside.values())
+    still_s = job.now_s - since_s
+    has_ended = set(inside) <= set(job.goodbyes) and not missing
+    if has_ended:  # its ranks have ended in the middle of it, and no one of them has a fault of its own
+        return None
+    # whose calls have failed wait no longer: who has not come to them is gone
+    is_left = bool(missing) and set(inside) <= job.left
+    is_sure = is_left or still_s >= limit_s or (still_s >= LEAST_PATIENCE_S and _silent(job, gone_s)) or _survivors(job)
+    may_be = still_s >= (min(gone_s, LEAST_PATIENCE_S) if job.arrivals else gone_s)
+    if not is_sure and not (may_be and _has_stuck(job, communicator, sequence, is_long=still_s >= gone_s)):
+        return None
+    return _Standstill(
+        communicator=communicator, sequence=sequence, inside=inside, missing=missing, since_s=since_s,
+        patience_s=limit_s, gone_s=gone_s, left_behind=frozenset(left_behind),
+    )  # fmt: skip
+
+
+def _has_stuck(job: Job, communicator: str, sequence: int, *, is_long: bool) -> bool:
+    """Return whether a message that both ends are ready for has not come in three times what 95 % of the latest took.
+
+    How long operations take says nothing here: most of it is waiting for ranks that come late. Where not a byte comes,
+    three times of what the middle one took is enough; else the operation must have stood for long too.
+    """
+    own = [m for m in job.messages if m.communicator == communicator]
+    stuck = [m for m in own if m.operation == sequence and m.is_stuck and m.begin_s is not None]
+    took = _took(own)
+    if not stuck or not took:
+        return False
+    if is_still(job, stuck):
+        longest_s = median(took)
+    elif is_long:
+        longest_s = took[-1 - len(took) // _FEW]  # the longest of a fault that is over say nothing of the next one
+    else:
+        return False
+    waited_s = job.now_s - min(m.begin_s for m in stuck if m.begin_s is not None)
+    return waited_s >= max(LEAST_PATIENCE_S, _PERIODS * longest_s)
+
+
+def _took(messages: Sequence[Message]) -> list[float]:
+    return sorted(m.transfer_s for m in messages[-_LATEST_MESSAGES:] if m.transfer_s is not None)
+
+
+def _times_late(job: Job, stuck: Iterable[Message], communicator: str) -> float:
+    """Return how many times as long as messages usually take the latest of those that are stuck has been waited for."""
+    usual_s = median(_took([m for m in job.messages if m.communicator == communicator]))
+    begun_s = max((m.begin_s for m in stuck if m.begin_s is not None), default=-math.inf)
+    return (job.now_s - begun_s) / usual_s if usual_s > 0 else math.inf
+
+
+def _waiting_in(ops: Mapping[int, Operation]) -> set[int]:
+    return {rank for rank, op in ops.items() if op.done_s is None}
+
+
+def _judge(job: Job, still: _Standstill) -> list[Finding]:
+    messages = [m for m in job.messages if m.communicator == still.communicator and m.operation == still.sequence]
+    if any(m.received_done_s is None and still.left_behind & {m.source, m.destination} for m in messages):
+        return []  # they wait for those who stand still elsewhere
+    silent = tuple(rank for rank in _silent(job, still.gone_s) if rank not in still.left_behind)
+    inside = tuple(sorted(still.inside))
+    if set(inside) <= job.left:  # whose calls have failed were left by those who did not come, and write no more
+        known_s = max(job.last_seen_s[rank] for rank in inside)
+        silent += tuple(rank for rank in still.missing if job.last_seen_s[rank] < known_s and rank not in silent)
+    # where all who stand here are silent, the others have gone on: whoever else is silent stands elsewhere
+    culprits = still.missing or (inside if set(inside) <= set(silent) else silent)
+    if culprits:
+        # whoever hears from no other host waits for these, and not for its own ranks that wait too
+        alone = None if set(culprits) & set(silent) else cut_off(job, [*still.inside, *culprits], since_s=still.since_s)
+        return [_outside(job, still, culprits, silent, messages) if alone is None else alone]
+    # before all have shown that they still live, one of them may just have been paused or killed
+    known_s = still.since_s + LEAST_PATIENCE_S
+    if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
+        return []
+    if not messages and may_be_placed_soon(job, job.now_s - still.since_s):
+        return []
+    found = _inside(job, still, messages)
+    return [found if messages else placed_hang(job, found)]
+
+
+def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
+    """Return ranks whose recorder has stopped: paused, killed, or on a host that is gone."""
+    if not job.has_beats:
+        return ()
+    limit_s = min(limit_s, SILENCE_S)
+    left = _survivors(job)
+    quiet = [
+        rank
+        for rank, at_s in job.last_seen_s.items()
+        if (job.now_s - at_s > max(limit_s, job.silence_s(rank)) or rank in left)
+        and rank not in job.unsteady
+        and rank not in job.goodbyes
+    ]
+    return tuple(sorted(quiet)) if len(quiet) < len(job.last_seen_s) else ()
+
+
+def _survivors(job: Job) -> tuple[int, ...]:
+    """Return who has not said goodbye where most have, because they lost others: who was killed says nothing."""
+    left = tuple(sorted(set(job.last_seen_s) - set(job.goodbyes)))
+    return left if 2 * len(left) < len(job.last_seen_s) else ()
+
+
+def _failed(job: Job, rank: int) -> Finding:
+    at_s, error = job.goodbyes[rank]
+    is_written_for_it = error.startswith("was ")  # by the launcher; a rank's own error begins with its type
+    place = Place(kind="rank", ranks=(rank,))
+    return Finding(
+        kind="non-communication hang", places=(place,), since_s=at_s,
+        evidence={"error": error, "others_ended": sorted(set(job.goodbyes) - {rank})[:32]},
+        text=f"Rank {rank} {error}." if is_written_for_it else f"Rank {rank} has ended by an error of its own: {error}",
+        confidence=0.95 * job.trust,
+        remedy="read this rank's log and the system's (dmesg names processes that ran out of memory); the others end "
+        "because they lost this rank" if is_written_for_it
+        else "mend what the error says; the others end because they lost this rank",
+    )  # fmt: skip
+
+
+def _outside(
+    job: Job, still: _Standstill, culprits: tuple[int, ...], silent: tuple[int, ...], messages: list[Message]
+) -> Finding:
+    gone = tuple(rank for rank in culprits if rank in silent)
+    culprits = gone or culprits  # those who are gone keep the others from coming
+    lost = any(m.error for m in messages if {m.source, m.destination} & set(culprits))
+    who = "has ended or is cut off" if gone and lost else "is paused, killed or cut off" if gone else "is alive"
+    last_s = min(job.last_seen_s.get(rank, still.since_s) for rank in culprits)
+    place = _place_of(job, culprits)
+    came = "not come to" if still.missing else "stopped inside of"
+    others = set(still.inside) - set(culprits)
+    sitting = f", which {len(others)} other{'s sit' if len(others) > 1 else ' sits'} in" if others else ""
+    is_unsure = not gone and not set(still.inside) <= job.left and job.now_s - still.since_s < _sure_s(still)
+    if is_unsure and (slow := slow_ranks(job, culprits, place, waited_since_s=still.since_s)) is not None:
+        return slow
+    found = Finding(
+        kind="non-communication hang",
+        places=(place,),
+        since_s=min(last_s, still.since_s) if gone else still.since_s,
+        since_round=still.round, seen_round=still.round,
+        evidence={
+            "communicator": still.communicator, "operation": still.sequence,
+            "waiting": sorted(set(still.inside) - set(culprits))[:32],
+            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
+            "last_sign_s": round(last_s, 3), "wait_chain": _chain(still, messages, culprits),
+        },
+        text=f"{place.title} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
+        f"recorder {who}{', and it may also be very slow' if is_unsure else ''}.",
+        confidence=(0.95 if gone else UNSURE if is_unsure else 0.9) * job.trust,
+        remedy="restart it or go on without it; its own log ends where it hangs" if gone
+        else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",
+    )  # fmt: skip
+    return partitioned(job, found)
+
+
+def _sure_s(still: _Standstill) -> float:
+    """Return for how long a rank that lives may just be very slow, where others wait for it."""
+    return min(_VERY_SLOW * still.gone_s / _PERIODS, max(_LONGEST_UNSURE_S, 2 * still.patience_s))
+
+
+def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
+    if (slow := slow_wires(job, messages)) is not None:
+        return slow
+    stuck = [m for m in messages if m.is_stuck or (m.error and m.received_done_s is None)]
+    if (partial := one_sided(job, still.inside, since_s=still.since_s)) is not None:
+        evidence = {
+            "communicator": still.communicator, "operation": still.sequence, **partial.evidence,
+            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
+        }  # fmt: skip
+        return replace(partial, since_round=still.round, seen_round=still.round, evidence=evidence)
+    cells: dict[Cell, float] = {
+        (m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None and m.sent_posted_s
+    }
+    # one that waits for a message which nobody has sent yet waits for somebody else
+    cells |= {(m.source, m.destination): 1.0 for m in stuck}
+    explained = DelayMatrix(cells, job.host_of).explain() if stuck else None
+    places = explained.places if explained is not None else (Place(kind="communicator"),)
+    places = tuple(dict.fromkeys(_whole_connection(job, place, stuck) for place in places))
+    named = " or ".join(map(str, places))
+    text = f"All ranks are in operation {still.sequence} of {still.communicator}, and it does not end"
+    text += f": {len(stuck)} messages that both ends are ready for do not arrive ({named})." if stuck else "."
+    share = explained.fit if explained is not None else 0.0
+    confidence = 0.5 if len(places) > 1 or not stuck else 0.6 + 0.35 * share
+    times = _times_late(job, stuck, still.communicator)
+    if is_dead(job, stuck):
+        text += " Not a byte comes over it, nor a sign of life of the connection."
+    elif times < _VERY_SLOW:
+        confidence = min(confidence, UNSURE)
+        text += f" They have been waited for {times:.0f} times as long as usual: it may also be very slow."
+    return Finding(
+        kind="communication hang",
+        places=places,
+        since_s=still.since_s, since_round=still.round, seen_round=still.round,
+        evidence={
+            "communicator": still.communicator, "operation": still.sequence,
+            "stuck": [f"{m.source} -> {m.destination}" for m in stuck][:16],
+            "arrived": sum(m.received_done_s is not None for m in messages),
+            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
+            "errors": sorted({m.error for m in messages if m.error})[:4],
+        }, text=text, confidence=confidence * job.trust,
+        remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
+        probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),
+    )  # fmt: skip
+
+
+def _whole_connection(job: Job, place: Place, stuck: list[Message]) -> Place:
+    """Return both ways of a link that is stuck one way, unless the other way has been seen to work since.
+
+    A connection that is cut one way carries little the other way either, since acknowledgements are lost; and what
+    came that way at about the time when the stuck message should have come too may have come before the cut.
+    """
+    if place.kind not in ("link", "host link"):
+        return place
+    host_of = job.host_of
+
+    def is_of(message: Message, ends: tuple[object, ...]) -> bool:
+        own = (message.source, message.destination)
+        return (own if place.ranks else tuple(host_of[rank] for rank in own)) == ends
+
+    way: tuple[object, ...] = place.ranks or place.hosts
+    since_s = min((m.begin_s for m in stuck if is_of(m, way) and m.begin_s is not None), default=math.inf)
+    usual_s = median([m.transfer_s for m in job.messages if m.transfer_s is not None and is_of(m, way)])
+    sure_s = since_s + _PERIODS * (0.0 if math.isnan(usual_s) else usual_s)
+    if any((m.received_done_s or 0.0) > sure_s for m in job.messages if is_of(m, way[::-1])):
+        return place
+    if place.ranks:
+        return Place(kind="link both ways", ranks=tuple(sorted(place.ranks)))
+    return Place(kind="host link both ways", hosts=tuple(sorted(place.hosts)))
+
+
+def _place_of(job: Job, ranks: tuple[int, ...]) -> Place:
+    """Return the host whose ranks these are, or the ranks."""
+    hosts = {job.host_of[rank] for rank in ranks}
+    if len(ranks) > 1 and set(ranks) == {rank for rank, host in job.host_of.items() if host in hosts}:
+        return Place(kind="host", hosts=tuple(sorted(hosts)))
+    return Place(kind="rank", ranks=ranks)
+
+
+def _chain(still: _Standstill, messages: list[Message], culprits: tuple[int, ...]) -> str:
+    """Return who waits for whom, from a waiting rank to a culprit."""
+    waits: dict[int, set[int]] = defaultdict(set)
+    for message in messages:
+        if message.received_done_s is None and message.received_posted_s is not None:
+            waits[message.destination].add(message.source)
+    for start in sorted(waits):
+        path, seen = [start], {start}
+        while path[-1] not in culprits and len(path) < _LONGEST_CHAIN:
+            following = waits[path[-1]] - seen
+            if not following:
+                break
+            path.append(min(following & set(culprits) or following))
+            seen.add(path[-1])
+        if path[-1] in culprits and len(path) > 1:
+            return " waits for ".join(map(str, path))
+    others = sorted(set(still.inside) - set(culprits))
+    who = f"{', '.join(map(str, others[:16]))} wait" if others else "nobody waits"
+    return f"{who} for {', '.join(map(str, culprits))}"

@@ -1,0 +1,77 @@
+"""Ranks that have fallen silent while others write on: stopped, killed or cut off, whoever waits for them.
+
+In a run that goes on without those who do not come, nothing stands still where one has stopped; its beats end. A rank
+whose messages still reach others works: its records are what has ended, as on a disk without room.
+"""
+
+from __future__ import annotations
+
+import math
+
+from thinwire.monitor.detect.partition import partitioned
+from thinwire.monitor.detect.timeline import Job
+from thinwire.monitor.findings import Finding, Place
+
+_FLOWS_S = 1.75
+
+
+def find_silent(job: Job) -> list[Finding]:
+    """Return one finding for each rank whose recorder has stopped, without a goodbye, while others write on."""
+    found = []
+    for rank, period_s in sorted(job.beat_s.items()):
+        last_s = job.last_seen_s.get(rank)
+        if last_s is None or rank in job.unsteady or rank in job.goodbyes:
+            continue
+        silent_s, limit_s = job.now_s - last_s, job.silence_s(rank)
+        if silent_s <= limit_s:
+            continue
+        if _works_on(job, rank):
+            found.append(_no_records(job, rank, last_s, job.heard_s[rank]))
+            continue
+        found.append(partitioned(job, Finding(
+            kind="non-communication hang", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
+            evidence={
+                "last_sign_s": round(last_s, 3), "silent_s": round(silent_s, 3), "longer_than_s": round(limit_s, 3),
+                "usual_between_s": round(period_s, 3),
+            },
+            text=f"Rank {rank} has given no sign of life for {silent_s:.1f} s, while others write on"
+            + _other(job, rank),
+            confidence=0.9 * job.trust,
+            remedy="restart it or go on without it; its own log ends where it stopped",
+        )))  # fmt: skip
+    return found
+
+
+def _other(job: Job, rank: int) -> str:
+    """Say what else it may be where nothing else of a rank's host is heard of: its records come over a wire."""
+    host = job.host_of.get(rank, "")
+    others = [other for other in job.host_of if other != rank]
+    if not host or not others or any(job.host_of[other] == host for other in others):
+        return "."
+    return f"; it has stopped, or nothing comes through from its host {host}."
+
+
+def unrecorded(job: Job) -> frozenset[int]:
+    """Return the ranks that work and write no records any more."""
+    return frozenset(
+        rank for rank in job.beat_s
+        if rank not in job.goodbyes and rank not in job.unsteady and _works_on(job, rank)
+    )  # fmt: skip
+
+
+def _works_on(job: Job, rank: int) -> bool:
+    # what was on its way when a rank stopped comes soon after that
+    flows_s = max(_FLOWS_S, job.silence_s(rank) / 2)
+    return job.heard_s.get(rank, -math.inf) > job.last_seen_s.get(rank, math.inf) + flows_s
+
+
+def _no_records(job: Job, rank: int, last_s: float, heard_s: float) -> Finding:
+    return Finding(
+        kind="no records", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
+        evidence={"last_record_s": round(last_s, 3), "last_heard_s": round(heard_s, 3)},
+        text=f"Rank {rank} has written no records for {job.now_s - last_s:.1f} s, and others received from it "
+        f"{max(0.0, job.now_s - heard_s):.1f} s ago: it works, and its disk is full or its recorder has ended.",
+        confidence=0.9 * job.trust,
+        remedy="look for its warning in its log and make room on its disk; until its next start faults there are seen "
+        "from its peers only",
+    )  # fmt: skip

@@ -1,0 +1,179 @@
+"""Confidence of an observer that hears few of its peers: it may be the one that is cut off.
+
+Records show one side of a partition: those of one host, or those that reached it before the cut. Whoever hears from
+nobody accuses others wrongly, so its findings name its own host too, say so, and are not acted upon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+from thinwire.monitor.detect.timeline import Job
+from thinwire.monitor.findings import Finding, Place
+
+# Confidence where no peer is heard, where less than half of the hosts are, and where one of two sides may be at fault.
+_NONE_HEARD, _FEW_HEARD, _ONE_OF_TWO = 0.3, 0.5, 0.5
+# A connection with signs of life once a second is quiet after so long; beats, two a second, are missing after so many.
+_QUIET_S, _MISSING_S, _MISSED_BEATS = 2.5, 1.25, 2.5
+# What is on its way when a wire is cut may come up to so much later than what is not.
+_AT_ONCE_S = 3.0
+# Of the longest silence of a peer: what is silent for so large a part of it was cut off by the same fault.
+_LIKE = 0.5
+_REMEDY = "diagnose with the records of all hosts: give all their folders; look at this host's own link first"
+
+
+def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding | None:
+    """Return a standstill as ranks see it whose peers' records are missing; None where all records are there.
+
+    Args:
+        job: All records.
+        inside: The ranks that stand still.
+        since_s: Since when.
+    """
+    observers = sorted(set(inside) & set(job.last_seen_s))
+    peers = _peers(job, observers)
+    if not observers or not peers or peers & set(job.last_seen_s):
+        return None
+    waits = {
+        m.source: m
+        for m in job.messages
+        if m.destination in observers and m.source in peers and m.received_done_s is None
+    }
+    silent_s = {peer: _silent_s(job, peer, observers) for peer in waits}
+    longest_s = max(silent_s.values(), default=0.0)
+    quiet = tuple(
+        sorted(
+            peer
+            for peer, own_s in silent_s.items()
+            if own_s >= _LIKE * longest_s and not _is_live(job, peer, observers)
+        )
+    )
+    places, confidence, text = _suspects(job, observers, peers, quiet)
+    return Finding(
+        kind="communication hang", places=places, since_s=since_s, text=f"{text} {_observer_text(observers)}",
+        evidence={"judged_from": observers[:32], "not_heard": list(quiet)[:32], "num_peers": len(peers)},
+        confidence=confidence * job.trust, remedy=_REMEDY,
+    )  # fmt: skip
+
+
+def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | None:
+    """Return that the only host with records hears from none of its peers; None where it hears from one, or knows more.
+
+    Args:
+        job: All records.
+        inside: The ranks that stand still.
+        since_s: Since when.
+    """
+    found = one_sided(job, inside, since_s=since_s)
+    return found if found is not None and len(found.evidence["not_heard"]) == found.evidence["num_peers"] > 1 else None
+
+
+def partitioned(job: Job, finding: Finding) -> Finding:
+    """Return a finding about silent ranks with less confidence where few hosts are heard of at its time.
+
+    Args:
+        job: All records.
+        finding: Names ranks or hosts that are silent.
+    """
+    named = {rank for place in finding.places for rank in place.ranks}
+    named |= {rank for place in finding.places for rank, host in job.host_of.items() if host in place.hosts}
+    hosts = {job.host_of[rank] for rank in job.last_seen_s if rank not in job.goodbyes}
+    heard = {
+        job.host_of[rank]
+        for rank, seen_s in job.last_seen_s.items()
+        if rank not in job.goodbyes and rank not in job.unsteady and job.now_s - seen_s <= _missing_s(job, rank)
+    }
+    # a rank among others of its host that write on, or of one host, is not cut off
+    if not job.has_beats or len(hosts) < 3 or not heard or {job.host_of[rank] for rank in named} & heard:
+        return finding
+    lost_s = [
+        max(seen_s for rank, seen_s in job.last_seen_s.items() if job.host_of[rank] == host) for host in hosts - heard
+    ]
+    # a cut takes all of them at once; hosts that stopped one after the other did so by themselves
+    if 2 * len(heard) >= len(hosts) or max(lost_s) - min(lost_s) > _AT_ONCE_S:
+        return finding
+    ranks = sorted(rank for rank in job.last_seen_s if job.host_of[rank] in heard)
+    own = Place(kind="host", hosts=tuple(sorted(heard)))
+    num_silent = len(hosts - heard)
+    is_alone = len(heard) == 1
+    return replace(
+        finding,
+        places=(own, *finding.places),
+        confidence=min(finding.confidence, (_NONE_HEARD if is_alone else _FEW_HEARD) * job.trust),
+        text=f"{own.title} {'hears' if is_alone else 'hear'} from {num_silent} of {len(hosts)} hosts no more: likely "
+        f"cut off {'itself' if is_alone else 'themselves'}, or these have stopped. {finding.text} "
+        f"{_observer_text(ranks)}",
+        evidence={**finding.evidence, "judged_from": ranks[:32]},
+        remedy=f"{_REMEDY}; then {finding.remedy}",
+    )
+
+
+def _missing_s(job: Job, rank: int) -> float:
+    return max(_MISSING_S, _MISSED_BEATS * job.beat_s.get(rank, 0.0)) + job.error_s.get(rank, 0.0)
+
+
+def _peers(job: Job, observers: Collection[int]) -> set[int]:
+    """Return the ranks of which messages of some ranks tell, on other hosts as far as is known."""
+    hosts = {job.host_of[rank] for rank in observers}
+    own = set(observers)
+    ends = {rank for m in job.messages for rank in (m.source, m.destination) if {m.source, m.destination} & own}
+    return {rank for rank in ends if rank not in observers and job.host_of[rank] not in hosts}
+
+
+def _silent_s(job: Job, peer: int, observers: Collection[int]) -> float:
+    """Return for how long no message of a peer has come."""
+    came = [
+        m.received_done_s
+        for m in job.messages
+        if m.source == peer and m.destination in observers and m.received_done_s is not None
+    ]
+    return job.now_s - max(came, default=-math.inf)
+
+
+def _is_live(job: Job, peer: int, observers: Collection[int]) -> bool:
+    """Return whether bytes of a peer came lately, as signs of life or of a message."""
+    for rank in observers:
+        seen = job.arrivals.get((peer, rank), [])
+        moved = [later[0] for early, later in pairwise(seen) if later[1] > early[1]]
+        if moved and job.now_s - moved[-1] <= _QUIET_S:
+            return True
+    return False
+
+
+def _suspects(
+    job: Job, observers: list[int], peers: Collection[int], quiet: tuple[int, ...]
+) -> tuple[tuple[Place, ...], float, str]:
+    own_hosts = tuple(sorted({job.host_of[rank] for rank in observers}))
+    own = Place(kind="host", hosts=own_hosts)
+    who = _ranks(observers)
+    if len(peers) > 1 and len(quiet) == len(peers):
+        text = f"Nothing comes from any of the {len(peers)} peers of {who}: likely {own} or its link is cut off"
+        if {(peer, rank) for peer in peers for rank in observers} <= job.signalled:
+            return (own,), _NONE_HEARD, f"{text}."
+        # without signs of life, peers that wait for each other are as quiet
+        return (own, Place(kind="communicator")), _NONE_HEARD, f"{text}, or its peers wait for each other."
+    if not quiet:
+        text = f"{who.capitalize()} waits for messages of live peers, which may wait for other ranks themselves."
+        return (Place(kind="communicator"),), _NONE_HEARD, text
+    kind: Literal["rank"] = "rank"
+    if len(quiet) == 1 and len(observers) == 1:
+        link = Place(kind="link both ways", ranks=tuple(sorted((quiet[0], observers[0]))))
+        text = f"Nothing comes from rank {quiet[0]} to {who}: that rank has stopped, or {link} is cut."
+        return (link, Place(kind=kind, ranks=quiet)), _ONE_OF_TWO, text
+    text = (
+        f"Nothing comes from {_ranks(quiet)} to {who}: these have stopped or wait themselves, or their links are cut."
+    )
+    return (Place(kind=kind, ranks=quiet),), _NONE_HEARD, text
+
+
+def _observer_text(ranks: Collection[int]) -> str:
+    return f"Judged from one side only: the records of {_ranks(ranks)}."
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    named = ", ".join(map(str, list(ranks)[:8])) + (" and more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"

@@ -1,0 +1,275 @@
+"""Slow communication and slow work: what takes longer than it used to, or than its peers, and where.
+
+A message's own time begins when both of its ends are ready, so that a late rank is not taken for a slow wire. A
+rank's own time is its work between two exchanges: a rank that is slow itself waits least for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from thinwire.monitor.detect.change_points import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
+from thinwire.monitor.detect.delay_matrix import (
+    LEAST_ALONE,
+    LEAST_END,
+    WIRE_REMEDY,
+    Cell,
+    DelayMatrix,
+    Explanation,
+    probe_for,
+)
+from thinwire.monitor.detect.link_history import LinkTimes
+from thinwire.monitor.detect.peer_baseline import FAR_SAMPLES
+from thinwire.monitor.detect.progress import UNSURE
+from thinwire.monitor.detect.timeline import Job
+from thinwire.monitor.findings import Finding
+
+PEERS_RATIO = 3.0
+# A wire alone of which little is known yet: what is slower by less than that must be so by more than its times vary.
+_LITTLE = 2.0
+_LEAST_SAMPLES = 2
+_LOOK_ROUNDS = 24
+_MOST_FAULTS = 6
+_LEAST_LINKS, _FEW_LINKS = 4, 6
+# A link that shows less than this part of what another place explains is none beside it.
+_OWN = 0.5
+_LEAST_HOSTS = 3
+_DEVIATIONS = 3.0
+_QUARTILE = 0.6745  # of a normal distribution, in standard deviations
+
+
+def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
+    """Return what explains the links that became slower than they were, and those slower than all their peers.
+
+    What is over comes after what lasts.
+    """
+    lasting, cells = _slow_places(job, times, is_over=False)
+    over, _ = _slow_places(job, times, is_over=True, without=cells)
+    return lasting + over or _slower_than_peers(job, times)
+
+
+def _slow_places(
+    job: Job, times: LinkTimes, *, is_over: bool, without: Collection[Cell] = frozenset()
+) -> tuple[list[Finding], set[Cell]]:
+    """Return findings, and the cells that they explain."""
+    found: list[Finding] = []
+    told: set[Cell] = set()
+    search = _Search(job, times, is_over=is_over, without=without)
+    while len(found) < _MOST_FAULTS and (alarmed := search.alarms()):
+        first = min(alarmed, key=lambda cells: (alarmed[cells].seen_round, sorted(cells)))
+        change = alarmed[first]
+        explained, cells = search.explain(first, alarmed)
+        if explained is None:
+            search.refused.add(first)
+            continue
+        one = _slow_link(job, times, explained, change.since_round, change.since_s, change.seen_round)
+        found.append(replace(one, until_s=change.until_s) if is_over else one)
+        told |= cells
+        search.left -= cells
+    return found, told
+
+
+class _Search:
+    """Looks for one slow place after the other.
+
+    Attributes:
+        left: The links that no place explains so far.
+        refused: Alarms that are no fault of a place.
+    """
+
+    def __init__(self, job: Job, times: LinkTimes, *, is_over: bool, without: Collection[Cell]) -> None:
+        self._job, self._times, self._is_over = job, times, is_over
+        self.left = {cell for cell in times.watches if cell not in without}
+        self.refused: set[frozenset[Cell]] = set()
+        self._alone: dict[frozenset[Cell], Change] = {}
+        for cell in self.left:
+            change = _change_of(times.watches[cell], times.alone.get(cell, times.watches[cell]))
+            if not is_over:
+                change = times.soon.get(cell, change)
+            if change is not None and change.is_over == is_over:
+                self._alone[frozenset([cell])] = change
+        # by the first and the last round; the latter also by how many links are left
+        self._longer: dict[tuple[int, int], dict[Cell, float]] = {}
+        self._explained: dict[tuple[int, int, int], tuple[dict[Cell, float], Explanation | None]] = {}
+
+    def alarms(self) -> dict[frozenset[Cell], Change]:
+        """Return the alarms of single links, and of the wires of each end as far as several are left."""
+        found = {cells: change for cells, change in self._alone.items() if cells <= self.left}
+        for end in self._times.ends:
+            if (change := end.watch.change) is not None and change.is_over == self._is_over:
+                own = end.cells & self.left
+                if len(own) > 1:
+                    found.setdefault(own, change)
+        return {cells: change for cells, change in found.items() if cells not in self.refused}
+
+    def explain(
+        self, first: frozenset[Cell], alarmed: Mapping[frozenset[Cell], Change]
+    ) -> tuple[Explanation | None, frozenset[Cell]]:
+        """Return the place that explains an alarm, if one does, and what else it explains."""
+        change = alarmed[first]
+        last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
+        last = min(last, change.until_round - 1) if change.is_over else last
+        key = (change.since_round, last, len(self.left))
+        if key not in self._explained:
+            matrix = self._matrix(change.since_round, last)
+            self._explained[key] = matrix, DelayMatrix(_bare(matrix), self._job.host_of).explain()
+        matrix, explained = self._explained[key]
+        if explained is None:
+            return None, frozenset()
+        own = min(explained.excess, median([*_bare({cell: matrix.get(cell, 0.0) for cell in first}).values()]))
+        if own < math.log(_least(explained)) or not _stands_out(matrix, explained, alarmed):
+            return None, frozenset()
+        if own < min(math.log(_LITTLE), self._spread(explained)):
+            return None, frozenset()
+        return explained, _claimed(explained, matrix, first)
+
+    def _spread(self, explained: Explanation) -> float:
+        """Return how much the times of a wire alone vary of which little is known yet; else 0."""
+        pairs = [(self._times.watches[cell], self._times.alone.get(cell)) for cell in explained.cells]
+        usual = [watch.usual for pair in pairs for watch in pair if watch is not None]
+        is_early = min(one.count for one in usual) < 2 * LEAST_HISTORY
+        return max(one.scale for one in usual) if is_early and explained.is_wire_alone else 0.0
+
+    def _matrix(self, first: int, last: int) -> dict[Cell, float]:
+        """Return the logarithm by which each link takes longer, less what even the links with least show."""
+        known = self._longer.get((first, last))
+        if known is None:
+            known = self._longer[first, last] = _longer(self._times, first, last)
+        found, host_of = {cell: excess for cell, excess in known.items() if cell in self.left}, self._job.host_of
+        # a busy machine slows all wires; one slow host of three leaves a quarter of them as they were, one of two none,
+        # and of three hosts two slow places may leave a single one
+        hosts = {host_of[rank] for cell in found for rank in cell}
+        has_others = len(found) >= _LEAST_LINKS and len(hosts) >= _LEAST_HOSTS
+        least = sorted(found.values())[len(found) // 4 if len(found) > _FEW_LINKS else 0] if has_others else 0.0
+        common = max(0.0, least)
+        return {cell: excess - common for cell, excess in found.items()}
+
+
+def _least(explained: Explanation) -> float:
+    """Return how many times as long the wires of a place take at least where it is told."""
+    return LEAST_ALONE if explained.is_wire_alone else LEAST_END
+
+
+def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:
+    """Return the cells that a place explains: its own, those that follow it, and the alarm's if it is little beside."""
+    is_little = len(first) == 1 and matrix.get(min(first), 0.0) < _OWN * explained.excess
+    return explained.cells | explained.following(matrix) | (first if is_little else frozenset())
+
+
+def _change_of(watch: Watch, alone: Watch) -> Change | None:
+    """Return the change of a link: an alarm of either of its times, which is over as soon as one is as before.
+
+    What a message would have taken alone varies less where many share an access, and its own time where few do.
+    Whether both became longer is told by their medians, see `_matrix`.
+    """
+    changes = [one.change for one in (watch, alone) if one.change is not None]
+    over = [change for change in changes if change.is_over]
+    lasting = [change for change in changes if not change.is_over]
+    fresh = [change for change in lasting if all(change.since_round > past.until_round for past in over)]
+    # of two that last, the later one began with the fault, and not with noise before it
+    return max(fresh or over, key=lambda one: one.since_round, default=None)
+
+
+def _bare(matrix: Mapping[Cell, float]) -> dict[Cell, float]:
+    """Return a matrix without what is too little to be a fault."""
+    return {cell: excess if excess >= math.log(LEAST_RATIO) / 2 else 0.0 for cell, excess in matrix.items()}
+
+
+def _longer(times: LinkTimes, first: int, last: int) -> dict[Cell, float]:
+    """Return the logarithm by which each link took longer in some rounds, beside what it had shared then."""
+    found = {}
+    for cell, watch in times.watches.items():
+        values = watch.values_in(first, last)
+        if len(values) >= _LEAST_SAMPLES:
+            found[cell] = min(median(values), times.alone.get(cell, watch).excess_in(first, last))
+    return found
+
+
+def _stands_out(matrix: Mapping[Cell, float], explained: Explanation, alarmed: Collection[frozenset[Cell]]) -> bool:
+    """Return whether links take longer by more than the others differ among each other."""
+    # what waits for acknowledgements is neither at fault nor as usual
+    beside = explained.cells | explained.following(matrix)
+    # and who has an alarm of its own and is half as slow has another fault
+    alone = {min(cells) for cells in alarmed if len(cells) == 1}
+    beside |= {cell for cell in alone if matrix.get(cell, 0.0) >= explained.excess / 2}
+    others = sorted(excess for cell, excess in matrix.items() if cell not in beside)
+    if len(others) < _LEAST_LINKS:
+        return True
+    # the lower half tells how links differ that have no fault, where others have one too
+    middle = median(others)
+    deviation = (middle - others[len(others) // 4]) / _QUARTILE
+    return explained.excess >= middle + _DEVIATIONS * deviation / math.sqrt(len(explained.cells))
+
+
+def _slow_link(
+    job: Job, times: LinkTimes, explained: Explanation, since_round: int, since_s: float, seen_round: int
+) -> Finding:
+    usual_s = median([times.watches[cell].usual_s for cell in explained.cells])
+    ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+    retries = sum(times.retries.get(cell, 0) for cell in explained.cells)
+    is_one = len(explained.places) == 1
+    num_rounds = max(len(times.watches[cell].since(since_round)) for cell in explained.cells)
+    is_young = num_rounds < FAR_SAMPLES  # what takes that long once more is no passing trouble
+    return Finding(
+        kind="communication slow",
+        places=explained.places,
+        since_s=since_s, since_round=since_round, seen_round=seen_round,
+        evidence={
+            "times_longer": round(ratio, 2), "usual_s": round(usual_s, 6), "now_s": round(usual_s * ratio, 6),
+            "links": [f"{source} -> {destination}" for source, destination in sorted(explained.cells)][:16],
+            "explained": round(explained.fit, 3), "retries": retries,
+            "clock_error_s": round(job.alignment.error_s, 6),
+        },
+        text=f"Messages over {named} take {ratio:.1f} times as long as they did, counted from when both ends are "
+        f"ready{f'; {num_rounds} rounds so far' if is_young else ''}.",
+        confidence=min(UNSURE if is_young else 0.97, explained.sure if is_one else 0.5) * job.trust,
+        remedy=WIRE_REMEDY,
+        probe=probe_for(explained.places),
+    )  # fmt: skip
+
+
+def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
+    """Return links that were slow from the start: three times as long as the middle of those like them, or more."""
+    groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
+    quartiles: dict[tuple[bool, int], dict[Cell, tuple[float, float]]] = defaultdict(dict)
+    for (cell, classed), values in times.times.items():
+        if len(values) >= LEAST_HISTORY:
+            is_near = job.host_of[cell[0]] == job.host_of[cell[1]]
+            ordered = sorted(values)
+            groups[is_near, classed][cell] = median(ordered)
+            quartiles[is_near, classed][cell] = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+    found = []
+    for (is_near, classed), cells in sorted(groups.items()):
+        middle = median(list(cells.values()))
+        ratios = {cell: math.log(max(time_s, 1e-6) / max(middle, 1e-6)) for cell, time_s in cells.items()}
+        if is_near or len(cells) < 4 or max(ratios.values()) < math.log(PEERS_RATIO):
+            continue
+        bare = {cell: ratio if ratio >= math.log(PEERS_RATIO) / 2 else 0.0 for cell, ratio in ratios.items()}
+        explained = DelayMatrix(bare, job.host_of).explain()
+        if explained is None or explained.excess < math.log(PEERS_RATIO):
+            continue
+        # small messages on busy machines take ten times as long or none: the middle of a dozen says little
+        own = quartiles[is_near, classed]
+        others = [own[cell][1] for cell in cells if cell not in explained.cells]
+        if others and median([own[cell][0] for cell in explained.cells]) > median(others):
+            found.append(_always_slow(job, explained, middle))
+    return found
+
+
+def _always_slow(job: Job, explained: Explanation, middle_s: float) -> Finding:
+    ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+    return Finding(
+        kind="communication slow", places=explained.places, since_s=min((message.sent_posted_s or 0.0 for message in
+        job.messages), default=0.0), since_round=0, seen_round=-1, evidence={"times_longer_than_peers": round(ratio,
+        2), "peers_s": round(middle_s, 6),
+                  "clock_error_s": round(job.alignment.error_s, 6)},
+        text=f"Messages over {named} have taken {ratio:.1f} times as long as those between other hosts since the "
+        "records begin; "
+        "it may be the rate of this wire.",
+        confidence=0.5 * job.trust,
+        remedy="measure this wire with thinwire probe; if it is its own rate, let thinwire plan know",
+        probe=probe_for(explained.places),
+    )  # fmt: skip

@@ -1,0 +1,377 @@
+"""A job's records on one clock: operations beside each other, both ends of each message, work between them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from thinwire.monitor.detect.change_points import median
+from thinwire.monitor.detect.clocks import Alignment, Sighting, SightingBook, align
+from thinwire.monitor.nccl.values import NcclRecords
+from thinwire.monitor.runlog.reader import Records
+from thinwire.monitor.runlog.records import Beat, Communicator, Flow, Operation, Span, TransferEnd
+
+_MOST_SIGHTINGS = 200_000
+_SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+# Where so many beats are missing, a rank has fallen silent; one or two are late where cores are shared.
+_MISSED_BEATS = 3.5
+# Twice as late as it is again and again, too; and who was heard of since may write no records any more, which shows
+# only once what was on its way when it stopped has come.
+_AGAIN, _HEARD_SILENCE_S = 2.0, 3.5
+_MOST_BESIDE = 16
+_LEAST_BEAT_S, _MOST_BEAT_S = 0.25, 10.0
+_Sure = Callable[[float], float]
+_Shift = Callable[[int, float | None], float | None]
+
+
+@dataclass(slots=True)
+class Message:
+    """Both ends of one message, in seconds of the reference clock.
+
+    Attributes:
+        source: The rank that sends.
+        destination: The rank that receives.
+        communicator: Of its operation.
+        operation: The operation's or round's number.
+        part: Which message of this pair in this operation.
+        num_bytes: Its size.
+        sent_posted_s: When the sender was ready; none where it has not said so.
+        sent_begun_s: When the sender began, where it had waited for something else first.
+        sent_done_s: When it had left.
+        received_posted_s: When the receiver was ready; none where it has not said so.
+        received_done_s: When it was there.
+        error: What went wrong at either end.
+        retries: Of both ends.
+    """
+
+    source: int
+    destination: int
+    communicator: str
+    operation: int
+    part: int
+    num_bytes: int
+    sent_posted_s: float | None = None
+    sent_done_s: float | None = None
+    received_posted_s: float | None = None
+    received_done_s: float | None = None
+    error: str = ""
+    retries: int = 0
+    sent_begun_s: float | None = None
+
+    @property
+    def begin_s(self) -> float | None:
+        """When nothing but the wire was waited for any more; none where an end has not said so."""
+        if self.sent_posted_s is None or self.received_posted_s is None:
+            return None
+        ready_s = self.sent_begun_s or self.sent_posted_s
+        if self.sent_posted_s > ready_s:
+            ready_s = self.sent_posted_s
+        return ready_s if ready_s > self.received_posted_s else self.received_posted_s
+
+    @property
+    def transfer_s(self) -> float | None:
+        """Seconds that the message itself took, from when both ends were ready; none where an end is missing."""
+        begin_s = self.begin_s
+        return None if begin_s is None or self.received_done_s is None else self.received_done_s - begin_s
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether both ends were ready and it has not come."""
+        ready = self.sent_posted_s is not None and self.received_posted_s is not None
+        return ready and self.received_done_s is None
+
+
+@dataclass(slots=True)
+class Job:
+    """All that is known of a job, on one clock.
+
+    Attributes:
+        host_of: The host of each rank.
+        communicators: By name.
+        operations: By communicator and sequence number, then by rank.
+        messages: All messages.
+        spans: All work, in order of its step.
+        last_seen_s: When each rank last wrote anything.
+        has_beats: Whether ranks said that they live.
+        left: Ranks of whom a call has failed, because they lost another one.
+        goodbyes: When each rank said that it ends, and why where that is a fault of its own.
+        now_s: The latest time of all.
+        alignment: How the clocks were brought together.
+        clock_of: The clock of each rank.
+        error_s: What the clock of each rank may be wrong by.
+        unsteady: Ranks whose clock was set; their times are compared with nobody's.
+        num_said_twice: Records that repeat or contradict an earlier one.
+        trust: Part of the lines that could be used, in [0, 1].
+        beat_s: Usual seconds between two beats of each rank that gives any.
+        heard_s: When the latest message of each rank reached another one, as that one wrote.
+        late_s: By how much the signs of life of ranks come late again and again, see `Lateness`.
+        arrivals: When, and how many bytes had come from a source to a destination then, in order; while a message was
+            open.
+        flows: When, and what the kernel of a source knew then of its connections to a destination's host, in order.
+        probes: When a burst from a source to a destination's host began and ended, and the seconds a byte of it took.
+        signalled: Sources and destinations whose connections have signs of life of their own.
+        nccl: What NCCL's own tools wrote; its clocks are not brought together.
+    """
+
+    host_of: dict[int, str] = field(default_factory=dict)
+    communicators: Mapping[str, Communicator] = field(default_factory=dict)
+    operations: dict[tuple[str, int], dict[int, Operation]] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    last_seen_s: dict[int, float] = field(default_factory=dict)
+    has_beats: bool = False
+    goodbyes: dict[int, tuple[float, str]] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    now_s: float = -math.inf
+    alignment: Alignment = field(default_factory=lambda: Alignment(reference="", fits={}))
+    clock_of: dict[int, str] = field(default_factory=dict)
+    error_s: dict[int, float] = field(default_factory=dict)
+    unsteady: frozenset[int] = frozenset()
+    num_said_twice: int = 0
+    trust: float = 1.0
+    beat_s: dict[int, float] = field(default_factory=dict)
+    heard_s: dict[int, float] = field(default_factory=dict)
+    late_s: dict[int, float] = field(default_factory=dict)
+    arrivals: dict[tuple[int, int], list[tuple[float, int]]] = field(default_factory=dict)
+    flows: dict[tuple[int, int], list[tuple[float, Flow]]] = field(default_factory=dict)
+    probes: dict[tuple[int, int], list[tuple[float, float, float]]] = field(default_factory=dict)
+    signalled: set[tuple[int, int]] = field(default_factory=set)
+    nccl: NcclRecords = field(default_factory=NcclRecords)
+
+    def silence_s(self, rank: int) -> float:
+        """Return how long a rank may be silent until it counts as stopped."""
+        beat_s = self.beat_s.get(rank, _LEAST_BEAT_S)
+        limit_s = max(_MISSED_BEATS * beat_s, _AGAIN * self.late_s.get(rank, 0.0))
+        if self.heard_s.get(rank, -math.inf) > self.last_seen_s.get(rank, math.inf) + beat_s:
+            limit_s = max(limit_s, _HEARD_SILENCE_S)
+        # a clock that nobody has compared with another one tells nothing of now
+        return limit_s + self.error_s.get(rank, 0.0)
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks, in order."""
+        return sorted(self.host_of)
+
+
+def build(records: Records, book: SightingBook | None = None) -> Job:
+    """Bring records to one clock and pair what belongs together.
+
+    Args:
+        records: All of a job, or its latest ones.
+        book: Keeps what the earlier ones told of the clocks, and takes in what these tell.
+    """
+    job = Job(communicators=records.communicators, has_beats=bool(records.beats), nccl=records.nccl)
+    clock_of = _places(job, records)
+    ends, twice = _latest_ends(records.transfers)
+    job.num_said_twice += twice
+    messages = _sightings(ends, clock_of)
+    sightings = [seen for _, seen in messages] if book is None else book.take(messages, of=clock_of.values())
+    job.alignment = align(clock_of.values(), sightings or _sightings_of_operations(records.operations, clock_of))
+    fits = {rank: job.alignment.fits[clock] for rank, clock in clock_of.items()}
+    job.clock_of, job.error_s = clock_of, {rank: fit.error_s for rank, fit in fits.items()}
+    job.unsteady = frozenset(rank for rank, fit in fits.items() if not fit.is_steady)
+
+    def shift(rank: int, time_s: float | None) -> float | None:
+        return None if time_s is None else fits[rank].to_reference(time_s)
+
+    for operation in records.operations:
+        _place_operation(job, _shifted(operation, fits[operation.rank].to_reference))
+        _see(job, operation.rank, operation.posted_s, operation.done_s)
+    _pair(job, ends, shift)
+    for end in ends.values():
+        _see(job, end.rank, end.posted_s, end.done_s)
+    for span in records.spans:
+        job.spans.append(_shifted_span(span, fits[span.rank].to_reference))
+        _see(job, span.rank, span.done_s)
+    for beat in records.beats:
+        _see(job, beat.rank, beat.at_s)
+        if beat.is_last:
+            job.goodbyes[beat.rank] = (fits[beat.rank].to_reference(beat.at_s), beat.error)
+    _take_wires(job, records, shift)
+    job.left = {beat.rank for beat in records.beats if beat.error and not beat.is_last}
+    job.spans.sort(key=lambda span: span.step)
+    job.last_seen_s = {rank: fits[rank].to_reference(at_s) for rank, at_s in job.last_seen_s.items()}
+    # a clock that was set tells nothing of the present
+    steady = [at_s for rank, at_s in job.last_seen_s.items() if rank not in job.unsteady]
+    job.now_s = max(steady or job.last_seen_s.values(), default=-math.inf)
+    job.beat_s = usual_beats(records.beats)
+    job.heard_s = _heard(job)
+    job.trust = 1.0 - records.refused_share
+    return job
+
+
+def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
+    for one in sorted(records.arrivals, key=lambda one: one.at_s):
+        at_s = shift(one.rank, one.at_s)
+        assert at_s is not None
+        job.arrivals.setdefault((one.peer, one.rank), []).append((at_s, one.num_bytes))
+        if one.has_signs:
+            job.signalled.add((one.peer, one.rank))
+        _see(job, one.rank, one.at_s)
+    for flow in sorted(records.flows, key=lambda flow: flow.at_s):
+        at_s = shift(flow.rank, flow.at_s)
+        assert at_s is not None
+        job.flows.setdefault((flow.rank, flow.peer), []).append((at_s, flow))
+        _see(job, flow.rank, flow.at_s)
+    for probe in sorted(records.probes, key=lambda probe: probe.at_s):
+        at_s = shift(probe.rank, probe.at_s)
+        assert at_s is not None
+        # one that had only a small part of the access tells little, and a host that says so may be wrong
+        if probe.num_bytes > 0 and probe.num_beside <= _MOST_BESIDE * probe.num_bytes:
+            # it had only its part of the access
+            each_s = probe.took_s / (probe.num_bytes + probe.num_beside)
+            done_s = at_s + probe.took_s
+            job.probes.setdefault((probe.rank, probe.peer), []).append((at_s, done_s, each_s))
+
+
+def _heard(job: Job) -> dict[int, float]:
+    heard: dict[int, float] = {}
+    for message in job.messages:
+        if message.received_done_s is not None and message.destination not in job.unsteady:
+            heard[message.source] = max(heard.get(message.source, -math.inf), message.received_done_s)
+    return heard
+
+
+def _see(job: Job, rank: int, *times: float | None) -> None:
+    seen_s = job.last_seen_s.get(rank, -math.inf)
+    for time_s in times:
+        if time_s is not None and time_s > seen_s:
+            seen_s = time_s
+    job.last_seen_s[rank] = seen_s
+
+
+def usual_beats(beats: Iterable[Beat]) -> dict[int, float]:
+    """Return the usual seconds between two beats, for each rank that gives any.
+
+    Example:
+        >>> usual_beats(Beat(rank=0, at_s=2.0 * second) for second in range(5))
+        {0: 2.0}
+    """
+    times: dict[int, list[float]] = {}
+    for beat in beats:
+        times.setdefault(beat.rank, []).append(beat.at_s)
+    return {rank: _usual(sorted(own)) for rank, own in times.items()}
+
+
+def _usual(times: list[float]) -> float:
+    gaps = [later - early for early, later in pairwise(times) if later > early]
+    return min(_MOST_BEAT_S, max(_LEAST_BEAT_S, median(gaps))) if gaps else 1.0
+
+
+def _places(job: Job, records: Records) -> dict[int, str]:
+    """Note the host of each rank, and return its clock; a rank that no communicator names has a host of its own."""
+    clock_of: dict[int, str] = {}
+    for communicator in records.communicators.values():
+        clocks = communicator.clocks or communicator.hosts
+        for rank, host, clock in zip(communicator.ranks, communicator.hosts, clocks, strict=True):
+            job.host_of.setdefault(rank, host)
+            clock_of.setdefault(rank, clock)
+    told: list[Iterable[int]] = [
+        {operation.rank for operation in records.operations}, {end.rank for end in records.transfers},
+        {end.peer for end in records.transfers},
+        {span.rank for span in records.spans}, {beat.rank for beat in records.beats},
+        *({one.rank for one in own} | {one.peer for one in own} for own in (records.arrivals, records.flows)),
+        {one.rank for one in records.probes} | {one.peer for one in records.probes},
+    ]  # fmt: skip
+    for rank in sorted(set().union(*told)):
+        job.host_of.setdefault(rank, f"rank-{rank}")
+        clock_of.setdefault(rank, job.host_of[rank])
+    return clock_of
+
+
+EndKey = tuple[str, int, int, str, int, int]
+
+
+def _latest_ends(transfers: list[TransferEnd]) -> tuple[dict[EndKey, TransferEnd], int]:
+    """Return each end once: an end that is done stands for the same end when it was not; also count the rest."""
+    ends: dict[EndKey, TransferEnd] = {}
+    twice = 0
+    for end in transfers:
+        key = (end.communicator, end.rank, end.peer, end.direction, end.operation, end.part)
+        known = ends.get(key)
+        # one that failed a deadline may still end well; one that is open says no more than one that failed
+        if known is None or (known.done_s is None and (end.done_s is not None or not known.error)):
+            ends[key] = end
+        else:
+            twice += 1
+    return ends, twice
+
+
+def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> list[tuple[int, Sighting]]:
+    """Return the messages between clocks, with their rounds, in the order in which they were posted."""
+    found: list[tuple[int, Sighting]] = []
+    for (communicator, rank, peer, direction, operation, part), end in ends.items():
+        if direction != "received" or end.done_s is None or clock_of[rank] == clock_of[peer]:
+            continue
+        sent = ends.get((communicator, peer, rank, "sent", operation, part))
+        if sent is not None and len(found) < _MOST_SIGHTINGS:
+            found.append((operation, Sighting(clock_of[peer], clock_of[rank], sent.posted_s, end.done_s)))
+    return sorted(found, key=lambda seen: seen[1].posted_s)
+
+
+def _sightings_of_operations(operations: list[Operation], clock_of: dict[int, str]) -> list[Sighting]:
+    """Return what collectives tell of clocks: none ends on any rank before all ranks have called it."""
+    posted: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    done: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for operation in operations:
+        key, clock = (operation.communicator, operation.sequence), clock_of[operation.rank]
+        if operation.done_s is not None and operation.kind in _SYMMETRIC:
+            posted[key][clock] = max(posted[key].get(clock, -math.inf), operation.posted_s)
+            done[key][clock] = min(done[key].get(clock, math.inf), operation.done_s)
+    found: list[Sighting] = []
+    for key, own in posted.items():
+        if len(own) * len(own) + len(found) <= _MOST_SIGHTINGS:
+            for sender, posted_s in own.items():
+                found += [Sighting(sender, other, posted_s, done[key][other]) for other in own if other != sender]
+    return sorted(found, key=lambda seen: seen.posted_s)
+
+
+def _pair(job: Job, ends: dict[EndKey, TransferEnd], shift: _Shift) -> None:
+    messages: dict[tuple[str, int, int, int, int], Message] = {}
+    for end in ends.values():
+        source, destination = (end.rank, end.peer) if end.direction == "sent" else (end.peer, end.rank)
+        key = (end.communicator, source, destination, end.operation, end.part)
+        message = messages.get(key)
+        if message is None:
+            message = messages[key] = Message(
+                source, destination, end.communicator, end.operation, end.part, end.num_bytes
+            )
+        if end.direction == "sent":
+            message.sent_posted_s, message.sent_done_s = shift(end.rank, end.posted_s), shift(end.rank, end.done_s)
+            message.sent_begun_s = shift(end.rank, end.started_s)
+        else:
+            message.received_posted_s = shift(end.rank, end.posted_s)
+            message.received_done_s = shift(end.rank, end.done_s)
+        message.error = message.error or end.error
+        message.retries += end.retries
+    job.messages = sorted(messages.values(), key=lambda message: (message.operation, message.part))
+
+
+def _place_operation(job: Job, operation: Operation) -> None:
+    own = job.operations.setdefault((operation.communicator, operation.sequence), {})
+    known = own.get(operation.rank)
+    if known is None or known.done_s is None:
+        own[operation.rank] = operation
+    else:
+        job.num_said_twice += 1
+
+
+def _shifted(operation: Operation, shift: _Sure) -> Operation:
+    # spelled out, since a job has very many: `dataclasses.replace` takes three times as long
+    return Operation(
+        communicator=operation.communicator, rank=operation.rank, sequence=operation.sequence, kind=operation.kind,
+        dtype=operation.dtype, count=operation.count, round=operation.round,
+        posted_s=shift(operation.posted_s),
+        started_s=None if operation.started_s is None else shift(operation.started_s),
+        done_s=None if operation.done_s is None else shift(operation.done_s),
+    )  # fmt: skip
+
+
+def _shifted_span(span: Span, shift: _Sure) -> Span:
+    return Span(
+        rank=span.rank, kind=span.kind, step=span.step, started_s=shift(span.started_s), done_s=shift(span.done_s),
+        loss=span.loss, forward_s=span.forward_s, backward_s=span.backward_s,
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Work between exchanges: ranks that became slow, ever slower ones, and ranks that stall at regular times."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from thinwire.monitor.detect.change_points import LEAST_RATIO, LONG, OFTEN, Watch, at_least, median
+from thinwire.monitor.detect.compute_gaps import Work
+from thinwire.monitor.detect.timeline import Job
+from thinwire.monitor.detect.work_history import WorkTimes
+from thinwire.monitor.findings import Finding, Kind, Place
+
+PEERS_RATIO = 2.0
+_LOOK_STEPS = 24
+_SPIKE, _LEAST_SPIKES = LONG, OFTEN
+_AROUND = 25
+_CHANCE = 1e-6
+
+
+def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
+    """Return the ranks or hosts whose work takes longer than it did, and those that were slow from the start.
+
+    What is over comes after what lasts.
+    """
+    lasting = _slower_ranks(job, times, is_over=False) or _slower_job(job, times)
+    over = _slower_ranks(job, times, is_over=True)
+    return lasting + over or _slower_than_peers(job, times)
+
+
+def _slower_job(job: Job, times: WorkTimes) -> list[Finding]:
+    """Return that all ranks are slower, if so."""
+    everyone = [rank for rank, watch in times.own.items() if watch.change is not None and not watch.change.is_over]
+    if len(everyone) < 3 or len(everyone) < len(times.own):
+        return []
+    found = _slow_work(job, times, times.own, everyone, Place(kind="job"))
+    # ranks that share a machine become slow together whenever it has something else to do
+    is_told = _is_worth_telling(found, times) and found.evidence["times_longer"] >= PEERS_RATIO
+    return [found] if is_told else []
+
+
+def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]:
+    watches = times.beside if len(times.own) >= 3 else times.own
+    alarmed = [
+        rank
+        for rank, watch in watches.items()
+        if watch.change is not None and watch.change.is_over == is_over and _grew(times.own[rank], watch)
+    ]
+    found = []
+    for host, ranks in _hosts_of(job, alarmed).items():
+        all_ranks = [rank for rank, name in job.host_of.items() if name == host]
+        change = watches[ranks[0]].change
+        assert change is not None
+        longer = [
+            times.own[rank].excess_in(change.since_round, change.seen_round) for rank in all_ranks if rank in watches
+        ]
+        is_host = len(longer) == len(all_ranks) > 1 and min(longer) >= 0.6 * max(longer)
+        for group in [all_ranks] if is_host else [[rank] for rank in ranks]:
+            place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
+            found.append(_slow_work(job, times, watches, group, place))
+    return [finding for finding in found if _is_worth_telling(finding, times)]
+
+
+def _is_worth_telling(finding: Finding, times: WorkTimes) -> bool:
+    """Return whether work grew by more than what a busy machine takes at a turn, and by a known number."""
+    ratio, longer_s = finding.evidence["times_longer"], finding.evidence["now_s"] - finding.evidence["usual_s"]
+    return bool(ratio >= LEAST_RATIO and longer_s >= times.least_longer_s)
+
+
+def _grew(own: Watch, beside: Watch) -> bool:
+    """Return whether a rank itself takes longer: when all others become faster, none is at fault."""
+    change = beside.change
+    return change is not None and own.excess_in(change.since_round, change.seen_round) >= math.log(LEAST_RATIO) / 2
+
+
+def _hosts_of(job: Job, ranks: Iterable[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(ranks):
+        found[job.host_of[rank]].append(rank)
+    return dict(found)
+
+
+def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: Sequence[int], place: Place) -> Finding:
+    changes = [change for rank in ranks if (change := watches[rank].change) is not None]
+    first = min(changes, key=lambda change: change.seen_round)
+    since = first.since_round
+    last = first.until_round - 1 if first.is_over else first.seen_round + _LOOK_STEPS
+    excess = median([times.own[rank].excess_in(since, last) for rank in ranks])
+    usual_s = median([times.own[rank].usual_s for rank in ranks])
+    is_growing = place.kind != "job" and all(_is_growing(times.own[rank], since) for rank in ranks)
+    kind: Kind = "slowing compute" if is_growing else "non-communication slow"
+    waits = _waits(job, first.since_s)
+    least = min(waits, key=lambda rank: waits[rank], default=None)
+    more = "ever more" if is_growing else f"{math.exp(excess):.1f} times as long as it did"
+    return Finding(
+        kind=kind,
+        places=(place,),
+        since_s=first.since_s, since_round=since, seen_round=first.seen_round, until_s=first.until_s,
+        evidence={
+            "times_longer": round(math.exp(excess), 2), "usual_s": round(usual_s, 6),
+            "now_s": round(usual_s * math.exp(excess), 6),
+            "waited_least": "unknown" if least is None else f"rank {least}, {waits[least]:.4g} s",
+        },
+        text=f"The work of {place} between exchanges takes {more}.",
+        confidence=(0.95 if least is None or least in ranks else 0.85) * job.trust,
+        remedy="look for other load, thermal limits, memory that runs full or data that comes late on this host",
+    )  # fmt: skip
+
+
+def _waits(job: Job, since_s: float) -> dict[int, float]:
+    """Return how long each rank waits in operations, on its own clock: who comes last waits least.
+
+    They are chosen by time: a round's number is no step's.
+    """
+    waits: dict[int, list[float]] = defaultdict(list)
+    for own in job.operations.values():
+        for rank, operation in own.items():
+            if operation.posted_s >= since_s and operation.done_s is not None:
+                waits[rank].append(operation.done_s - operation.posted_s)
+    return {rank: median(values) for rank, values in waits.items()}
+
+
+def _is_growing(watch: Watch, since: int) -> bool:
+    """Return whether a rank's work grows on since it began to: each third of that time slower than the one before."""
+    values = [excess for number, _, excess in watch.excess if number >= since]
+    third = len(values) // 3
+    if third < 4:
+        return False
+    parts = [median(values[:third]), median(values[third : 2 * third]), median(values[-third:])]
+    step = math.log(LEAST_RATIO) / 2
+    return parts[1] - parts[0] >= step and parts[2] - parts[1] >= step
+
+
+def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
+    """Return ranks that were slow from the start: twice the middle of all ranks, or more."""
+    known = {rank: time_s for rank, time_s in times.usual.items() if times.own[rank].excess}
+    middle = median(list(known.values()))
+    if len(known) < 3 or not middle > 0:
+        return []
+    found = []
+    for rank, time_s in sorted(known.items()):
+        if time_s >= max(PEERS_RATIO * middle, middle + times.least_longer_s):
+            found.append(Finding(
+                kind="non-communication slow",
+                places=(Place(kind="rank", ranks=(rank,)),),
+                since_s=times.own[rank].excess[0][1], since_round=0, seen_round=-1,
+                evidence={"times_longer_than_peers": round(time_s / middle, 2), "usual_s": round(time_s, 6)},
+                text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the middle "
+                "of all ranks since "
+                "the records begin; it may be a slower machine.",
+                confidence=0.5 * job.trust,
+                remedy="give it less work, or let it take fewer inner steps",
+            ))  # fmt: skip
+    return found
+
+
+def find_stalls(job: Job, times: WorkTimes) -> list[Finding]:
+    """Return ranks that stall at regular times, as garbage collection, checkpoints or data loading do."""
+    regular = {rank: stall for rank, watch in times.own.items() if (stall := regular_stalls(watch)) is not None}
+    cycles = _cycles(job) if regular else {}
+    # a step in which rounds come in and are decoded takes longer by nature where cores are few
+    longer_s = {rank: times.own[rank].usual_s * math.expm1(stall[2]) for rank, stall in regular.items()}
+    stalls = {rank: stall for rank, stall in regular.items()
+              if cycles.get(rank, 1) % stall[1] and longer_s[rank] >= times.least_longer_s}  # fmt: skip
+    alike: dict[tuple[int, int], dict[int, tuple[int, int, float, int]]] = defaultdict(dict)
+    for rank, stall in stalls.items():
+        alike[stall[1], stall[0] % stall[1]][rank] = stall
+    return [_stalling(job, times, own) for _, own in sorted(alike.items())]
+
+
+def _stalling(job: Job, times: WorkTimes, stalls: Mapping[int, tuple[int, int, float, int]]) -> Finding:
+    """Return that some ranks stall, all at the same steps."""
+    ranks = tuple(sorted(stalls))
+    first = min(stalls.values(), key=lambda stall: stall[0])
+    period = median([stall[1] for stall in stalls.values()])
+    longer = math.exp(median([stall[2] for stall in stalls.values()]))
+    at_s = min(at_s for rank in ranks for number, at_s, _ in times.own[rank].excess if number >= stalls[rank][0])
+    place = Place(kind="job") if len(ranks) == len(times.own) > 1 else Place(kind="rank", ranks=ranks)
+    return Finding(
+        kind="periodic stall",
+        places=(place,),
+        since_s=at_s, since_round=first[0], seen_round=max(stall[3] for stall in stalls.values()),
+        evidence={"every_rounds": period, "times_longer": round(longer, 2)},
+        text=f"The work of {place} takes {longer:.1f} times as long in every {period:.0f}th round.",
+        confidence=0.9 * job.trust,
+        remedy="collect garbage at the same step on all ranks (gc.disable and gc.collect), and move checkpoints and "
+        "data loading to "
+        "the background",
+    )  # fmt: skip
+
+
+def _cycles(job: Job) -> dict[int, int]:
+    """Return in how many steps each rank's rounds come round: the middle gap between rounds of one size."""
+    steps: dict[int, list[Work]] = defaultdict(list)
+    for span in job.spans:
+        steps[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=0.0))
+    posted: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for own in job.operations.values():
+        for rank, operation in own.items():
+            posted[rank, operation.count].append(operation.posted_s)
+    found: dict[int, int] = {}
+    for (rank, _), times in posted.items():
+        works = steps[rank]
+        starts = [work.at_s for work in works]
+        at = [works[max(0, bisect_right(starts, time_s) - 1)].step for time_s in sorted(times) if works]
+        gaps = [float(late - early) for early, late in pairwise(at)]
+        # several fragments may be of one size: the rarest size shows the whole schedule
+        found[rank] = max(found.get(rank, 1), round(median(gaps)) if gaps else 1)
+    return found
+
+
+def _beside_neighbours(values: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return values less the middle of those around them, where that is above usual: a slow time is no spike."""
+    found = []
+    for index, (number, excess) in enumerate(values):
+        begin = max(0, min(index - _AROUND // 2, len(values) - _AROUND))
+        around = median([value for _, value in values[begin : begin + _AROUND]])
+        found.append((number, excess - max(0.0, around)))
+    return found
+
+
+def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
+    """Return first round, period, logarithm of the ratio and round of proof of regular spikes, or none.
+
+    Spikes that fall on a grid of rounds are no chance where so many points of the grid have one that spikes as
+    frequent as those off the grid would do it once in a million.
+    """
+    if not watch.is_often_long(of=len(watch.excess) + 1):
+        return None  # beside their neighbours they are no more
+    values = _beside_neighbours([(number, excess) for number, _, excess in watch.excess])
+    spikes = [number for number, excess in values if excess >= _SPIKE]
+    if len(spikes) < _LEAST_SPIKES:
+        return None
+    excess_of = dict(values)
+    for period in sorted({late - early for early, late in pairwise(spikes)}):
+        for begin in spikes[: len(spikes) - _LEAST_SPIKES + 1]:
+            grid = [number for number in range(begin, values[-1][0] + 1, period) if number in excess_of]
+            hits = [number for number in grid if excess_of[number] >= _SPIKE]
+            # every second round and more often is a slow rank, not one that stalls
+            if period < 3 or len(hits) < max(_LEAST_SPIKES, 0.8 * len(grid)):
+                continue
+            if 3 * (len(spikes) - len(hits)) > len(values) - len(grid):
+                continue  # slow, and sometimes less so
+            off = (len(spikes) - len(hits) + 1) / (len(values) - len(grid) + 2)
+            if at_least(len(hits), len(grid), off) * len(spikes) <= _CHANCE:
+                return begin, period, median([excess_of[number] for number in hits]), hits[_LEAST_SPIKES - 1]
+    return None

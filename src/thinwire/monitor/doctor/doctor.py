@@ -1,0 +1,141 @@
+"""`thinwire doctor`: everything that goes wrong in practice before a run starts, looked at in order."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from thinwire.monitor.doctor import machine, network, peer
+from thinwire.monitor.doctor.check import Check, Verdict, skipped
+from thinwire.monitor.doctor.network import Chosen
+from thinwire.monitor.doctor.peer import Ask, Attempt
+from thinwire.transport.addresses import Address
+
+_WHEN_UNKNOWN_BYTES = 1500
+_STORE_ANSWER_S = 2.0  # other servers wait for more and answer nothing
+_MOST_PACKET_BYTES = 65_535  # of IPv4; the loopback interface says one more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patient:
+    """What is looked at.
+
+    Attributes:
+        target: HOST:PORT, or the string to join a run by; None for this host alone.
+        interface: That of `--interface`.
+        address: That of `--address`.
+        gloo_interface: The variable GLOO_SOCKET_IFNAME.
+        secret: The secret's file.
+        out: Where runs go.
+        cache: Where tokens are kept.
+        deadline_s: Seconds that a connection may take.
+    """
+
+    target: str | None = None
+    interface: str | None = None
+    address: str | None = None
+    gloo_interface: str | None = None
+    secret: Path | None = None
+    out: Path = Path("runs")
+    cache: Path = Path("~/.cache/thinwire")
+    deadline_s: float = 5.0
+
+
+def examine(patient: Patient, *, ask: Ask | None = None) -> Iterator[Check]:
+    """Look at this machine, its network, and the way to another host; checks come as they are done.
+
+    Nothing is changed. A port is opened for a moment, and files are written that have no name.
+
+    Args:
+        patient: What is looked at.
+        ask: Asks the other host for its version and clock.
+
+    Raises:
+        ValueError: The target is no address, a number is out of range, or interface and address are both given.
+
+    Example:
+        >>> names = [check.name for check in examine(Patient())]
+        >>> "memory" in names, "TCP connection" in names
+        (True, False)
+    """
+    if patient.interface is not None and patient.address is not None:
+        raise ValueError(f"give --interface or --address, not both, got {patient.interface!r} and {patient.address!r}")
+    if not patient.deadline_s > 0:
+        raise ValueError(f"the deadline of a connection must be above 0 s, got {patient.deadline_s:g}; 5 s is usual")
+    goal = None if patient.target is None else peer.parse_target(patient.target)
+    return _all_checks(patient, goal, ask=ask)
+
+
+def is_well(checks: list[Check]) -> bool:
+    """Tell whether nothing is wrong; warnings and what was skipped do not count."""
+    return all(check.verdict is not Verdict.WRONG for check in checks)
+
+
+def _all_checks(patient: Patient, goal: tuple[str, int] | None, *, ask: Ask | None) -> Iterator[Check]:
+    yield from _machine(patient)
+    yield network.check_own_name(socket.gethostname())
+    target: Address | None = None
+    if goal is not None:
+        check, found = peer.check_name(goal[0])
+        yield check
+        target = None if found is None else Address(host=found, port=goal[1])
+    chosen = network.choose(
+        interface=patient.interface, address=patient.address, gloo_interface=patient.gloo_interface,
+        target=None if target is None else target.host,
+    )  # fmt: skip
+    yield from _own_network(chosen, target)
+    if target is not None:
+        yield from _way_to(target, chosen, patient, ask=ask)
+
+
+def _machine(patient: Patient) -> Iterator[Check]:
+    builds = machine.installed()
+    yield machine.check_versions(builds, needs_pyzmq=patient.secret is not None)
+    yield machine.check_devices(builds)
+    yield machine.check_backends(builds)
+    yield machine.check_secret(patient.secret)
+    yield machine.check_folder("run folder", patient.out.expanduser())
+    yield machine.check_folder("cache", patient.cache.expanduser())
+    yield machine.check_open_files()
+    yield machine.check_memory()
+    yield machine.check_speed()
+
+
+def _own_network(chosen: Chosen | Check, target: Address | None) -> Iterator[Check]:
+    if isinstance(chosen, Check):
+        yield chosen
+        return
+    yield network.check_own_address(chosen, target=None if target is None else target.host)
+    yield network.check_port(chosen.address)
+    yield network.check_firewall()
+    yield network.check_mtu(chosen.interface)
+
+
+def _way_to(target: Address, chosen: Chosen | Check, patient: Patient, *, ask: Ask | None) -> Iterator[Check]:
+    if isinstance(chosen, Check):
+        yield skipped("TCP connection", "this host has no address to come from")
+        return
+    source = chosen.address if patient.interface or patient.address else None
+
+    def attempt(address: Address) -> Attempt:
+        return peer.try_connection(address, deadline_s=patient.deadline_s, source=source)
+
+    connection = peer.check_connection(target, attempt=attempt)
+    yield connection
+    if connection.verdict is Verdict.WRONG:
+        for name in ("torch store", "packet size", "other version", "clock"):
+            yield skipped(name, "there is no connection")
+        return
+    if "://" in (patient.target or ""):
+        yield skipped("torch store", "the address is that of an elastic run, which has none")
+    else:
+        is_store = peer.is_torch_store(target, deadline_s=min(patient.deadline_s, _STORE_ANSWER_S))
+        yield peer.check_store(target, is_store=is_store)
+    status = psutil.net_if_stats().get(chosen.interface)
+    mtu = _WHEN_UNKNOWN_BYTES if status is None else min(int(status.mtu), _MOST_PACKET_BYTES)
+    yield peer.check_path(peer.measure_path(target.host, mtu=mtu), mtu=mtu, interface=chosen.interface)
+    yield from peer.check_info(target, ask=ask)

@@ -1,0 +1,378 @@
+"""Checks of `thinwire doctor ADDRESS` on the way to another host: name, TCP, packet sizes, version, clock.
+
+Each check takes what it judges as values, or as functions that a test can replace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import re
+import socket
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from thinwire.errors import ThinwireError
+from thinwire.monitor.doctor.check import Check, ok, skipped, warning, wrong
+from thinwire.monitor.doctor.network import LEAST_MTU, LookUp, look_up
+from thinwire.transport.addresses import Address, firewall_hint
+from thinwire.units import format_seconds
+from thinwire.version import __version__
+
+ATTEMPTS = 5
+MOST_SKEW_S = 1.0
+_SCHEME = re.compile(r"^[a-z][a-z0-9+.-]*://")
+_HEADERS_BYTES = 28  # IPv4 and UDP
+_SMALL_BYTES, _TRIES, _ECHO_S = 100, 3, 1.0
+# What a client of torch's TCPStore sends first: the query VALIDATE with its magic number, then PING with a nonce that
+# the server sends back (torch/csrc/distributed/c10d/TCPStoreBackend.hpp).
+_STORE_VALIDATE, _STORE_PING, _STORE_MAGIC, _STORE_NONCE = 0, 13, 0x3C85F7CE, 0x7E57_0001
+_STORE_QUERY = struct.Struct("<BI")
+_STORE_ANSWER = struct.Struct("<I")
+_UNUSED_PORT = 33_434  # as traceroute: hardly anybody listens there, so the host's kernel answers
+# Linux's numbers, which Python does not name
+_IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14
+
+
+class Failure(StrEnum):
+    """How a connection failed."""
+
+    REFUSED = "refused"
+    TIMED_OUT = "timed out"
+    UNREACHABLE = "unreachable"
+    OTHER = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One try to connect.
+
+    Attributes:
+        seconds: How long it took.
+        failure: How it failed, None where it did not.
+        reason: The system's word for it.
+    """
+
+    seconds: float
+    failure: Failure | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Info:
+    """What a host that answers says of itself.
+
+    Attributes:
+        version: Its thinwire.
+        unix_s: Its clock, in seconds since 1970 (UTC).
+    """
+
+    version: str
+    unix_s: float
+
+
+Ask = Callable[[Address], Info]
+Try = Callable[[Address], Attempt]
+
+
+def parse_target(text: str) -> tuple[str, int]:
+    """Read HOST:PORT, or a string to join a run by, which is a URL with both: SCHEME://HOST:PORT/...
+
+    Raises:
+        ValueError: There is no host or no port in it.
+
+    Example:
+        >>> parse_target("10.77.0.1:29400"), parse_target("thinwire://host-a:4000/job?key=1")
+        (('10.77.0.1', 29400), ('host-a', 4000))
+    """
+    parts = urlsplit(text if _SCHEME.match(text) else f"//{text}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or not port:
+        raise ValueError(f"an address must look like HOST:PORT, with a port of 1 to 65535, got {text!r}")
+    return host, port
+
+
+def check_name(host: str, *, find: LookUp = look_up) -> tuple[Check, str | None]:
+    """Resolve the other host's name.
+
+    Args:
+        host: A name, or an IPv4 address.
+        find: Looks it up.
+
+    Returns:
+        The check, and the first address where there is one.
+    """
+    name = "name of the address"
+    try:
+        addresses = find(host)
+    except OSError as error:
+        remedy = "check its spelling and this host's DNS (/etc/resolv.conf), or use the IPv4 address itself"
+        if ":" in host:
+            remedy = "use an IPv4 address; IPv6 is not used"
+        return wrong(name, f"{host} cannot be resolved to an IPv4 address: {error}", remedy=remedy), None
+    found = f"{host} is {', '.join(addresses)}"
+    if ipaddress.IPv4Address(addresses[0]).is_loopback:
+        return warning(
+            name, f"{found}: that is this host itself",
+            remedy="to reach another host, use an address that it shows to the others; see /etc/hosts",
+        ), addresses[0]  # fmt: skip
+    if ipaddress.IPv4Address(addresses[0]).is_unspecified:
+        remedy = "use the address that the other host shows to this one"
+        return wrong(name, f"{found}: that is nobody's address, only a word for all of one's own", remedy=remedy), None
+    return ok(name, found), addresses[0]
+
+
+def try_connection(address: Address, *, deadline_s: float, source: str | None = None) -> Attempt:
+    """Open a TCP connection and close it, with no word said.
+
+    Args:
+        address: Where.
+        deadline_s: Seconds at most.
+        source: The IPv4 address of this host to come from; the kernel's choice by default.
+    """
+    began_s = time.perf_counter()
+    failure, reason = None, ""
+    try:
+        with socket.create_connection(
+            (address.host, address.port), timeout=deadline_s, source_address=None if source is None else (source, 0)
+        ):
+            pass
+    except TimeoutError:
+        failure, reason = Failure.TIMED_OUT, f"no answer within {deadline_s:g} s"
+    except ConnectionRefusedError as error:
+        failure, reason = Failure.REFUSED, str(error.strerror)
+    except OSError as error:
+        is_far = error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+        failure, reason = Failure.UNREACHABLE if is_far else Failure.OTHER, str(error.strerror or error)
+    return Attempt(seconds=time.perf_counter() - began_s, failure=failure, reason=reason)
+
+
+def check_connection(address: Address, *, attempt: Try) -> Check:
+    """Connect a few times, or once where the first try fails.
+
+    Args:
+        address: Where.
+        attempt: Tries once.
+    """
+    name, where = "TCP connection", f"{address.host}, port {address.port}"
+    tried = [attempt(address)]
+    while tried[0].failure is None and len(tried) < ATTEMPTS:
+        tried.append(attempt(address))
+    times_s = [one.seconds for one in tried if one.failure is None]
+    failed = [one for one in tried if one.failure is not None]
+    if not times_s:
+        return wrong(name, f"{where}: {failed[0].failure} ({failed[0].reason})", remedy=_remedy(failed[0], address))
+    found = f"{where} answers in {format_seconds(statistics.median(times_s))} (median of {len(times_s)})"
+    if failed:
+        what = f"{found}, but {len(failed)} of {len(tried)} tries failed: {failed[0].failure} ({failed[0].reason})"
+        return warning(name, what, remedy="the link loses packets, or the other side is too busy to answer; try again")
+    if max(times_s) > 10 * statistics.median(times_s) + 0.5:
+        what = f"{found}, at most {format_seconds(max(times_s))}"
+        return warning(name, what, remedy="the link is full or loses packets; measure it with thinwire probe")
+    return ok(name, found)
+
+
+def _remedy(attempt: Attempt, address: Address) -> str:
+    if attempt.failure is Failure.REFUSED:
+        return (
+            f"the host is there, and nothing listens on port {address.port}: start the run there first, check the "
+            f"port, and that it listens on this address and not on 127.0.0.1 alone; a rejecting firewall looks the same"
+        )
+    if attempt.failure is Failure.TIMED_OUT:
+        return (
+            f"nobody answers: the host is off or its link is cut, the address belongs to another network (behind NAT, "
+            f"use a VPN), or a firewall drops port {address.port}; {firewall_hint()}"
+        )
+    if attempt.failure is Failure.UNREACHABLE:
+        return (
+            "no host has this address, or no way leads there: check the address, the cable, Wi-Fi or VPN at both ends"
+        )
+    return "see the reason; try: ping, ip route get"
+
+
+def is_torch_store(address: Address, *, deadline_s: float) -> bool:
+    """Tell whether torch's TCPStore answers at an address; it is asked for an echo, and nothing is read or changed.
+
+    Args:
+        address: Where.
+        deadline_s: Seconds for the connection and for the answer, each at most.
+    """
+    hello = _STORE_QUERY.pack(_STORE_VALIDATE, _STORE_MAGIC) + _STORE_QUERY.pack(_STORE_PING, _STORE_NONCE)
+    answer = b""
+    try:
+        with socket.create_connection((address.host, address.port), timeout=deadline_s) as connection:
+            connection.sendall(hello)
+            end_s = time.monotonic() + deadline_s
+            while len(answer) < _STORE_ANSWER.size and (left_s := end_s - time.monotonic()) > 0:
+                connection.settimeout(left_s)
+                received = connection.recv(_STORE_ANSWER.size - len(answer))
+                if not received:
+                    break
+                answer += received
+    except OSError:
+        return False
+    return answer == _STORE_ANSWER.pack(_STORE_NONCE)
+
+
+def check_store(address: Address, *, is_store: bool) -> Check:
+    """Say what an open store of torch's exposes.
+
+    Args:
+        address: Where this host asked.
+        is_store: Whether torch's store answered there.
+    """
+    name, where = "torch store", f"{address.host}, port {address.port}"
+    if not is_store:
+        return ok(name, f"no store of torch answers at {where}")
+    return warning(
+        name,
+        f"a store of torch answers at {where} and authenticates no one: any peer that reaches it can read and "
+        f"overwrite it. A store that torch opens itself listens on every interface, and a launcher with "
+        f"--rdzv-backend=c10d or --standalone unpickles what lies there: a stranger runs code as its user",
+        remedy=f"let a firewall or VPN pass port {address.port} between the hosts of the run only, and start torchrun "
+        f"with --master-addr and --master-port (static rendezvous, which unpickles nothing); or use thinwire train "
+        f"--elastic and thinwire join, which need no store",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathSize:
+    """What is known of the packets that a path carries.
+
+    Attributes:
+        path_bytes: The largest packet that the kernel takes the path to carry; None where it does not tell.
+        is_large_answered: Whether the other host answered a packet of the interface's full size; None: not tried.
+        is_small_answered: The same for a small packet.
+    """
+
+    path_bytes: int | None
+    is_large_answered: bool | None = None
+    is_small_answered: bool | None = None
+
+
+def measure_path(address: str, *, mtu: int) -> PathSize:
+    """Send packets that may not be cut to pieces to an unused UDP port; the other host's kernel says that they came.
+
+    Args:
+        address: IPv4.
+        mtu: Size of the large packet in bytes, the interface's MTU.
+    """
+    if not sys.platform.startswith("linux"):
+        return PathSize(path_bytes=None)
+    small, _ = _echo(address, _SMALL_BYTES)
+    large, path_bytes = _echo(address, mtu)
+    return PathSize(path_bytes=path_bytes, is_large_answered=large, is_small_answered=small)
+
+
+def _echo(address: str, size: int) -> tuple[bool, int | None]:
+    """Return whether a packet of a size was answered, and the path's size as the kernel knows it afterwards."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
+        probe.settimeout(_ECHO_S)
+        try:
+            probe.connect((address, _UNUSED_PORT))
+        except OSError:
+            return False, None
+        answered = any(_is_answered(probe, size) for _ in range(_TRIES))
+        try:
+            return answered, probe.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+        except OSError:
+            return answered, None
+
+
+def _is_answered(probe: socket.socket, size: int) -> bool:
+    try:
+        probe.send(bytes(max(0, size - _HEADERS_BYTES)))
+        probe.recv(1)
+    except ConnectionRefusedError:  # "nobody listens there" is the answer that is hoped for
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def check_path(found: PathSize, *, mtu: int, interface: str) -> Check:
+    """Judge whether full packets pass.
+
+    Args:
+        found: What was measured.
+        mtu: The interface's, in bytes.
+        interface: Its name.
+    """
+    name = "packet size"
+    size = found.path_bytes
+    if size is None:
+        return skipped(name, "this system does not tell the size of packets on the path")
+    if size < mtu:
+        narrow = f"the path carries packets of {size:,} bytes, the interface {interface} sends {mtu:,}"
+        if size < LEAST_MTU:
+            return warning(name, f"{narrow}; {LEAST_MTU} is usual", remedy="check the tunnels on the path")
+        return warning(
+            name, narrow, remedy=f"the kernels adapt; if transfers hang: ip link set dev {interface} mtu {size}"
+        )
+    if found.is_small_answered and found.is_large_answered is False:
+        return warning(
+            name, f"packets of {mtu:,} bytes are lost where small ones arrive: a part of the path cannot carry them, "
+            f"and does not say so",
+            remedy=f"make packets smaller on both hosts: ip link set dev {interface} mtu {LEAST_MTU}",
+        )  # fmt: skip
+    if not found.is_large_answered:
+        return skipped(
+            name, f"the other host answers no UDP, so full packets could not be tried; {mtu:,} bytes are assumed"
+        )
+    return ok(name, f"packets of {mtu:,} bytes arrive whole")
+
+
+def check_info(address: Address, *, ask: Ask | None, clock: Callable[[], float] = time.time) -> list[Check]:
+    """Compare the other host's version and clock with ours.
+
+    Args:
+        address: Who is asked.
+        ask: Asks; None where nobody can be asked.
+        clock: Ours, in seconds since 1970.
+    """
+    if ask is None:
+        reason = "only a job's coordinator tells them, to those with its secret: give the words to join by, or --secret"
+        return [skipped("other version", reason), skipped("clock", reason)]
+    began_s, info = clock(), None
+    problem = "it did not answer"
+    with contextlib.suppress(OSError):
+        try:
+            info = ask(address)
+        except ThinwireError as error:
+            problem = str(error)
+    ended_s = clock()
+    if info is None:
+        return [skipped("other version", problem), skipped("clock", problem)]
+    return [_check_version(info), _check_clock(info, began_s=began_s, ended_s=ended_s)]
+
+
+def _check_version(info: Info) -> Check:
+    if info.version == __version__:
+        return ok("other version", f"both run thinwire {__version__}")
+    return wrong(
+        "other version", f"it runs thinwire {info.version}, this host {__version__}",
+        remedy="install the same version on all hosts",
+    )  # fmt: skip
+
+
+def _check_clock(info: Info, *, began_s: float, ended_s: float) -> Check:
+    skew_s, trip_s = info.unix_s - (began_s + ended_s) / 2, ended_s - began_s
+    direction = "ahead of" if skew_s > 0 else "behind"
+    found = f"its clock is {format_seconds(abs(skew_s))} {direction} ours, known to {format_seconds(trip_s / 2)}"
+    if abs(skew_s) <= MOST_SKEW_S + trip_s / 2:
+        return ok("clock", found)
+    return warning(
+        "clock", f"{found}; logs of both cannot be put beside each other",
+        remedy="let both keep time by NTP: timedatectl set-ntp true",
+    )  # fmt: skip

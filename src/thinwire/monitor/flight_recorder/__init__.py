@@ -1,0 +1,1 @@
+"""Reader and writer of dumps of the Flight Recorder of torch."""

@@ -1,0 +1,155 @@
+"""A heat map of work (MegaScale, arXiv 2402.15627): each rank's times in each window of steps, against all ranks'."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Any
+
+from thinwire.monitor.detect.timeline import Job
+from thinwire.monitor.detect.work_history import work_of
+
+MOST_WINDOWS = 16
+MOST_RANKS = 32
+# A file may name whatever it likes.
+_MOST_KINDS = 8
+# A whole step holds the waiting for others, so that all ranks show the same.
+_WITH_WAITING = "step"
+_COMPUTE, _FORWARD, _BACKWARD = "compute", "forward", "backward"
+_FIRST = (_COMPUTE, _FORWARD, _BACKWARD)
+_Times = dict[int, list[tuple[int, float]]]  # steps and their seconds, by rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """Times of one kind of work.
+
+    Attributes:
+        kind: What was timed, such as `compute`, `forward` or `backward`.
+        windows: The first and the last step of each window, in order.
+        times_s: The median of each rank's times in each window, in seconds; none where it has none there.
+        times_longer: The same against the median of all ranks in the window.
+        num_left_out: Ranks that are not there, since too many are; those that are furthest above the others are.
+    """
+
+    kind: str
+    windows: tuple[tuple[int, int], ...]
+    times_s: Mapping[int, tuple[float | None, ...]]
+    times_longer: Mapping[int, tuple[float | None, ...]]
+    num_left_out: int = 0
+
+    @property
+    def hottest(self) -> tuple[int, int, float] | None:
+        """Rank, window and ratio of the highest cell; none where nothing can be compared.
+
+        Example:
+            >>> times = {0: (1.0,), 1: (1.0,), 2: (3.0,)}
+            >>> HeatMap(kind="compute", windows=((0, 9),), times_s=times, times_longer=times).hottest
+            (2, 0, 3.0)
+        """
+        cells = [
+            (ratio, -rank, window)
+            for rank, row in self.times_longer.items()
+            for window, ratio in enumerate(row)
+            if ratio is not None
+        ]
+        if len(self.times_longer) < 2 or not cells:
+            return None
+        ratio, negative, window = max(cells)
+        return -negative, window, ratio
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the map as what JSON can hold, a row a rank."""
+        return {
+            "kind": self.kind,
+            "windows": [list(window) for window in self.windows],
+            "rows": [
+                {"rank": rank, "times_s": _rounded(row), "times_longer": _rounded(self.times_longer[rank])}
+                for rank, row in self.times_s.items()
+            ],
+            "num_left_out": self.num_left_out,
+        }
+
+
+def heat_maps(job: Job, *, most_windows: int = MOST_WINDOWS, most_ranks: int = MOST_RANKS) -> list[HeatMap]:
+    """Return a map for each kind of work that the ranks timed, or of what lay between operations where they timed none.
+
+    The whole work, `compute`, comes first, then the forward and the backward passes in it, where they were timed. Ranks
+    whose clock was set are left out. With an even number of ranks the lower of the two middle ones is the median,
+    so that of two ranks the slower one stands out.
+
+    Args:
+        job: On one clock.
+        most_windows: Columns at most; each holds equally many steps.
+        most_ranks: Rows at most.
+
+    Raises:
+        ValueError: There would be no window or no row.
+    """
+    if min(most_windows, most_ranks) < 1:
+        raise ValueError(
+            f"a map needs at least one window and one rank, got most_windows={most_windows}, most_ranks={most_ranks}"
+        )
+    kinds: dict[str, _Times] = defaultdict(lambda: defaultdict(list))
+    for span in job.spans:
+        if span.kind not in (_WITH_WAITING, _COMPUTE):
+            _note(kinds[span.kind], span.rank, span.step, span.done_s - span.started_s)
+        for kind, time_s in ((_FORWARD, span.forward_s), (_BACKWARD, span.backward_s)):
+            if time_s is not None:
+                _note(kinds[kind], span.rank, span.step, time_s)
+    for rank, works in work_of(job).items():
+        for work in works:
+            _note(kinds[_COMPUTE], rank, work.step, work.time_s)
+    maps = [
+        _map(kind, {rank: own for rank, own in kinds[kind].items() if rank not in job.unsteady},
+             most_windows=most_windows, most_ranks=most_ranks)
+        for kind in sorted(kinds, key=lambda kind: (_place(kind), -len(kinds[kind]), kind))[:_MOST_KINDS]
+    ]  # fmt: skip
+    return [one for one in maps if one.windows]
+
+
+def _place(kind: str) -> int:
+    return _FIRST.index(kind) if kind in _FIRST else len(_FIRST)
+
+
+def _note(times: _Times, rank: int, step: int, time_s: float) -> None:
+    if math.isfinite(time_s) and time_s >= 0:
+        times[rank].append((step, time_s))
+
+
+def _map(kind: str, times: _Times, *, most_windows: int, most_ranks: int) -> HeatMap:
+    steps = sorted({step for own in times.values() for step, _ in own})
+    size = max(1, math.ceil(len(steps) / most_windows))
+    groups = [steps[begin : begin + size] for begin in range(0, len(steps), size)]
+    window_of = {step: number for number, group in enumerate(groups) for step in group}
+    rows = {rank: _row(own, window_of, len(groups)) for rank, own in sorted(times.items())}
+    columns = [[time_s for time_s in column if time_s is not None] for column in zip(*rows.values(), strict=True)]
+    middles = [median_low(column) for column in columns]  # a window is of steps that somebody timed
+    ratios = {
+        rank: tuple(
+            time_s / middle if time_s is not None and middle else None
+            for time_s, middle in zip(row, middles, strict=True)
+        )
+        for rank, row in rows.items()
+    }
+    order = sorted(rows, key=lambda rank: (-max([ratio or 0.0 for ratio in ratios[rank]], default=0.0), rank))
+    shown = sorted(order[:most_ranks])
+    return HeatMap(
+        kind=kind, windows=tuple((group[0], group[-1]) for group in groups),
+        times_s={rank: rows[rank] for rank in shown}, times_longer={rank: ratios[rank] for rank in shown},
+        num_left_out=len(rows) - len(shown),
+    )  # fmt: skip
+
+
+def _row(own: Sequence[tuple[int, float]], window_of: Mapping[int, int], number: int) -> tuple[float | None, ...]:
+    found: list[list[float]] = [[] for _ in range(number)]
+    for step, time_s in own:
+        found[window_of[step]].append(time_s)
+    return tuple(median_low(times) if times else None for times in found)
+
+
+def _rounded(row: Sequence[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.5g}") for value in row]

@@ -1,0 +1,297 @@
+"""A run that judges itself while it trains: reads what its ranks on this host write, tells findings, and acts on them.
+
+One thread of low priority in the process that started the run. It takes at most a tenth of one core's time, and
+does nothing where there are no records. A fault of its own is told and never ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.monitor.detect.live import LiveJudge, News
+from thinwire.monitor.findings import Finding
+from thinwire.monitor.remediation import Action, Steering
+from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.monitor.runlog.record_tailer import RecordTail
+from thinwire.monitor.runlog.run_files import MEMBERS_FILE
+from thinwire.transport.addresses import host_name
+from thinwire.units import format_bytes, format_moment
+
+FINDINGS_FILE = "findings.jsonl"
+ACTIONS_FILE = "actions.jsonl"
+_RECORDS = "records-rank-*.jsonl"
+LOOK_S = 0.5
+# What was seen once is looked for again so soon, before it is told.
+SOON_S = 0.25
+# Of one core: a look that took 0.2 s of it is followed by 2 s without one.
+_MOST_SHARE = 0.1
+_NICER = 10
+_STOP_S = 10.0
+_MOST_FILES = 4096
+# What ranks write between two looks has room in it.
+_LEAST_FREE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Who takes part in a run.
+
+    Attributes:
+        present: Ranks (an elastic run's replicas) that take part.
+        resting: Of these, those that were told to pause.
+        gone: Of these, those whose process has ended, as far as is known.
+        ended: Others that the run still lists: they came to its end, or have not begun.
+        num_spares: Hosts that wait to take a place.
+    """
+
+    present: frozenset[int] = frozenset()
+    resting: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
+    ended: frozenset[int] = frozenset()
+    num_spares: int = 0
+
+
+class Hands(Protocol):
+    """What can be done to a run, and who takes part in it."""
+
+    def members(self) -> Members | None:
+        """Return who takes part; None where nobody can say, so that all do."""
+        ...
+
+    def act(self, action: Action) -> str:
+        """Do what was decided, and return in words what came of it."""
+        ...
+
+
+class LiveDiagnosis:
+    """See the module. Use it as a context, or call `start` and `stop`.
+
+    Args:
+        run_dir: The run's folder on this host.
+        say: Told one line for each finding and action.
+        steering: Decides what is done.
+        hands: Do it.
+        is_dry_run: Whether actions are only told.
+        is_mine: Whether this host is to judge now; where another one does, records are read and nothing is said.
+        is_said: Whether a finding is to be said and counted, and not only written to `findings.jsonl`.
+
+    Attributes:
+        news: All that was new or over and is said, with the time in seconds since 1970.
+        actions: The lines of `actions.jsonl`.
+        num_looks: Looks so far.
+        busy_s: Seconds of one core that they took.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, say: Callable[[str], None], steering: Steering, hands: Hands, is_dry_run: bool = False,
+        judge: LiveJudge | None = None, is_mine: Callable[[], bool] = lambda: True,
+        is_said: Callable[[Finding], bool] = lambda finding: True,
+    ) -> None:  # fmt: skip
+        self._run_dir = run_dir
+        self._say = say
+        self._steering = steering
+        self._hands = hands
+        self._is_dry_run = is_dry_run
+        self._judge = judge or LiveJudge(own_host=host_name())
+        self._is_mine = is_mine
+        self._is_said = is_said
+        self._tails: dict[Path, RecordTail] = {}
+        self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
+        self._stop = threading.Event()
+        self._told_problem = ""
+        self._ever: frozenset[int] = frozenset()
+        self._noted: tuple[frozenset[int], frozenset[int]] | None = None
+        self._is_full = False
+        self._files: dict[str, LineFile] = {}
+        self.news: list[tuple[float, News]] = []
+        self.actions: list[dict[str, Any]] = []
+        self.num_looks = 0
+        self.busy_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="thinwire-diagnosis", daemon=True)
+
+    def __enter__(self) -> LiveDiagnosis:
+        self.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; stopping twice is fine."""
+        self._stop.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_S)
+        for file in self._files.values():
+            file.close()
+
+    def look(self) -> None:
+        """Read what came, judge it, tell and act; called by the thread."""
+        began_s = time.thread_time()
+        self._see_room()
+        self._read()
+        members = self._hands.members() if self._tails else None
+        self._note_members(members)
+        if self._tails and self._is_mine():
+            self.num_looks += 1
+            for news in self._judge.look(without=self._without(members)):
+                self._tell(news)
+                self._steer(news, members)
+            for news in self._judge.still_told() if self._steering.unsure else ():
+                if news.case in self._steering.unsure:
+                    self._steer(news, members)
+        self._complain(self._judge.problem and f"the rules failed: {self._judge.problem}")
+        self.busy_s += time.thread_time() - began_s
+
+    def _run(self) -> None:
+        _lower_priority()
+        pause_s = LOOK_S
+        while not self._stop.wait(pause_s):
+            busy_s, was_soon = self.busy_s, pause_s == SOON_S
+            try:
+                self.look()
+            except Exception as error:  # the run is worth more than what is said of it
+                self._complain(f"{type(error).__name__}: {error}")
+            pause_s = max(LOOK_S, (self.busy_s - busy_s) / _MOST_SHARE)
+            if self._judge.is_unsure and not was_soon:
+                pause_s = SOON_S
+
+    def _read(self) -> None:
+        for path in sorted(self._run_dir.glob(_RECORDS)):
+            if path.name.endswith(".old.jsonl") or (path not in self._tails and not self._is_new(path)):
+                continue
+            tail = self._tails.setdefault(path, RecordTail(path))
+            self._judge.take(tail.new_records())
+
+    def _note_members(self, members: Members | None) -> None:
+        """Write down who takes part, and who was removed, whenever that changes; `thinwire diagnose` reads it."""
+        if members is None:
+            return
+        self._ever |= members.present
+        removed = self._ever - members.present - members.ended
+        if (members.present, removed) != self._noted:
+            self._noted = members.present, removed
+            told = {"at": round(time.time(), 3), "present": sorted(members.present), "removed": sorted(removed)}
+            self._append(MEMBERS_FILE, told)
+
+    def _see_room(self) -> None:
+        """Tell of a disk without room: whatever is judged then lacks what could not be written."""
+        for file in self._files.values():
+            file.flush()
+        try:
+            free_bytes = shutil.disk_usage(self._run_dir).free
+        except FileNotFoundError:  # the ranks of this host make the folder once all hosts have joined
+            return
+        bound = 2 * _LEAST_FREE_BYTES if self._is_full else _LEAST_FREE_BYTES
+        if self._is_full != (free_bytes < bound):
+            self._is_full = not self._is_full
+            self._say(
+                f"warning: the disk of {self._run_dir} is full ({format_bytes(free_bytes)} free): checkpoints fail and "
+                f"records and metrics wait in memory until there is room; make room there"
+                if self._is_full
+                else f"there is room on the disk of {self._run_dir} again"
+            )
+
+    def _is_new(self, path: Path) -> bool:
+        """Return whether somebody writes to a file now: what lies there since an earlier part of the run is over."""
+        mark = _mark(path)
+        return len(self._tails) < _MOST_FILES and mark is not None and mark != self._earlier.get(path)
+
+    def _without(self, members: Members | None) -> frozenset[int]:
+        """Return ranks that wrote records and take part no more, or rest."""
+        if members is None:
+            return frozenset()
+        return (self._judge.ranks() - members.present) | members.resting
+
+    def _tell(self, news: News) -> None:
+        at_s, finding = time.time(), news.finding
+        self._append(FINDINGS_FILE, news.to_json(at_s=at_s))
+        if not self._is_said(finding):
+            return
+        self.news.append((at_s, news))
+        if news.state == "over":
+            self._say(f"over: {finding.kind}: {finding.where}")
+            return
+        self._say(f"finding: {finding.kind}: {finding.where} (confidence {finding.confidence:.2f}). {finding.text}")
+
+    def _steer(self, news: News, members: Members | None) -> None:
+        members = Members(present=self._judge.ranks()) if members is None else members
+        action = self._steering.decide(
+            news, now_s=time.monotonic(), present=members.present, gone=members.gone, num_spares=members.num_spares
+        )
+        if action is None:
+            return
+        finding = f"{news.finding.kind}: {news.finding.where}"
+        if action.kind == "warn":
+            result = "told"
+        elif self._is_dry_run:
+            result = "nothing, since this is a dry run"
+        else:
+            result = self._do(action)
+        line = action.to_json(at_s=time.time(), finding=finding, dry_run=self._is_dry_run, result=result)
+        self.actions.append(line)
+        self._append(ACTIONS_FILE, line)
+        if action.kind != "warn":
+            target = "" if action.target is None else f" replica {action.target}"
+            self._say(f"action: {action.kind}{target}, because of {finding}: {result}")
+        elif self._steering.policy.on_finding != "warn":
+            self._say(f"no action: {action.why}")
+
+    def _do(self, action: Action) -> str:
+        try:
+            return self._hands.act(action)
+        except Exception as error:
+            return f"failed: {' '.join(str(error).split())}"
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        try:
+            if name not in self._files:
+                self._files[name] = LineFile(self._run_dir / name, warn=self._complain)
+            self._files[name].write(json.dumps(line, separators=(",", ":")), is_last=True)
+        except OSError as error:
+            self._complain(f"cannot write {self._run_dir / name}: {error.strerror}")
+
+    def _complain(self, problem: str) -> None:
+        """Tell of a fault of its own once."""
+        if problem and problem != self._told_problem:
+            self._told_problem = problem
+            self._say(f"warning: the run's own diagnosis: {problem}")
+
+
+def end_report(diagnosis: LiveDiagnosis) -> list[str]:
+    """Return what a run says at its end of what broke and what was done: a line each."""
+    new = [(at_s, news) for at_s, news in diagnosis.news if news.state == "new"]
+    over_s = {news.case: at_s for at_s, news in diagnosis.news if news.state == "over"}
+    lines = []
+    for at_s, news in new:
+        done = [line for line in diagnosis.actions if line["case"] == news.case and line["action"] != "warn"]
+        what = f"; {done[0]['action']} {done[0]['target']}: {done[0]['result']}" if done else ""
+        lasted = f"over after {over_s[news.case] - at_s:.0f} s" if news.case in over_s else "not over"
+        lines.append(f"{format_moment(at_s)} {news.finding.kind}: {news.finding.where}; {lasted}{what}")
+    return lines
+
+
+def _mark(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _lower_priority() -> None:
+    """Let training go first; a thread has a priority of its own on Linux, and elsewhere it stays as it is."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICER)

@@ -1,0 +1,1 @@
+"""Readers and detectors for NCCL Inspector files and RAS answers."""

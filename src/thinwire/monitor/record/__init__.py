@@ -1,0 +1,1 @@
+"""Recorders: flight records of ranks, connections and torch.distributed calls."""

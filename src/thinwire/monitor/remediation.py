@@ -1,0 +1,242 @@
+"""Remediation: a table from findings to actions, and the limits that keep actions harmless.
+
+Nothing here acts. `Steering` is given news of findings and says what is to be done; who runs the job does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from thinwire.monitor.detect.live import News
+from thinwire.monitor.findings import Finding, Kind
+
+ActionKind = Literal["warn", "exclude", "restart", "replace", "abort"]
+ON_FINDING: tuple[str, ...] = ("off", "warn", "exclude", "restart", "replace", "abort")
+
+# What helps against what, of that which one may ask for. Another process on the same machine makes no wire faster, and
+# a clock that was set or a stall now and then is no reason to lose a replica. Losses of small batches scatter: that one
+# has parted from the others' is for a person to judge.
+HELPS: Mapping[Kind, tuple[ActionKind, ...]] = {
+    "communication hang": ("exclude", "restart", "replace", "abort"),
+    "non-communication hang": ("exclude", "restart", "replace", "abort"),
+    "communication slow": ("exclude", "replace"),
+    "non-communication slow": ("exclude", "replace"),
+    "slowing compute": ("exclude", "replace"),
+    "desync": ("exclude", "restart", "replace", "abort"),
+    "non-finite loss": ("exclude", "restart", "replace", "abort"),
+    "loss divergence": (),
+    "periodic stall": (),
+    "flapping link": (),
+    "clock": (),
+    "corrupt data": (),
+    "no records": (),
+}
+# Who is slower than this is told of only: others hardly wait for it, and other load soon makes a machine half as fast.
+_LEAST_TIMES = 3.0
+# Of a place that is one rank, or a wire's end at one rank.
+_OF_ONE_RANK = ("rank", "sender", "receiver", "endpoint")
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """What is to be done about a finding.
+
+    Attributes:
+        kind: What.
+        target: The rank (the replica's number in an elastic run) that it is done to; none for a warning or the end.
+        case: The cause, as `News` counts them.
+        why: In words: what the finding asks for, or why no more is done than to warn.
+        is_hang: Whether the target does not answer, so that asking it to leave would be of no use.
+    """
+
+    kind: ActionKind
+    target: int | None
+    case: int
+    why: str
+    is_hang: bool = False
+
+    def to_json(self, *, at_s: float, finding: str, dry_run: bool, result: str) -> dict[str, Any]:
+        """Return a line of `actions.jsonl`; `at_s` in seconds since 1970."""
+        return {
+            "at": round(at_s, 3), "action": self.kind, "target": "" if self.target is None else str(self.target),
+            "dry_run": dry_run, "finding": finding, "case": self.case, "why": self.why, "result": result,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What may be done, and how much of it.
+
+    Attributes:
+        on_finding: The strongest action that is allowed; what it does not help against is told only.
+        least_confidence: A finding that is less sure is told only.
+        cooldown_s: So long after an action to a rank nothing else is done to it.
+        settle_s: So long after any action nobody is judged by slowness: one that starts makes others of its host slow.
+        most_restarts: In an hour, of all replicas together.
+        least_share: This part of the most replicas that ever took part together is never gone below.
+    """
+
+    on_finding: ActionKind = "warn"
+    least_confidence: float = 0.8
+    cooldown_s: float = 120.0
+    settle_s: float = 60.0
+    most_restarts: int = 6
+    least_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.on_finding not in ON_FINDING[1:]:
+            raise ValueError(f"on_finding must be one of {', '.join(ON_FINDING[1:])}, got {self.on_finding!r}")
+        if not 0 <= self.least_confidence <= 1 or not 0 < self.least_share <= 1:
+            raise ValueError(
+                f"least_confidence and least_share must be in [0, 1], got {self.least_confidence} and "
+                f"{self.least_share}"
+            )
+        if min(self.cooldown_s, self.settle_s, self.most_restarts) < 0:
+            raise ValueError(
+                f"cooldown_s, settle_s and most_restarts must be at least 0, got {self.cooldown_s}, {self.settle_s} "
+                f"and {self.most_restarts}"
+            )
+
+
+class Steering:
+    """Says what is to be done, once for each cause.
+
+    Args:
+        policy: What may be done.
+
+    Attributes:
+        unsure: Causes that were not sure enough, to be decided on again when they are.
+
+    Example:
+        >>> from thinwire.monitor.findings import Place
+        >>> hang = Finding(kind="non-communication hang", places=(Place(kind="rank", ranks=(1,)),), since_s=0.0,
+        ...                text="", confidence=0.95, remedy="")
+        >>> news = News(case=0, state="new", finding=hang, age_s=2.0)
+        >>> steering = Steering(Policy(on_finding="exclude"))
+        >>> action = steering.decide(news, now_s=0.0, present=(0, 1, 2))
+        >>> action.kind, action.target, steering.decide(news, now_s=1.0, present=(0, 1, 2))
+        ('exclude', 1, None)
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._decided: set[int] = set()
+        self.unsure: set[int] = set()
+        self._acted_s: dict[int, float] = {}
+        self._excluded: set[int] = set()
+        self._restarts_s: deque[float] = deque()
+        self._most_present = 0
+
+    def decide(
+        self, news: News, *, now_s: float, present: Collection[int], gone: Collection[int] = (), num_spares: int = 0
+    ) -> Action | None:  # fmt: skip
+        """Return what is to be done about news; nothing for what is over, or was decided on already.
+
+        Args:
+            news: Of a finding.
+            now_s: Seconds on a clock that only grows.
+            present: The ranks that take part now.
+            gone: Of these, those whose process has ended: somebody else starts another one.
+            num_spares: Hosts that wait to take a place; without one, a replica is excluded where it should be replaced.
+        """
+        self._most_present = max(self._most_present, len(present))
+        if news.state != "new" or news.case in self._decided:
+            return None
+        kind, wanted = self.policy.on_finding, news.finding
+        refusal = self._refusal(wanted, now_s=now_s)
+        if kind in HELPS.get(wanted.kind, ()) and wanted.confidence < self.policy.least_confidence:
+            if news.case in self.unsure:
+                return None
+            self.unsure.add(news.case)
+        else:
+            self.unsure.discard(news.case)
+            self._decided.add(news.case)
+        target = None if kind == "abort" else target_of(wanted)
+        if not refusal and target in gone and kind in ("restart", "replace"):
+            refusal = f"the process of replica {target} has ended, and its launcher starts another one"
+        kind, more = ("exclude", " No spare host waits.") if kind == "replace" and not num_spares else (kind, "")
+        if not refusal and kind in ("exclude", "restart", "replace"):
+            refusal = self._limit(kind, target, now_s=now_s, present=present)
+        if kind == "warn" or refusal:
+            return Action(kind="warn", target=None, case=news.case, why=refusal or "told only, as --on-finding says")
+        self._note(kind, target, now_s=now_s)
+        return Action(kind=kind, target=target, case=news.case, why=wanted.text + more, is_hang="hang" in wanted.kind)
+
+    def _note(self, kind: ActionKind, target: int | None, *, now_s: float) -> None:
+        """Remember an action for the limits of the next ones."""
+        if target is None:
+            return
+        self._acted_s[target] = now_s
+        if kind == "restart":
+            self._restarts_s.append(now_s)
+        else:
+            self._excluded.add(target)
+
+    def _refusal(self, finding: Finding, *, now_s: float) -> str:
+        """Return why a finding is no reason for the action that was asked for, or an empty text."""
+        kind = self.policy.on_finding
+        if kind == "warn":
+            return ""
+        if kind not in HELPS.get(finding.kind, ()):
+            return f"{kind} does not help against {finding.kind}"
+        if finding.confidence < self.policy.least_confidence:
+            return f"not sure enough: {finding.confidence:.2f} of {self.policy.least_confidence:.2f}"
+        if "slow" not in finding.kind:
+            return ""
+        times = finding.evidence.get("times_longer", 0.0)
+        if not isinstance(times, int | float) or not times >= _LEAST_TIMES:
+            return f"slower by less than {_LEAST_TIMES:g} times"
+        since_s = now_s - max(self._acted_s.values(), default=-math.inf)
+        return (
+            "" if since_s >= self.policy.settle_s else f"the last action was {since_s:.0f} s ago and may be the reason"
+        )
+
+    def _limit(
+        self, kind: ActionKind, target: int | None, *, now_s: float, present: Collection[int]
+    ) -> str:  # fmt: skip
+        """Return which limit forbids an action to a rank, or an empty text."""
+        if target is None:
+            return "the finding names no single replica"
+        if target not in present:
+            return f"replica {target} takes part no more"
+        since_s = now_s - self._acted_s.get(target, -math.inf)
+        if since_s < self.policy.cooldown_s:
+            return (
+                f"something was done to replica {target} {since_s:.0f} s ago, and nothing else is before "
+                f"{self.policy.cooldown_s:.0f} s"
+            )
+        if kind == "exclude":
+            left = len(set(present) - self._excluded - {target})
+            least = max(1, math.ceil(self.policy.least_share * self._most_present))
+            return (
+                f"only {left} of {self._most_present} replicas would be left, and {least} are the least"
+                if left < least
+                else ""
+            )
+        if kind == "replace":  # another one comes for each that goes
+            return ""
+        while self._restarts_s and now_s - self._restarts_s[0] >= _HOUR_S:
+            self._restarts_s.popleft()
+        if len(self._restarts_s) >= self.policy.most_restarts:
+            return f"{len(self._restarts_s)} restarts in the last hour are the most"
+        return ""
+
+
+def target_of(finding: Finding) -> int | None:
+    """Return the one rank that a finding blames; none where it blames a wire, a host, several, or cannot tell.
+
+    Example:
+        >>> from thinwire.monitor.findings import Place
+        >>> place = Place(kind="sender", ranks=(2,))
+        >>> target_of(Finding(kind="desync", places=(place,), since_s=0.0, text="", confidence=1.0, remedy=""))
+        2
+    """
+    if len(finding.places) != 1:
+        return None
+    (place,) = finding.places
+    return place.ranks[0] if place.kind in _OF_ONE_RANK and len(place.ranks) == 1 else None

@@ -1,0 +1,246 @@
+"""The figures of a report: which numbers of a run stand on which axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.events import Transfer, rates
+from thinwire.monitor.report.axes import Axis
+from thinwire.monitor.report.chart import Chart, Point, Series, line_chart
+from thinwire.monitor.report.lanes import Lane, lane_chart
+from thinwire.monitor.runlog.run_folder import EvaluationLine, RunRecord
+from thinwire.units import format_bytes, format_count, format_rate, format_seconds
+
+WINDOW_S = 0.1
+_MOST_WINDOWS = 1_000_000  # 100 ms windows for more than a day; a longer run gets wider ones
+_MOST_LABELS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A drawn chart with its heading and the sentence below it."""
+
+    heading: str
+    svg: str
+    caption: str
+
+
+def trimmed(text: str) -> str:
+    """Drop the zeros after the point that a round value does not need.
+
+    Example:
+        >>> trimmed("1.00 MB"), trimmed("2.50 kB"), trimmed("100 B"), trimmed("1:30 min")
+        ('1 MB', '2.5 kB', '100 B', '1:30 min')
+    """
+    number, space, unit = text.partition(" ")
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + space + unit
+
+
+def tokens_axis() -> Axis:
+    """Tokens of all replicas."""
+    return Axis(label="tokens, all replicas", write=lambda v: trimmed(format_count(v)), include=(0.0,))
+
+
+def bytes_axis() -> Axis:
+    """Bytes that one replica sent, on a logarithmic scale: what is compared differs by orders of magnitude."""
+    return Axis(label="bytes sent by one replica (log scale)", write=lambda v: trimmed(format_bytes(v)), scale="log")
+
+
+def time_axis() -> Axis:
+    """Time since training began."""
+    return Axis(
+        label="time since the start",
+        write=_time,
+        scale="time",
+        include=(0,),
+    )
+
+
+def loss_axis() -> Axis:
+    """Loss in nats per token."""
+    return Axis(label="loss, nats per token", write=lambda v: f"{v:.4g}")
+
+
+def loss_against_tokens(run: RunRecord) -> Figure:
+    """Draw every replica's training loss and the validation loss of the global parameters, against all tokens."""
+    count = tokens_per_step(run)
+    training = [
+        Series(
+            name=f"training, replica {replica}",
+            points=tuple((line.step * count, line.loss) for line in record.steps),
+            colour=7,
+            label="training" if replica == min(run.replicas) else "",
+            is_faint=True,
+        )
+        for replica, record in run.replicas.items()
+    ]
+    validation = Series(
+        name="validation",
+        label="validation",
+        has_dots=True,
+        points=tuple((e.step * count, e.val_loss) for e in evaluations(run)),
+    )
+    broken = sum(not math.isfinite(line.loss) for record in run.replicas.values() for line in record.steps)
+    note = f" The training loss was not finite at {broken} of the log lines." if broken else ""
+    chart = Chart(title="Loss against tokens", x=tokens_axis(), y=loss_axis(), series=(*training, validation))
+    caption = (
+        "Validation: the global parameters on held-out text. Training: mean of each log interval, one line a replica."
+    )
+    return Figure(heading=chart.title, svg=line_chart(chart), caption=caption + note)
+
+
+def loss_against_bytes(run: RunRecord) -> Figure:
+    """Draw the same losses against the bytes that one replica has sent, and where an all-reduce would end."""
+    training = Series(name="training", label="training", colour=7, is_faint=True, points=mean_loss_against_bytes(run))
+    validation = Series(name="validation", label="validation", has_dots=True, points=validation_against_bytes(run))
+    summary = run.finished()
+    would, marker = summary.allreduce_bytes, None
+    if would > 0 and summary.wire_bytes_sent > 0 and would > 1.2 * summary.wire_bytes_sent:
+        marker = (would, f"all-reduce at every\nstep: {format_bytes(would)}")
+    chart = Chart(
+        title="Loss against bytes sent",
+        x=bytes_axis(),
+        y=loss_axis(),
+        series=(training, validation),
+        marker=marker,
+        empty="nothing was sent",
+    )
+    caption = "Wire bytes, headers included, mean over replicas. Further left at the same loss is better."
+    return Figure(heading=chart.title, svg=line_chart(chart), caption=caption)
+
+
+def wire_rate(run: RunRecord) -> Figure:
+    """Draw what each replica sent in each 100 ms."""
+    sent = {
+        n: [t for t in record.transfers if t.direction == "sent" and not t.error] for n, record in run.replicas.items()
+    }
+    window_s = _window_s([t for transfers in sent.values() for t in transfers])
+    lanes = []
+    for replica, transfers in sent.items():
+        points = tuple(point for point in rates(transfers, window_s=window_s) if point[0] >= 0)
+        peak = max((rate for _, rate in points), default=0.0)
+        lanes.append(Lane(name=f"replica {replica}", points=points, note=format_rate(peak), colour=replica))
+    svg = lane_chart(
+        "Rate on the wire", lanes, x=time_axis(), width=window_s, until=_end_s(run), empty="nothing was sent"
+    )
+    window = trimmed(format_seconds(window_s))
+    caption = (
+        f"Sent by each replica: the highest {window} window at each place. All lanes share one scale; the number at "
+        "the right is the lane's peak."
+    )
+    return Figure(heading="Rate on the wire against time", svg=svg, caption=caption)
+
+
+def utilisation(run: RunRecord) -> Figure:
+    """Draw the share of time in which each replica computed."""
+    many = len(run.replicas) > _MOST_LABELS
+    lines = tuple(
+        Series(
+            name=f"replica {replica}",
+            label="" if many else f"replica {replica}",
+            colour=7 if many else replica,
+            points=tuple((line.time_s, line.compute_fraction) for line in record.steps),
+        )
+        for replica, record in run.replicas.items()
+    )
+    y = Axis(label="time spent computing", write=lambda v: f"{100 * v:.3g} %", include=(0.0, 1.0))
+    chart = Chart(title="Compute utilisation", x=time_axis(), y=y, series=lines)
+    caption = "The rest is time in which a replica stood still and waited for the wire."
+    return Figure(heading="Compute utilisation against time", svg=line_chart(chart), caption=caption)
+
+
+def evaluations(run: RunRecord) -> list[EvaluationLine]:
+    """Return the evaluations, with the summary's as the last one where the metrics lack it."""
+    found, summary = list(run.evaluations), run.finished()
+    if not found or found[-1].step < summary.steps:
+        last = EvaluationLine(
+            step=summary.steps, time_s=summary.wall_s, tokens=summary.tokens, val_loss=summary.val_loss
+        )
+        found.append(last)
+    return found
+
+
+def tokens_per_step(run: RunRecord) -> float:
+    """Return the tokens of all replicas in one inner step."""
+    summary = run.finished()
+    return summary.tokens / summary.steps if summary.steps else 0.0
+
+
+def validation_against_bytes(run: RunRecord) -> tuple[Point, ...]:
+    """Return (mean bytes that one replica had sent, validation loss)."""
+    sent = mean_bytes(run)
+    summary = run.finished()
+    sent[summary.steps] = summary.wire_bytes_sent
+    steps = sorted(sent)
+    points = []
+    for evaluation in evaluations(run):
+        before = [step for step in steps if step <= evaluation.step]
+        points.append((sent[before[-1]] if before else 0.0, evaluation.val_loss))
+    return tuple(points)
+
+
+def mean_loss_against_bytes(run: RunRecord) -> tuple[Point, ...]:
+    """Return (mean bytes that one replica had sent, mean training loss) where all replicas wrote a line."""
+    sent = mean_bytes(run)
+    losses: dict[int, list[float]] = {}
+    for record in run.replicas.values():
+        for line in record.steps:
+            losses.setdefault(line.step, []).append(line.loss)
+    return tuple((sent[step], sum(losses[step]) / len(losses[step])) for step in sorted(sent))
+
+
+def mean_bytes(run: RunRecord) -> dict[int, float]:
+    """Return the mean bytes sent so far by step, where all replicas wrote a line."""
+    sent: dict[int, list[int]] = {}
+    for record in run.replicas.values():
+        for line in record.steps:
+            sent.setdefault(line.step, []).append(line.sent_bytes)
+    return {step: sum(found) / len(found) for step, found in sent.items() if len(found) == len(run.replicas)}
+
+
+def figures_of_runs(runs: Mapping[str, RunRecord]) -> Sequence[Figure]:
+    """Draw the validation losses of several runs against tokens and against bytes sent, one line a run."""
+    by_tokens, by_bytes = [], []
+    for colour, (name, run) in enumerate(runs.items()):
+        count = tokens_per_step(run)
+        tokens = tuple((e.step * count, e.val_loss) for e in evaluations(run))
+        by_tokens.append(Series(name=name, label=name, colour=colour, has_dots=True, points=tokens))
+        by_bytes.append(
+            Series(name=name, label=name, colour=colour, has_dots=True, points=validation_against_bytes(run))
+        )
+    first = Chart(title="Validation loss against tokens", x=tokens_axis(), y=loss_axis(), series=tuple(by_tokens))
+    second = Chart(
+        title="Validation loss against bytes sent",
+        x=bytes_axis(),
+        y=loss_axis(),
+        series=tuple(by_bytes),
+        empty="nothing was sent",
+    )
+    return [
+        Figure(heading=first.title, svg=line_chart(first), caption="Loss of the global parameters on held-out text."),
+        Figure(
+            heading=second.title, svg=line_chart(second), caption="Wire bytes, headers included, mean over replicas."
+        ),
+    ]
+
+
+def _time(seconds: float) -> str:
+    """Write a round time shortly: `5 min` and not `5:00 min`."""
+    if seconds == 0:
+        return "0"
+    if 60 <= seconds < 3600 and seconds % 60 == 0:
+        return f"{seconds / 60:.0f} min"
+    return trimmed(format_seconds(seconds))
+
+
+def _window_s(transfers: Sequence[Transfer]) -> float:
+    if not transfers:
+        return WINDOW_S
+    span_s = max(t.finished_s for t in transfers) - min(t.started_s for t in transfers)
+    return max(WINDOW_S, span_s / _MOST_WINDOWS)
+
+
+def _end_s(run: RunRecord) -> float:
+    return max((record.steps[-1].time_s for record in run.replicas.values() if record.steps), default=0.0)

@@ -1,0 +1,208 @@
+"""The parts of a run that was resumed: when each began, worked and ended, and what a fault between two of them cost.
+
+`parts.jsonl` in the run's folder, a JSON line each, written by the process that starts the run. A part whose process
+was killed says nothing of its end; the next one finds that in the run's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from thinwire.files import write_whole
+from thinwire.monitor.downtime import Downtime, Incident, account
+from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.training.checkpoints.interval import interval_steps, mtbf_s
+
+PARTS_FILE = "parts.jsonl"
+COST_FILE = "checkpoint-cost.json"
+_METRICS = "metrics-replica-0.jsonl"
+_TAIL_BYTES = 1 << 16
+_MOST_PARTS_BYTES = 1 << 22
+
+How = Literal["finished", "stopped", "failed", "lost"]
+
+
+class RunParts:
+    """Writes down one part of a run.
+
+    Args:
+        run_dir: The run's folder.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(self, run_dir: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._run_dir = run_dir
+        self._clock = clock
+        self._seen: tuple[float, int] | None = None
+        self._is_working = False
+        self._file: LineFile | None = None
+        self._began_s = clock()
+
+    def begin(self, *, step: int) -> None:
+        """Note that a part begins after `step`; before the replicas cut off what they wrote since."""
+        before = read_parts(self._run_dir)
+        if not before and step == 0:
+            (self._run_dir / PARTS_FILE).unlink(missing_ok=True)
+        elif before and before[-1]["what"] != "ended":
+            last = _last_step(self._run_dir)
+            self._write("ended", {"how": "lost", **last}, at_s=last.get("last_s") or before[-1]["at"])
+        self._began_s = self._clock()
+        self._seen = _size(self._run_dir / _METRICS)
+        self._write("begun", {"step": step})
+
+    def look(self) -> None:
+        """Note the first sign of work, and write what a full disk kept waiting; called now and then."""
+        if self._file is not None:
+            self._file.flush()
+        if not self._is_working and _size(self._run_dir / _METRICS) != self._seen:
+            last = _last_step(self._run_dir)
+            if last.get("last_s", 0.0) > self._began_s and last.get("step", 0) > 0:
+                self._is_working = True
+                self._write("working", {}, at_s=last["last_s"])
+
+    def end(self, how: How, *, found_s: float | None = None) -> None:
+        """Note how the part ended, and when the fault that ended it was found, where that was before the end."""
+        self.look()
+        found = {} if found_s is None else {"found_s": round(found_s, 3)}
+        self._write("ended", {"how": how, **found, **_last_step(self._run_dir)})
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, what: str, fields: Mapping[str, Any], *, at_s: float | None = None) -> None:
+        line = {"what": what, "at": round(self._clock() if at_s is None else at_s, 3), **fields}
+        with contextlib.suppress(OSError):  # what matters more reports it
+            if self._file is None:
+                self._file = LineFile(self._run_dir / PARTS_FILE)
+            self._file.write(json.dumps(line, separators=(",", ":")), is_last=True)
+
+
+def read_parts(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the lines of `parts.jsonl` that can be read, in their order."""
+    try:
+        with (run_dir / PARTS_FILE).open("rb") as file:
+            lines = file.read(_MOST_PARTS_BYTES).splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            told = json.loads(line)
+            if told["what"] in ("begun", "working", "ended") and math.isfinite(float(told["at"])):
+                found.append(told)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def downtime_of(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> Downtime:
+    """Return what faults cost that ended a part of the run; a person who stops it is no fault.
+
+    Args:
+        parts: The lines of `parts.jsonl`.
+        now_s: The present, in seconds since 1970.
+    """
+    if not parts:
+        return Downtime()
+    incidents = []
+    for index, one in enumerate(parts):
+        if one["what"] != "ended" or one.get("how") not in ("failed", "lost"):
+            continue
+        later = parts[index + 1 :]
+        begun = next((other for other in later if other["what"] == "begun"), None)
+        working = next((other for other in later if other["what"] == "working"), None)
+        again = max(0, _whole(one, "step") - _whole(begun, "step")) if begun is not None else 0
+        incidents.append(Incident(
+            since_s=float(one.get("last_s") or one["at"]), found_s=float(one.get("found_s") or one["at"]),
+            acted_s=float(one["at"]) if begun is None else float(begun["at"]),
+            back_s=None if working is None else float(working["at"]), lost_work_s=again * float(one.get("step_s") or 0),
+        ))  # fmt: skip
+    return account(incidents, run_s=now_s - float(parts[0]["at"]), end_s=now_s)
+
+
+def measured_mtbf_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> tuple[float, int]:
+    """Return the mean seconds between faults that ended a part, as far as the run has shown it, and their number."""
+    began_s, run_s, failures = None, 0.0, 0
+    for one in parts:
+        if one["what"] == "begun":
+            began_s = float(one["at"])
+        elif one["what"] == "ended" and began_s is not None:
+            run_s, began_s = run_s + max(0.0, float(one["at"]) - began_s), None
+            failures += one.get("how") in ("failed", "lost")
+    if began_s is not None:
+        run_s += max(0.0, now_s - began_s)
+    return mtbf_s(run_s=run_s, num_failures=failures), failures
+
+
+def note_cost(run_dir: Path, *, cost_s: float, step_s: float, write_s: float = 0.0) -> None:
+    """Write down what a checkpoint cost, for `chosen_interval`; a disk that takes no more is told by what matters more.
+
+    Args:
+        run_dir: The run's folder.
+        cost_s: Seconds that it kept the run from training.
+        step_s: Seconds of a step.
+        write_s: Seconds that it was written behind the back of training.
+    """
+    told = {"cost_s": round(cost_s, 4), "step_s": round(step_s, 4), "write_s": round(write_s, 4)}
+    with contextlib.suppress(OSError):
+        write_whole(run_dir / COST_FILE, json.dumps(told) + "\n")
+
+
+def chosen_interval(run_dir: Path) -> tuple[int, str] | None:
+    """Return the steps between checkpoints that earlier parts of a run speak for, and why; None where none tell."""
+    try:
+        cost = json.loads((run_dir / COST_FILE).read_text())
+        cost_s, step_s = float(cost["cost_s"]), float(cost["step_s"])
+        write_s = float(cost.get("write_s", 0.0))
+        if not (0 <= cost_s < math.inf and 0 < step_s < math.inf and 0 <= write_s < math.inf):
+            return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    mean_s, failures = measured_mtbf_s(read_parts(run_dir), now_s=time.time())
+    steps = interval_steps(cost_s=cost_s, write_s=write_s, step_s=step_s, mtbf_s=mean_s)
+    seen = f"{failures} failures seen" if failures else "no failure seen, one in a day assumed before"
+    return steps, (
+        f"a checkpoint every {steps} steps: one costs {cost_s:.2g} s, a step takes {step_s:.2g} s, and the mean time "
+        f"between failures is {mean_s / 3600:.2g} h ({seen})"
+    )
+
+
+def _whole(line: Mapping[str, Any], name: str) -> int:
+    value = line.get(name, 0)
+    return value if isinstance(value, int) else 0
+
+
+def _size(path: Path) -> tuple[float, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime, found.st_size
+
+
+def _last_step(run_dir: Path) -> dict[str, Any]:
+    """Return the last step that replica 0 told, its seconds, and when that was; nothing where it told none."""
+    path = run_dir / _METRICS
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+        written_s = path.stat().st_mtime
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            told = json.loads(line)
+            if told["kind"] == "step" and told["step"] > 0:
+                step_s = round(float(told["time_s"]) / told["step"], 4)
+                return {"step": int(told["step"]), "step_s": step_s, "last_s": round(written_s, 3)}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return {}

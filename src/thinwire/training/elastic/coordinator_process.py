@@ -1,0 +1,184 @@
+"""The process of the coordinator: its port, its journal, and what it writes down for people. Nothing here needs torch,
+so that one that died is back soon.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_server import Hub
+from thinwire.elastic.journal import HeldMessages, Journal
+from thinwire.errors import ThinwireError
+from thinwire.files import write_whole
+from thinwire.training.elastic.record_forwarding import TakenRecords
+from thinwire.transport.secret import read_secret
+from thinwire.units import format_bytes
+
+JOURNAL_FILE = "coordinator.jsonl"
+JOB_FILE = "job.json"
+PORT_FILE = "coordinator.json"
+# There once this host has no replicas any more: the coordinator ends when the others have none either.
+ALONE_FILE = "coordinator.alone"
+# After the end the last words must reach those that wait for them.
+_FAREWELL_S = 5.0
+_LONGEST_FAREWELL_S = 600.0
+# Below this a disk counts as full, above twice as much as having room again.
+MIN_FREE_BYTES = 1 << 20
+_DISK_CHECK_S = 1.0
+# A disk may be filled and emptied for days.
+_MAX_DISK_REPORTS = 100
+
+
+def coordinate(
+    run_dir: Path, *, secret_path: Path, address: str, port: int, say: Callable[[str], None],
+    until: threading.Event,
+) -> None:  # fmt: skip
+    """Be a run's coordinator until the run has ended and its replicas have left.
+
+    Args:
+        run_dir: Holds the run's options, and takes the journal.
+        secret_path: File of the job's secret.
+        address: The IPv4 address to listen on.
+        port: The port, 0 for a free one.
+        say: Told what people should know.
+        until: Ends it earlier.
+
+    Raises:
+        ThinwireError: The port cannot be had, or the journal not be written.
+    """
+    job = json.loads((run_dir / JOB_FILE).read_text())
+    journal = Journal(run_dir / JOURNAL_FILE, say=say, until=until)
+    _check_journal(journal, job["identity"], path=run_dir / JOURNAL_FILE)
+    known = read_port(run_dir)
+    # one that takes the place of another that died must be where that was
+    wanted = known[1] if port == 0 and known is not None else port
+    hub = Hub(secret=read_secret(secret_path), address=address, port=wanted, say=say)
+    if known != (address, hub.port):  # not where there may be no room, for what is there already
+        write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
+    held = HeldMessages(journal, send=hub.send)
+    coordinator = Coordinator(
+        job=job, planned=job["config"]["begin_with"] or job["config"]["replicas"], sync_interval=job["sync_interval"],
+        overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=held.send, record=journal.write,
+        part_share=job.get("part_share", 0.0), bears=job.get("bears", False),
+        generation=hub.generation, founding_s=job["config"]["join_deadline_s"], resumed_step=job["resumed_step"],
+    )  # fmt: skip
+    records = TakenRecords(run_dir, say=say)
+    coordinator.keep_records = records.take
+    coordinator.resume_from(journal.lines(), now_s=time.monotonic())
+    end = _End(coordinator, until, alone=run_dir / ALONE_FILE)
+    disk = _DiskCheck(run_dir, journal=journal, report=coordinator.report)
+
+    def turn() -> None:
+        held.release()
+        # between two messages, as a snapshot must be
+        journal.compact(lambda: [{"what": "run", **job["identity"]}, *coordinator.snapshot()])
+        disk.look(now_s=time.monotonic())
+
+    def is_over() -> bool:
+        # what is held back would never be sent, the end of the run among it
+        return end.has_come() and (until.is_set() or not journal.is_behind)
+
+    try:
+        hub.serve(coordinator, until=is_over, turn=turn)
+    finally:
+        hub.close()
+        records.close()
+        journal.close()
+
+
+class _DiskCheck:
+    """Reports a full disk of the coordinator's host as a finding, which `thinwire status` and every host show."""
+
+    def __init__(self, run_dir: Path, *, journal: Journal, report: Callable[[str], None]) -> None:
+        self._run_dir = run_dir
+        self._journal = journal
+        self._report = report
+        self._is_full = self._is_behind = False
+        self._next_s = -math.inf
+        self._num_left = _MAX_DISK_REPORTS
+
+    def look(self, *, now_s: float) -> None:
+        """Look at the disk when it is time."""
+        if now_s < self._next_s or self._num_left <= 0:
+            return
+        self._next_s = now_s + _DISK_CHECK_S
+        if self._journal.is_behind and not self._is_behind:
+            self._say("the disk is full, and decisions cannot be written: replicas wait until there is room")
+        self._is_behind = self._journal.is_behind
+        with contextlib.suppress(OSError):
+            free_bytes = shutil.disk_usage(self._run_dir).free
+            if free_bytes < MIN_FREE_BYTES and not self._is_full:
+                self._is_full = True
+                self._say(
+                    f"the disk of the first host's run folder {self._run_dir} is full "
+                    f"({format_bytes(free_bytes)} free): checkpoints fail and records wait in memory; make room there"
+                )
+            elif free_bytes > 2 * MIN_FREE_BYTES and self._is_full:
+                self._is_full = False
+                self._say(f"the disk of the first host's run folder {self._run_dir} has room again")
+
+    def _say(self, text: str) -> None:
+        self._num_left -= 1
+        self._report(text)
+
+
+def _check_journal(journal: Journal, identity: Mapping[str, Any], *, path: Path) -> None:
+    """Refuse a journal of another run or incarnation; begin an empty one with this run's identity.
+
+    Raises:
+        ThinwireError: It is another one's; names both.
+    """
+    stated = next((line for line in journal.lines() if line["what"] == "run"), None)
+    if not journal.lines():
+        journal.write("run", dict(identity))
+        return
+    found = [] if stated is None else [stated.get("run"), *list(stated.get("incarnations") or ())[-1:]]
+    wanted = [identity["run"], identity["incarnations"][-1]]
+    if found != wanted:
+        raise ThinwireError(
+            f"{path} is the journal of run and incarnation {found}, and this coordinator is of {wanted}; move it away"
+        )
+
+
+class _End:
+    """Whether the coordinator has nothing left to do."""
+
+    def __init__(self, coordinator: Coordinator, until: threading.Event, *, alone: Path) -> None:
+        self._coordinator = coordinator
+        self._until = until
+        self._alone = alone
+        self._finished_s: float | None = None
+
+    def has_come(self) -> bool:
+        """Tell whether to end."""
+        if self._until.is_set():
+            return True
+        is_over = self._coordinator.has_finished or bool(self._coordinator.failure)
+        if not is_over and (len(self._coordinator.roster) or not self._alone.exists()):
+            return False
+        now_s = time.monotonic()
+        if self._finished_s is None:
+            self._finished_s = now_s
+        waited_s = now_s - self._finished_s
+        # spares, which ask once a second, learn of the end too
+        least_s = _FAREWELL_S / 2 if self._coordinator.spares.waiting(now_s=now_s) else _FAREWELL_S / 10
+        has_parted = not len(self._coordinator.roster) and waited_s > least_s
+        return has_parted or waited_s > _LONGEST_FAREWELL_S
+
+
+def read_port(run_dir: Path) -> tuple[str, int] | None:
+    """Return where the coordinator of a run on this host listens, None as long as it does not say."""
+    try:
+        found = json.loads((run_dir / PORT_FILE).read_text())
+        return str(found["address"]), int(found["port"])
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,306 @@
+"""Remediation in an elastic run: actions on the replicas of a host, and the time that faults cost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from thinwire.files import write_whole
+from thinwire.monitor.detect.live import News
+from thinwire.monitor.downtime import Downtime, Incident, account
+from thinwire.monitor.live_diagnosis import Members
+from thinwire.monitor.remediation import Action, target_of
+from thinwire.monitor.runlog.record_file import record_paths
+
+Tell = Callable[[str, str], str]
+# A replica beats, and the coordinator is asked, once a second: one that was heard of so lately lives.
+_HEARD_S = 2.5
+# A recorder beats twice a second, and what it writes is forwarded four times a second.
+_LATE_S = 3.0
+# Why a replica goes without any fault, as the coordinator tells it.
+_GOOD_REASONS = ("was told to leave", "left", "has come to the end", "came too late")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What the launcher, which owns the processes, is to do.
+
+    Attributes:
+        what: Kill a process so that another one takes its place, end it for good, or end the whole run.
+        pid: The process; 0 for the whole run.
+        why: In words.
+    """
+
+    what: Literal["kill", "end", "abort"]
+    pid: int = 0
+    why: str = ""
+
+
+class ElasticHands:
+    """See `thinwire.monitor.live_diagnosis.Hands`.
+
+    Args:
+        run_dir: The run's folder on this host.
+        status: Gives what the coordinator said last, None before it did.
+        tell: Says a verb and a replica's number to the coordinator, and returns its answer.
+    """
+
+    def __init__(self, run_dir: Path, *, status: Callable[[], Mapping[str, Any] | None], tell: Tell) -> None:
+        self._run_dir = run_dir
+        self._status = status
+        self._tell = tell
+        self._orders: list[Order] = []
+        self._lock = threading.Lock()
+
+    def members(self) -> Members | None:
+        """Return who takes part."""
+        status = self._status()
+        if status is None:
+            return None
+        active = {int(one["replica"]): one for one in status["members"] if one["standing"] == "active"}
+        present = frozenset(active)
+        pids = {number: pid for number in present if (pid := read_pid(self._run_dir, number)) is not None}
+        return Members(
+            present=present,
+            gone=frozenset(n for n, one in active.items() if (_has_ended(pids[n]) if n in pids else one.get("lost"))),
+            resting=frozenset(n for n, one in active.items() if one["paused"] or self._is_late(n, one)),
+            ended=frozenset(int(one["replica"]) for one in status["members"] if one["standing"] != "active"),
+            num_spares=len(status.get("spares", ())),
+        )  # fmt: skip
+
+    def _is_late(self, replica: int, told: Mapping[str, Any]) -> bool:
+        """Tell whether a replica of another host lives and its records do not come: their silence is not its own."""
+        if "silent_s" not in told or told["silent_s"] >= _HEARD_S or read_pid(self._run_dir, replica) is not None:
+            return False
+        path, _ = record_paths(self._run_dir, rank=replica)
+        try:
+            return time.time() - path.stat().st_mtime > _LATE_S
+        except OSError:
+            return False
+
+    def act(self, action: Action) -> str:
+        """Do what was decided, and return what came of it."""
+        if action.kind == "abort":
+            self._order(Order(what="abort", why=action.why))
+            return "the run ends"
+        assert action.target is not None
+        pid = read_pid(self._run_dir, action.target)
+        if action.kind == "restart":
+            if pid is None:
+                return self._tell("restart", str(action.target))
+            self._order(Order(what="kill", pid=pid, why=action.why))
+            self._tell("expel", str(action.target))  # the others need not wait until its silence is noticed
+            return "its process was killed, and another one takes its place"
+        let_go = self._let_go(action.target, pid, action)
+        return f"{let_go}; {self._tell('call', str(action.target))}" if action.kind == "replace" else let_go
+
+    def _let_go(self, target: int, pid: int | None, action: Action) -> str:
+        if not action.is_hang:
+            return self._tell("leave", str(target))
+        if pid is None:
+            return self._tell("end", str(target))
+        self._order(Order(what="end", pid=pid, why=action.why))  # it would never come to its end by itself
+        return self._tell("expel", str(target))
+
+    def take_orders(self) -> list[Order]:
+        """Return what the launcher is to do, once."""
+        with self._lock:
+            orders, self._orders = self._orders, []
+        return orders
+
+    def _order(self, order: Order) -> None:
+        with self._lock:
+            self._orders.append(order)
+
+
+def write_pid(run_dir: Path, replica: int) -> None:
+    """Write down that this process is a replica of an elastic run.
+
+    Raises:
+        OSError: It could not be written.
+    """
+    path = _pid_path(run_dir, replica)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, f"{os.getpid()}\n")
+
+
+def read_pid(run_dir: Path, replica: int) -> int | None:
+    """Return the process that a replica said it is; None where none on this host did."""
+    try:
+        return int(_pid_path(run_dir, replica).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def orders_of(status: Mapping[str, Any], *, run_dir: Path) -> list[Order]:
+    """Return what the coordinator wants done to processes of this host; the same again as long as it says so.
+
+    Args:
+        status: What it said last.
+        run_dir: The run's folder on this host.
+    """
+    found = []
+    for one in status.get("orders", ()):
+        what, replica = one.get("what"), one.get("replica")
+        pid = read_pid(run_dir, replica) if isinstance(replica, int) and what in ("kill", "end") else None
+        if pid is not None and replica == _latest_replica(run_dir, pid):  # who lived and joined again has another one
+            found.append(Order(what=what, pid=pid, why="the run's diagnosis found that it hangs"))
+    return found
+
+
+def _latest_replica(run_dir: Path, pid: int) -> int:
+    numbers = [path.stem.rpartition("-")[2] for path in (run_dir / "logs").glob("replica-*.pid")]
+    return max((int(n) for n in numbers if n.isdecimal() and read_pid(run_dir, int(n)) == pid), default=-1)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def _pid_path(run_dir: Path, replica: int) -> Path:
+    return run_dir / "logs" / f"replica-{replica}.pid"
+
+
+@dataclass(slots=True)
+class _Life:
+    """A replica as it was seen last."""
+
+    host: str
+    step: int
+    moved_s: float
+
+
+@dataclass(slots=True)
+class _Lost:
+    """A replica that was let go."""
+
+    replica: int
+    host: str
+    since_s: float
+    gone_s: float
+    share: float
+    back_s: float | None = None
+
+
+class LostTime:
+    """Learns from what the coordinator says again and again which replicas were lost, and when others came for them.
+
+    Times are as exact as the coordinator is asked often. A replica that was told to leave is not lost.
+    """
+
+    def __init__(self) -> None:
+        self._lives: dict[int, _Life] = {}
+        self._lost: list[_Lost] = []
+        self._arrivals: list[tuple[str, float]] = []
+        self._spare_of: dict[int, str] = {}
+        self._repeated_windows = 0
+        self._first_windows: int | None = None
+        self._step_s = 0.0
+        self._num_active = 1
+
+    def see(self, status: Mapping[str, Any], *, at_s: float) -> None:
+        """Take in what the coordinator says, at a time in seconds since 1970."""
+        members = {int(one["replica"]): one for one in status["members"]}
+        active = {number: one for number, one in members.items() if one["standing"] == "active"}
+        self._spare_of |= {int(one["replica"]): str(one["host"]) for one in status.get("replaced", ())}
+        for number, life in [*self._lives.items()]:
+            if number not in members:
+                del self._lives[number]
+                if not _went_well(number, status["findings"]):
+                    self._lose(number, life, at_s)
+            elif number not in active:  # it has come to the end
+                del self._lives[number]
+        for number, one in active.items():
+            known = self._lives.get(number)
+            if known is None:
+                self._lives[number] = _Life(str(one["host"]), int(one["step"]), at_s)
+                self._come(str(one["host"]), at_s)
+            elif one["step"] > known.step:
+                known.step, known.moved_s = int(one["step"]), at_s
+        self._num_active = max(1, len(active))
+        self._learn(status, active)
+
+    def _lose(self, replica: int, life: _Life, at_s: float) -> None:
+        lost = _Lost(replica, life.host, life.moved_s, at_s, share=1 / self._num_active)
+        self._lost.append(lost)
+        # one that came in its place may have been there before it was let go
+        came = [one for one in self._arrivals if self._may_come(one[0], lost) and one[1] > life.moved_s]
+        if came:
+            lost.back_s = came[0][1]
+            self._arrivals.remove(came[0])
+
+    def _come(self, host: str, at_s: float) -> None:
+        waiting = [lost for lost in self._lost if lost.back_s is None and self._may_come(host, lost)]
+        if waiting:
+            waiting[0].back_s = at_s
+        else:
+            self._arrivals.append((host, at_s))
+
+    def _may_come(self, host: str, lost: _Lost) -> bool:
+        """Tell whether a replica of a host takes the place of one that was lost."""
+        return host in (lost.host, self._spare_of.get(lost.replica))
+
+    def _learn(self, status: Mapping[str, Any], active: Mapping[int, Mapping[str, Any]]) -> None:
+        repeated = int(status["data"].get("repeated", 0))
+        if self._first_windows is None:
+            self._first_windows = repeated
+        self._repeated_windows = max(self._repeated_windows, repeated - self._first_windows)
+        steps_s = [float(one["step_s"]) for one in active.values() if one["step_s"]]
+        self._step_s = sum(steps_s) / len(steps_s) if steps_s else self._step_s
+
+    def downtime(
+        self, news: list[tuple[float, News]], actions: list[dict[str, Any]], *, run_s: float, end_s: float,
+        batch_size: int,
+    ) -> Downtime:  # fmt: skip
+        """Return what the run lost.
+
+        Args:
+            news: Findings, with the time that they were told.
+            actions: Lines of `actions.jsonl`.
+            run_s: Seconds of the run.
+            end_s: Its end.
+            batch_size: Sequences of a replica's step.
+        """
+        done_s = {str(one["target"]): float(one["at"]) for one in reversed(actions) if not one["dry_run"]}
+        hangs = [(at_s, one) for at_s, one in news if one.state == "new" and "hang" in one.finding.kind]
+        found = [self._incident(lost, hangs, done_s) for lost in self._lost]
+        gone = {lost.replica for lost in self._lost}
+        over_s = {one.case: at_s for at_s, one in news if one.state == "over"}
+        for at_s, one in hangs:  # it stood still and went on by itself
+            target = target_of(one.finding)
+            if target is not None and target not in gone:
+                since_s = at_s - one.age_s
+                found.append(Incident(
+                    since_s=since_s, found_s=at_s, acted_s=done_s.get(str(target)),
+                    back_s=over_s.get(one.case, end_s), share=1 / self._num_active,
+                ))  # fmt: skip
+        whole = account(found, run_s=run_s, end_s=end_s)
+        # what a replica had trained on and no round had counted is trained on again, by whom it is lent to
+        again_s = self._repeated_windows / max(1, batch_size) * self._step_s / self._num_active
+        return replace(whole, post_checkpoint_s=whole.post_checkpoint_s + again_s)
+
+    def _incident(self, lost: _Lost, hangs: list[tuple[float, News]], done_s: Mapping[str, float]) -> Incident:
+        told = [at_s for at_s, one in hangs if target_of(one.finding) == lost.replica and at_s <= lost.gone_s]
+        found_s = min([lost.gone_s, *told])
+        return Incident(
+            since_s=lost.since_s, found_s=found_s, acted_s=done_s.get(str(lost.replica), lost.gone_s),
+            back_s=lost.back_s, share=lost.share, text=f"replica {lost.replica} on {lost.host} was lost",
+        )  # fmt: skip
+
+
+def _went_well(replica: int, findings: list[str]) -> bool:
+    begin = f"replica {replica} on "
+    said = [text for text in findings if text.startswith(begin)]
+    return bool(said) and any(reason in said[-1] for reason in _GOOD_REASONS)

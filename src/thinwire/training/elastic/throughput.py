@@ -1,0 +1,54 @@
+"""Throughput of a replica: time of its steps, steps an interval, tokens a second."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+from thinwire.elastic.coordinator_session import Council
+
+_SEEN = 32
+# A step cannot take no time at all, whatever a clock says.
+_LEAST_S = 1e-6
+
+
+class OwnWork:
+    """A replica's latest steps; each is told to the council, and so to the others and to people.
+
+    Args:
+        council: This replica's seat.
+        interval_steps: H, inner steps.
+        now: Gives seconds that only grow.
+
+    Attributes:
+        steps_s: Times of the latest steps without waits, in seconds.
+    """
+
+    def __init__(self, council: Council, *, interval_steps: int, now: Callable[[], float] = time.monotonic) -> None:
+        self.steps_s: deque[float] = deque(maxlen=_SEEN)
+        self._council = council
+        self._interval_steps = interval_steps
+        self._now = now
+        self._seen: deque[tuple[int, int, float]] = deque(maxlen=_SEEN + 1)
+        self._tokens = 0
+
+    def add_step(self, *, took_s: float, step: int, tokens: int) -> None:
+        """Take in a step.
+
+        Args:
+            took_s: Seconds without waits.
+            step: Where the replica is after it, and after what it passed over.
+            tokens: What it trained on.
+        """
+        if len(self._seen) == 1:
+            self.steps_s.clear()  # the first step warms up: it says little of the others, once there is one
+        self.steps_s.append(max(_LEAST_S, took_s))
+        self._tokens += tokens
+        self._seen.append((step, self._tokens, self._now()))
+        council, (first_step, first_tokens, first_s) = self._council, self._seen[0]
+        council.step, council.step_s = max(council.step, step), statistics.median(self.steps_s)
+        if step > first_step:
+            council.steps_per_interval = self._interval_steps * (len(self._seen) - 1) / (step - first_step)
+            council.tokens_s = (self._tokens - first_tokens) / max(_LEAST_S, self._seen[-1][2] - first_s)

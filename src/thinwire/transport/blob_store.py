@@ -1,0 +1,373 @@
+"""Named blobs that replicas pull from each other: each publishes what it has, and the others ask for it by name.
+
+An ask for what is not there yet waits at the replica that will have it, and is answered in the moment of its
+publication; nobody is sent what it did not ask for. A blob is held once, however many ask for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.errors import NotThere, TransportError
+from thinwire.transport.base import Ask, AskingTransport, Envelope, Kind, Received
+from thinwire.transport.future import Awaited
+from thinwire.transport.send_scheduler import Lanes, Order
+
+# Names whose blobs were withdrawn, the oldest of which is forgotten: whatever is old for good is told by `is_past`.
+MOST_WITHDRAWN = 1 << 16
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Blob:
+    payload: torch.Tensor
+    crc: int
+    is_bulk: bool
+
+
+class _OwnAsk(Awaited):
+    """An ask of this replica for what it will publish itself."""
+
+    def __init__(self, *, replica: int, name: bytes, leave: Callable[[_OwnAsk], bool]) -> None:
+        self.envelope = Envelope(kind=Kind.LIBRARY, round_id=0)
+        super().__init__(peer_name=f"replica {replica}", envelope=self.envelope, verb="publish")
+        self.name = name
+        self._leave = leave
+
+    def describe(self) -> str:
+        """Name what is asked for in an error's text."""
+        return f"blob {ascii(self.name)[1:]}"
+
+    def give(self, payload: torch.Tensor | None) -> None:
+        """End with what was asked for, or without it."""
+        found = _NOTHING if payload is None else payload
+        self._received = Received(payload=found, reference_hash=int(payload is not None))
+        self._end(None)
+
+    def cancel(self) -> None:
+        """Wait for it no longer."""
+        self._leave(self)
+        self._end(TransportError(f"{self.describe()} is not wanted any more"))
+
+    def close(self) -> None:
+        """End because the library closes."""
+        self._end(TransportError(f"the library was closed while {self.describe()} was waited for"))
+
+
+class Loan:
+    """A blob on its way from a library.
+
+    Args:
+        source: The replica that has it.
+        name: Of the blob.
+        ask: The transfer.
+    """
+
+    def __init__(self, *, source: int, name: bytes, ask: Ask) -> None:
+        self.source = source
+        self.name = name
+        self._ask = ask
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether `wait` would return or raise at once."""
+        return self._ask.done()
+
+    def wait(self, *, deadline_s: float) -> torch.Tensor:
+        """Wait for the blob; a wait that ran out can be tried again.
+
+        Args:
+            deadline_s: Seconds from now.
+
+        Returns:
+            The payload, uint8, `(payload_bytes,)`; it is not to be written to.
+
+        Raises:
+            DeadlineExceeded: It has not come in time.
+            NotThere: The replica does not have it, and will not.
+            PeerLost: The connection broke, or the replica does not take part.
+            PayloadError: It is damaged, or larger than it may be.
+        """
+        received = self._ask.wait(deadline_s=deadline_s)
+        assert received is not None, "an ask ends with a message"
+        if not received.reference_hash:
+            raise NotThere(f"replica {self.source} does not have blob {ascii(self.name)[1:]}, and will not have it")
+        return received.payload
+
+    def cancel(self) -> None:
+        """Wait for it no longer."""
+        self._ask.cancel()
+
+    def on_finish(self, callback: Callable[[], None]) -> None:
+        """Call back once when it ended either way, from the thread that ends it, or at once when it has."""
+        self._ask.on_finish(callback)
+
+
+class Library:
+    """What this replica has for others, and its way to what they have. Safe between threads.
+
+    Args:
+        transport: Carries asks and answers; the library takes its `on_want`, `on_cancel` and `on_lost`. It is made
+            before others can ask.
+        is_past: Tells of a name that is not published whether it never will be, so that nobody waits for it; it is
+            called from the transport's thread, and must be quick.
+
+    Example:
+        >>> from thinwire.transport.secret import Secret
+        >>> from thinwire.transport.wire.wire_transport import WireTransport
+        >>> transport = WireTransport(
+        ...     replica=7, num_replicas=4, secret=Secret(key=bytes(32)), address="127.0.0.1", is_open=True
+        ... )
+        >>> library = Library(transport)
+        >>> library.publish(b"round/0", torch.arange(3, dtype=torch.uint8))
+        >>> library.get(7, b"round/0", most_bytes=100).wait(deadline_s=1)  # its own need no wire
+        tensor([0, 1, 2], dtype=torch.uint8)
+        >>> library.num_bytes
+        3
+        >>> library.close(), transport.close()
+        (None, None)
+    """
+
+    def __init__(self, transport: AskingTransport, *, is_past: Callable[[bytes], bool] = lambda name: False) -> None:
+        self._transport = transport
+        self._is_past = is_past
+        self._lock = threading.RLock()
+        self._blobs: dict[bytes, _Blob] = {}
+        self._withdrawn: dict[bytes, None] = {}
+        self._waiting: dict[bytes, dict[Order | _OwnAsk, None]] = {}
+        self._orders: dict[tuple[int, int], Order] = {}
+        self._lanes = Lanes()
+        self._timer: threading.Timer | None = None
+        self._timer_s = math.inf
+        self._is_starting = False
+        self._is_closed = False
+        self._bulk_wanted_s = -math.inf
+        transport.on_want, transport.on_cancel, transport.on_lost = self._want, self._cancel, self._lose
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the payloads that are published now."""
+        with self._lock:
+            return sum(blob.payload.numel() for blob in self._blobs.values())
+
+    @property
+    def bulk_unwanted_s(self) -> float:
+        """Seconds since another replica asked last for bulk that is here; infinite where none has."""
+        return time.monotonic() - self._bulk_wanted_s
+
+    @property
+    def num_waiting(self) -> int:
+        """Asks that wait for a publication, and bulk that waits for its turn."""
+        with self._lock:
+            return sum(len(asks) for asks in self._waiting.values()) + self._lanes.num_waiting
+
+    @property
+    def is_past(self) -> Callable[[bytes], bool]:
+        """Tells of a name that is not published whether it never will be."""
+        return self._is_past
+
+    @is_past.setter
+    def is_past(self, is_past: Callable[[bytes], bool]) -> None:
+        self._is_past = is_past
+        self.forget_past()
+
+    def publish(self, name: bytes, payload: torch.Tensor, *, is_bulk: bool = False) -> None:
+        """Let others have a blob, and answer those who wait for it.
+
+        Args:
+            name: 1 to 64 bytes that never stand for anything else.
+            payload: uint8, `(payload_bytes,)`, contiguous, on the CPU; it is not copied, and must not change until it
+                is withdrawn and what was on its way then has ended.
+            is_bulk: Whether its answers give way to those of other blobs.
+
+        Raises:
+            ValueError: The payload is of another kind, or the name is published already.
+        """
+        if (
+            payload.dtype != torch.uint8
+            or payload.dim() != 1
+            or not payload.is_contiguous()
+            or payload.device.type != "cpu"
+        ):
+            raise ValueError(
+                f"a blob's payload must be uint8, one-dimensional, contiguous and on the CPU, got {payload.dtype} of "
+                f"shape {tuple(payload.shape)} on {payload.device}"
+            )
+        blob = _Blob(payload=payload, crc=zlib.crc32(payload.numpy().data), is_bulk=is_bulk)
+        with self._lock:
+            if name in self._blobs:
+                raise ValueError(f"blob {ascii(name)[1:]} is published already; withdraw it first")
+            self._withdrawn.pop(name, None)
+            self._blobs[name] = blob
+            asks = self._waiting.pop(name, {})
+        for ask in asks:
+            self._serve(ask, blob)
+        self._start_bulk()
+
+    def withdraw(self, name: bytes) -> None:
+        """Let others have a blob no longer: who asks later is told so; what is on its way still arrives."""
+        with self._lock:
+            self._blobs.pop(name, None)
+            self._withdrawn[name] = None
+            while len(self._withdrawn) > MOST_WITHDRAWN:
+                del self._withdrawn[next(iter(self._withdrawn))]
+            asks = self._waiting.pop(name, {})
+        for ask in asks:
+            self._serve(ask, None)
+        self._start_bulk()
+
+    def forget_past(self) -> None:
+        """Withdraw all that `is_past` now tells, and let those who wait for it know that it will not come."""
+        with self._lock:
+            past = [name for name in (*self._blobs, *self._waiting) if self._is_past(name)]
+            for name in past:
+                self._blobs.pop(name, None)
+            asks = [ask for name in past for ask in self._waiting.pop(name, {})]
+        for ask in asks:
+            self._serve(ask, None)
+        self._start_bulk()
+
+    def get(self, source: int, name: bytes, *, most_bytes: int) -> Loan:
+        """Ask a replica for a blob, which may be this one.
+
+        Args:
+            source: The replica.
+            name: Of the blob.
+            most_bytes: The most that may come.
+
+        Raises:
+            ValueError: There is no such replica, or the name is too short or too long.
+        """
+        if source != self._transport.replica:
+            ask = self._transport.ask(source, name, most_bytes=most_bytes)
+            return Loan(source=source, name=name, ask=ask)
+        own = _OwnAsk(replica=source, name=name, leave=self._leave)
+        self._look_up(name, own)
+        return Loan(source=source, name=name, ask=own)
+
+    def close(self) -> None:
+        """Give nothing away any more, and end what waits here; the transport stays."""
+        with self._lock:
+            self._is_closed = True
+            self._transport.on_want = self._transport.on_cancel = self._transport.on_lost = None
+            waiting = [ask for asks in self._waiting.values() for ask in asks]
+            for kept in (self._waiting, self._blobs, self._orders):
+                kept.clear()
+            if self._timer is not None:
+                self._timer.cancel()
+        for ask in waiting:
+            if isinstance(ask, _OwnAsk):
+                ask.close()
+            else:
+                self._serve(ask, None)
+
+    def _look_up(self, name: bytes, ask: Order | _OwnAsk) -> None:
+        with self._lock:
+            blob = self._blobs.get(name)
+            if blob is None and name not in self._withdrawn and not self._is_past(name) and not self._is_closed:
+                self._waiting.setdefault(name, {})[ask] = None
+                return
+        self._serve(ask, blob)
+
+    def _leave(self, ask: Order | _OwnAsk) -> bool:
+        with self._lock:
+            asks = self._waiting.get(ask.name, {})
+            if ask not in asks:
+                return False
+            del asks[ask]
+            if not asks:
+                del self._waiting[ask.name]
+            return True
+
+    def _want(self, peer: int, number: int, name: bytes) -> None:
+        order = Order(peer=peer, number=number, name=name)
+        with self._lock:
+            self._orders[(peer, number)] = order
+        self._look_up(name, order)
+        self._start_bulk()
+
+    def _cancel(self, peer: int, number: int) -> None:
+        with self._lock:
+            order = self._orders.get((peer, number))
+            waits = order is not None and (self._leave(order) or self._lanes.drop(order))
+        if order is not None and waits:
+            self._serve(order, None)
+
+    def _lose(self, peer: int) -> None:
+        with self._lock:
+            for order in [order for order in self._orders.values() if order.peer == peer]:
+                self._leave(order)
+                del self._orders[(peer, order.number)]
+            self._lanes.drop_all_of(peer)
+
+    def _serve(self, ask: Order | _OwnAsk, blob: _Blob | None) -> None:
+        if isinstance(ask, _OwnAsk):
+            ask.give(None if blob is None else blob.payload)
+            return
+        with self._lock:
+            if blob is not None and blob.is_bulk:
+                self._bulk_wanted_s = time.monotonic()
+                self._lanes.add(ask, now_s=self._bulk_wanted_s)
+                return
+            self._orders.pop((ask.peer, ask.number), None)
+            if blob is not None:
+                self._lanes.begin_other()
+        if blob is None:
+            self._transport.answer(ask.peer, ask.number, _NOTHING, is_there=False)
+        else:
+            answer = self._transport.answer(ask.peer, ask.number, blob.payload, crc=blob.crc)
+            answer.on_finish(self._end_other)
+
+    def _end_other(self) -> None:
+        with self._lock:
+            self._lanes.end_other()
+        self._start_bulk()
+
+    def _start_bulk(self) -> None:
+        with self._lock:
+            if self._is_starting:  # by another thread, or below in this one: an answer may end at once
+                return
+            self._is_starting = True
+        while True:
+            with self._lock:
+                order = self._lanes.next_bulk(now_s=time.monotonic())
+                if order is None:
+                    self._is_starting = False
+                    self._wake_when_due()
+                    return
+                self._orders.pop((order.peer, order.number), None)
+                blob = self._blobs.get(order.name)
+            self._begin_bulk(order, blob)
+
+    def _begin_bulk(self, order: Order, blob: _Blob | None) -> None:
+        def end() -> None:
+            with self._lock:
+                self._lanes.end_bulk(order, now_s=time.monotonic())
+            self._start_bulk()
+
+        payload, crc = (_NOTHING, None) if blob is None else (blob.payload, blob.crc)
+        answer = self._transport.answer(order.peer, order.number, payload, is_there=blob is not None, crc=crc)
+        answer.on_finish(end)
+
+    def _wake_when_due(self) -> None:
+        now_s = time.monotonic()
+        due_s = self._lanes.due_s(now_s=now_s)
+        if due_s is None or due_s >= self._timer_s or self._is_closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_s = threading.Timer(max(0.0, due_s - now_s), self._wake), due_s
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _wake(self) -> None:
+        with self._lock:
+            if threading.current_thread() is self._timer:
+                self._timer, self._timer_s = None, math.inf
+        self._start_bulk()

@@ -1,0 +1,392 @@
+"""Watch every call of this process's groups: who is asked for what, when, and when it has ended.
+
+What torch 2.13 does, and what follows from it:
+
+- DDP's reducer calls its process group in C++, FSDP2 in Python, functional collectives through operators of their own.
+  All of them meet in the dispatcher's `c10d` operators, so a kernel there sees them all, in any thread, and each group
+  and each `Work` stays torch's own object. (A subclass of `ProcessGroup` has no backend to be asked for, and functions
+  of Python that are replaced are not seen by DDP.)
+- A collective's future tells its end in gloo's own thread, whether or not anybody waits.
+- A message between two ranks has no future, nor has a reduce-scatter; and of two waits for one message one never ends.
+  So a thread of ours waits for each of these, and the caller gets a `Work` that waits for that thread.
+- On a GPU a call's end is an event of a stream, which tells nobody: `WorkPoller` asks for it where that is wanted, and
+  else such calls pass by and are only counted. Of a collective that is not asynchronous nccl gives no `Work` and puts
+  it on the caller's stream, where an event of ours marks its end; a barrier has ended on the GPU when it returns. What
+  is gathered into one call is not on a stream yet when it returns, and what a CUDA graph captures may not be asked for:
+  these pass by in any case.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from thinwire import compat
+from thinwire.errors import TransportError
+from thinwire.transport.cuda_events import EventMark, Mark, is_capturing
+from thinwire.transport.gpu_completion import End, WorkPoller
+
+_AT_ONCE = timedelta(milliseconds=1)
+_CLOSE_S = 2.0
+_GPU_CLOSE_S = 5.0  # a job that runs ahead of its GPU closes while the calls of its last step are under way
+_CPU = torch.device("cpu")
+_MESSAGES = {"send": "dst", "recv_": "src"}
+# For each operator: what it does, and the argument that holds what a rank brings; none where ranks may differ.
+_KINDS: dict[str, tuple[str, str | None]] = {
+    "allreduce_": ("all_reduce", "tensors"),
+    "allreduce_coalesced_": ("all_reduce", "tensors"),
+    "allgather_": ("all_gather", "input_tensors"),
+    "_allgather_base_": ("all_gather", "input_tensor"),
+    "allgather_coalesced_": ("all_gather", "input_list"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "inputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"),
+    "gather_": ("gather", "input_tensors"),
+    "scatter_": ("scatter", "output_tensors"),
+    "alltoall_": ("all_to_all", None),
+    "alltoall_base_": ("all_to_all", None),
+    "barrier": ("barrier", None),
+    "monitored_barrier_": ("barrier", None),
+    "send": ("send", "tensors"),
+    "recv_": ("recv", "tensors"),
+}
+_PASSED_BY = ("recv_any_source_",)  # whose message it is stands in the `Work` that would be replaced
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Call:
+    """One call of a process group.
+
+    Attributes:
+        group: Number of the group in this process, see `Watcher.group`.
+        kind: What it does, such as `all_reduce`, `send` or `recv`.
+        sequence: Counts the group's collectives; for a message, those of this pair of ranks and tag.
+        dtype: Of the elements, as torch calls it; empty where there are none.
+        count: Elements that this rank brings; -1 where ranks may differ.
+        num_bytes: Their size.
+        posted_s: When it was called.
+        started_s: When the GPU came to it; none where that is not known.
+        done_s: When it had ended; none before.
+        error: What went wrong, or an empty text.
+        peer: For a message, the other end's rank in the whole job.
+        tag: Of a message.
+        polled_on: Where it runs, if its end is learned by asking; none where it is told.
+    """
+
+    group: int
+    kind: str
+    sequence: int
+    dtype: str = ""
+    count: int = -1
+    num_bytes: int = 0
+    posted_s: float
+    started_s: float | None = None
+    done_s: float | None = None
+    error: str = ""
+    peer: int | None = None
+    tag: int = 0
+    polled_on: torch.device | None = None
+
+
+IsPolled = Callable[[str, torch.device], bool]
+
+
+def no_call(kind: str, device: torch.device) -> bool:
+    """Say that the end of no call is learned by asking: calls on a GPU pass by."""
+    return False
+
+
+def calls_on_gpus(kind: str, device: torch.device) -> bool:
+    """Say that the ends of calls on GPUs are learned by asking."""
+    return device.type == "cuda"
+
+
+class Watcher(Protocol):
+    """What is told of calls, from whichever thread; each must be quick, and never raise."""
+
+    def group(self, number: int, name: str, ranks: tuple[int, ...]) -> None:
+        """Take note of a group before its first call: its name, the same on all ranks, and its members."""
+        ...
+
+    def posted(self, call: Call) -> None:
+        """Take note of a call before it is made."""
+        ...
+
+    def ended(self, call: Call) -> None:
+        """Take note that it has ended, well or not."""
+        ...
+
+
+@dataclass(slots=True)
+class _Group:
+    number: int
+    ranks: tuple[int, ...]
+    calls: itertools.count[int] = field(default_factory=itertools.count)
+    messages: dict[tuple[str, int, int], itertools.count[int]] = field(default_factory=dict)
+
+
+class WatchedGroups:
+    """Watches all process groups of this process from here on, those made later too.
+
+    Calls are numbered from here on, so that all ranks must begin at the same call.
+
+    Args:
+        watcher: Who is told.
+        clock: Seconds that only grow.
+        is_polled: Which calls' ends are learned by asking, by kind and device; calls on a GPU, or they pass by.
+        mark: Marks what a device's current stream holds, for calls that have no `Work`.
+
+    Attributes:
+        num_passed_by: Calls that were not recorded, on a GPU or a receive from whoever comes; and those on a GPU whose
+            end could not be learned after all, which are told as over when they returned.
+
+    Raises:
+        TransportError: This build of torch lacks what this needs, or the process is watched already.
+    """
+
+    _lock = threading.Lock()
+    _is_in_use = False
+
+    def __init__(
+        self, watcher: Watcher, *, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
+        mark: Callable[[torch.device], Mark] = EventMark,
+    ) -> None:  # fmt: skip
+        gathering = compat.gathering_groups(dist)
+        lacking = compat.missing_names()
+        if gathering is None and is_polled is not no_call:
+            lacking.append("the list of groups that gather calls")
+        if lacking:
+            raise TransportError(
+                f"torch {torch.__version__} lacks {', '.join(lacking)}; watching was tried with torch "
+                f"{', '.join(compat.TRIED_VERSIONS)}"
+            )
+        with WatchedGroups._lock:
+            if WatchedGroups._is_in_use:
+                raise TransportError("this process is being watched already; close that first")
+            WatchedGroups._is_in_use = True
+        self.num_passed_by = 0
+        self._is_paused = False
+        self._is_polled = is_polled
+        self._mark = mark
+        self._poller = WorkPoller(clock=clock)
+        self._gathering = () if gathering is None else gathering
+        self._watcher = watcher
+        self._clock = clock
+        self._groups: dict[str, _Group] = {}
+        self._waiting: dict[_Waiter, None] = {}
+        operators = sorted(compat.group_operators() & {*_KINDS, *_PASSED_BY})
+        self._at = {name: compat.positions(name) for name in operators}
+        # A thread that gloo lets go while the interpreter ends would take the process down with it.
+        atexit.register(self._let_go)
+        self._restore = compat.intercept(operators, self._around)
+        self._is_closed = False
+
+    def pause(self) -> None:
+        """Only number calls, and ask for no call's end: nothing is being asked when this returns."""
+        self._is_paused = True
+        self._poller.hold()
+
+    def resume(self) -> None:
+        """Tell of calls again."""
+        self._poller.release()
+        self._is_paused = False
+
+    def close(self) -> None:
+        """Watch no further call; those under way are told still. A second call does nothing.
+
+        Ends that are learned by asking are told as long as this waits for them: five seconds at most.
+        """
+        if not self._is_closed:
+            self._is_closed = True
+            self._restore()
+            self._poller.close(wait_s=_GPU_CLOSE_S)
+            WatchedGroups._is_in_use = False
+
+    def _around(self, operator: str, arguments: tuple[Any, ...], go_on: Callable[[], Any]) -> Any:
+        call = self._call(operator, arguments)
+        if call is None:
+            return go_on()
+        self._watcher.posted(call)
+        try:
+            result = go_on()
+        except BaseException as error:
+            self._end(call, str(error) or type(error).__name__)
+            raise
+        if result is None:  # the call was over when it returned
+            self._end(call)
+            return None
+        work = compat.unboxed_work(result)
+        if call.polled_on is not None:
+            self._ask(call, work, call.polled_on, self._is_asynchronous(operator, arguments))
+            return result
+        if operator not in _MESSAGES and (future := _future_of(work)) is not None:
+            future.add_done_callback(partial(self._end_with, call))
+            return result
+        waiter = _Waiter(work, partial(self._waited, call))
+        self._waiting[waiter] = None
+        waiter.start()
+        return compat.with_wait(result, waiter.wait)
+
+    def _call(self, operator: str, arguments: tuple[Any, ...]) -> Call | None:
+        """Return a call to be told of; none for one that passes by or while paused, which is numbered all the same."""
+        at = self._at[operator]
+        kind, brought = _KINDS.get(operator, ("", None))
+        tensors = _tensors(arguments[at[brought] if brought is not None else 0])
+        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), _CPU)
+        is_polled = bool(kind) and self._is_polled(kind, device)
+        if not kind or (device != _CPU and not is_polled):
+            self.num_passed_by += 1
+            return None
+        own = compat.unboxed_group(arguments[at["process_group"]])
+        group = self._group(own)
+        peer, tag = None, 0
+        if operator in _MESSAGES:
+            peer, tag = group.ranks[arguments[at[_MESSAGES[operator]]]], int(arguments[at["tag"]])
+            numbers = group.messages.setdefault((kind, peer, tag), itertools.count())
+        else:
+            numbers = group.calls
+        sequence = next(numbers)
+        if self._is_paused:
+            return None
+        if is_polled and not self._can_be_asked(device, own):
+            self.num_passed_by += 1
+            return None
+        call = Call(
+            group=group.number, kind=kind, sequence=sequence, posted_s=self._clock(), peer=peer, tag=tag,
+            polled_on=device if is_polled else None,
+        )  # fmt: skip
+        if brought is not None:
+            call.count = sum([tensor.numel() for tensor in tensors])
+            call.num_bytes = sum([tensor.nbytes for tensor in tensors])
+            call.dtype = str(tensors[0].dtype)[6:] if tensors else ""  # without "torch."
+        return call
+
+    def _is_asynchronous(self, operator: str, arguments: tuple[Any, ...]) -> bool:
+        at = self._at[operator].get("async_op", len(arguments))
+        return at >= len(arguments) or bool(arguments[at])  # what has its default is left out, and that is True
+
+    def _can_be_asked(self, device: torch.device, group: Any) -> bool:
+        """Return whether a call's end can be learned by asking, which must be known before it is told of."""
+        return group not in self._gathering and self._poller.has_room and not is_capturing(device)
+
+    def _ask(self, call: Call, work: Any, device: torch.device, is_asynchronous: bool) -> None:
+        """Learn a call's end by asking its `Work`, or else the caller's stream; else it is over when it returned."""
+        line: Hashable | None = call.group if call.peer is None else None
+        if work is None and call.kind != "barrier":
+            # what is asynchronous runs on a stream of the group's own, so that the caller's says nothing of its end
+            work = None if is_asynchronous else self._marked(device)
+            self.num_passed_by += work is None
+            line = None if work is None else (call.group, work.stream)
+        if work is None:
+            self._end(call)
+        else:
+            self._poller.ask(work, partial(self._asked, call), group=call.group, line=line)
+
+    def _marked(self, device: torch.device) -> Mark | None:
+        try:
+            return self._mark(device)
+        except Exception:  # whatever CUDA says: the job goes on, and hears of it from its own calls
+            return None
+
+    def _asked(self, call: Call, end: End) -> None:
+        call.done_s, call.error = end.done_s, end.error
+        if end.duration_s is not None:
+            # seen late, an end may lie further from the beginning than the call took
+            call.started_s = max(call.posted_s, end.done_s - end.duration_s)
+        self._watcher.ended(call)
+
+    def _group(self, group: dist.ProcessGroup) -> _Group:
+        name = group.group_name
+        known = self._groups.get(name)
+        if known is None:
+            with WatchedGroups._lock:
+                ranks = tuple(dist.get_process_group_ranks(group))
+                known = self._groups.setdefault(name, _Group(len(self._groups), ranks))
+                self._watcher.group(known.number, f"{name} {group.group_desc}".strip(), ranks)
+        return known
+
+    def _end_with(self, call: Call, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except Exception as error:
+            self._end(call, str(error))
+        else:
+            self._end(call)
+
+    def _waited(self, call: Call, waiter: _Waiter) -> None:
+        self._waiting.pop(waiter, None)
+        self._end(call, "" if waiter.error is None else str(waiter.error))
+
+    def _end(self, call: Call, error: str = "") -> None:
+        call.done_s = self._clock()
+        call.error = error
+        self._watcher.ended(call)
+
+    def _let_go(self) -> None:
+        for waiter in list(self._waiting):
+            waiter.let_go()
+        self._poller.close()
+
+
+class _Waiter(threading.Thread):
+    """Waits for one `Work`, once, and lets any number of callers wait for that."""
+
+    def __init__(self, work: Any, on_end: Callable[[_Waiter], None]) -> None:
+        super().__init__(name="thinwire-watch-wait", daemon=True)
+        self.error: BaseException | None = None
+        self._work = work
+        self._on_end = on_end
+        self._has_ended = threading.Event()
+
+    def run(self) -> None:
+        """Wait as long as the group's own timeout lets it."""
+        try:
+            self._work.wait()
+        except BaseException as error:
+            self.error = error
+        self._on_end(self)
+        self._has_ended.set()
+
+    def wait(self, limit: timedelta) -> bool:
+        """Wait for the end as a caller's `Work.wait(limit)` does; no limit, or 0, means the group's own."""
+        limit_s = limit.total_seconds()
+        if not self._has_ended.wait(limit_s if limit_s > 0 else None):
+            raise RuntimeError(f"Timed out waiting {limit_s * 1000:.0f}ms for the operation")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def let_go(self) -> None:
+        """End the wait of a message that may never come, by a wait with a tiny limit, which closes its connection."""
+        if not self._has_ended.is_set():
+            try:
+                self._work.wait(_AT_ONCE)
+            except RuntimeError:
+                self._has_ended.wait(_CLOSE_S)
+
+
+def _future_of(work: Any) -> Any:
+    try:
+        return work.get_future()
+    except RuntimeError:
+        return None
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    """Return the tensors of an argument: one, a list, or a list of lists."""
+    if isinstance(found, torch.Tensor):
+        return [found]
+    return [tensor for part in found for tensor in _tensors(part)]

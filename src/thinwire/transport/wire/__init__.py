@@ -1,0 +1,1 @@
+"""Transport between sites: ZeroMQ with CURVE keys over TCP."""

@@ -1,0 +1,130 @@
+"""One connection to one replica: what the frames of both sides go over, whoever dialled."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import zmq
+
+from thinwire.transport.local_sockets import copy_of
+from thinwire.transport.wire.bounds import EARLY_BYTES, EARLY_MESSAGES, MOST_WANTS
+from thinwire.transport.wire.framing import MOST_FRAME_BYTES
+from thinwire.transport.wire.liveness import BEAT_S, TcpReading, read_tcp
+from thinwire.transport.wire.receive_window import MOST_BYTES
+
+HANDSHAKE_S = 10.0
+# What CURVE puts around a frame: a name, a nonce, flags and the authenticator.
+_CURVE_BYTES = 64
+# Frames that may stand in one of libzmq's queues. What we asked for and what may come unasked must fit: a full queue
+# would stop libzmq from reading, and heartbeats with it.
+_RECEIVE_FRAMES = EARLY_MESSAGES + MOST_WANTS + 1024
+_SEND_FRAMES = 128
+# What libzmq's own heartbeats end, for systems whose kernel tells nothing: it sees whole frames only, and on the
+# thinnest wires one of them takes a minute.
+_BACKSTOP_MS = 300_000
+# What may have come over a connection beyond what it brought us: a peer can send a message of frames without an end,
+# and libzmq keeps them all until the last has come.
+_UNSEEN_BYTES = MOST_BYTES + EARLY_BYTES + (1 << 25)
+_UNSEEN_BYTES_PER_S = 512.0
+_FRAME_OVERHEAD_BYTES = 128
+
+Endpoint = tuple[str, int]
+
+
+class Line(Protocol):
+    """One connection."""
+
+    def send(self, raw: bytearray) -> bool:
+        """Hand one frame over; tell whether there was room for it."""
+        ...
+
+    def hang_up(self) -> None:
+        """End the connection at once."""
+        ...
+
+    def reading(self) -> TcpReading | None:
+        """Return what the kernel knows of it, None where it does not tell."""
+        ...
+
+    def is_gone(self) -> bool:
+        """Tell whether the kernel has no such connection any more."""
+        ...
+
+
+def set_up(plug: zmq.Socket[bytes]) -> None:
+    """Set the bounds and times that all sockets of the wire have in common."""
+    plug.setsockopt(zmq.LINGER, 0)
+    plug.setsockopt(zmq.MAXMSGSIZE, MOST_FRAME_BYTES + _CURVE_BYTES)
+    plug.setsockopt(zmq.RCVHWM, _RECEIVE_FRAMES)
+    plug.setsockopt(zmq.SNDHWM, _SEND_FRAMES)
+    plug.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
+    plug.setsockopt(zmq.HEARTBEAT_IVL, round(BEAT_S * 1000))
+    plug.setsockopt(zmq.HEARTBEAT_TIMEOUT, _BACKSTOP_MS)
+
+
+@contextlib.contextmanager
+def borrowed(fd: int, *, peer: Endpoint | None) -> Iterator[socket.socket | None]:
+    """Look at a connection of libzmq's by its descriptor, of which libzmq may have made another one meanwhile.
+
+    Args:
+        fd: The descriptor.
+        peer: The address and port that it must be connected to; None to take what is there.
+
+    Yields:
+        A socket for the connection, None where there is none such.
+    """
+    copy = copy_of(fd)
+    if copy is None:
+        yield None
+        return
+    with copy:
+        yield copy if peer is None or endpoint_of(copy) == peer else None
+
+
+def endpoint_of(connection: socket.socket) -> Endpoint | None:
+    """Return the other end's address and port, None where there is none."""
+    try:
+        found: Any = connection.getpeername()
+    except OSError:
+        return None
+    return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
+
+
+class Tapped:
+    """A connection of libzmq's as the kernel sees it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        with borrowed(fd, peer=None) as connection:
+            self.peer = None if connection is None else endpoint_of(connection)
+
+    def reading(self) -> TcpReading | None:
+        """Return what the kernel knows of it, None where it is gone."""
+        if self.peer is None:
+            return None
+        with borrowed(self.fd, peer=self.peer) as connection:
+            return None if connection is None else read_tcp(connection)
+
+    def is_gone(self) -> bool:
+        """Tell whether the kernel has no such connection any more."""
+        if self.peer is None:
+            return True
+        with borrowed(self.fd, peer=self.peer) as connection:
+            return connection is None
+
+    def shut(self) -> None:
+        """End the connection under libzmq, which then drops it: there is no other way to end one of a ROUTER's."""
+        if self.peer is None:
+            return
+        with borrowed(self.fd, peer=self.peer) as connection, contextlib.suppress(OSError):
+            if connection is not None:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def unseen_limit_bytes(*, seen_bytes: int, seen_frames: int, age_s: float) -> int:
+    """Return how many bytes a connection may have brought the kernel, where it brought us so many."""
+    overhead = seen_frames * _FRAME_OVERHEAD_BYTES + round(age_s * _UNSEEN_BYTES_PER_S)
+    return seen_bytes + overhead + _UNSEEN_BYTES

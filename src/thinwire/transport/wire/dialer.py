@@ -1,0 +1,143 @@
+"""Dialling a replica: one connection that is tried once; whoever wants another one dials again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from thinwire.transport.wire.connection import HANDSHAKE_S, Tapped, set_up
+from thinwire.transport.wire.framing import Frame, write
+from thinwire.transport.wire.keys import KeyPair
+from thinwire.transport.wire.listener import TAKEN
+from thinwire.transport.wire.liveness import TcpReading
+
+_BURST = 256
+_NUMBERS = itertools.count()
+# libzmq never gives up by itself; it is closed long before.
+_NEVER_MS = 24 * 3600 * 1000
+_REFUSED = "it takes no connection, or a firewall drops it"
+_FAILED_HANDSHAKE = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_NO_CONNECTION = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKE | _NO_CONNECTION
+
+
+class Dial:
+    """The connection to a replica that this one dialled; it is a `Line` once the other has said who it is.
+
+    Args:
+        context: Of the transport.
+        address: Of the other.
+        port: Of its door.
+        own: This replica's keys.
+        other: The other's public key, which it must prove.
+        hello: What is said first.
+
+    Attributes:
+        since_s: When it began.
+        problem: Why there is no connection, an empty text as long as there may be one.
+        is_mistrusted: Whether the handshake failed, so that trying again will hardly help.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        address: str,
+        port: int,
+        own: KeyPair,
+        other: bytes,
+        hello: Frame,
+    ) -> None:
+        self.since_s = time.monotonic()
+        self.problem = ""
+        self.is_mistrusted = False
+        self._where = f"{address}:{port}"
+        self._tap: Tapped | None = None
+        self.plug = context.socket(zmq.DEALER)
+        try:
+            self._begin(address=address, port=port, own=own, other=other, hello=hello)
+        except BaseException:
+            self.plug.close(linger=0)  # a socket that is left open would keep its context from ending
+            raise
+
+    def _begin(self, *, address: str, port: int, own: KeyPair, other: bytes, hello: Frame) -> None:
+        set_up(self.plug)
+        self.plug.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        self.plug.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
+        self.plug.setsockopt(zmq.CURVE_SERVERKEY, other)
+        self.plug.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+        self.plug.setsockopt(zmq.CURVE_SECRETKEY, own.private)
+        # Named by a number of our own: the descriptor that pyzmq names it by may be that of a socket closed just now,
+        # whose monitor libzmq has not taken down yet.
+        self.monitor = self.plug.get_monitor_socket(_EVENTS, f"inproc://dial-{next(_NUMBERS)}")
+        self.plug.connect(f"tcp://{address}:{port}")
+        # a connection that was refused this very moment has no room any more
+        if not self.send(write(hello)):
+            self.problem = _REFUSED
+
+    def listen(self) -> None:
+        """Note what became of the connection."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                told = recv_monitor_message(self.monitor, zmq.DONTWAIT)
+                self._hear(told["event"], told["value"])
+
+    def delivered(self) -> Iterator[memoryview | None]:
+        """Yield the frames that came, a burst at most; None for what was not one frame."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_BURST):
+                frames = self.plug.recv_multipart(zmq.DONTWAIT, copy=False)
+                yield frames[0].buffer if len(frames) == 1 else None
+
+    def send(self, raw: bytearray) -> bool:
+        """Hand one frame over; tell whether there was room for it."""
+        try:
+            self.plug.send(raw, zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def hang_up(self) -> None:
+        """End the connection at once and give the sockets back."""
+        if not self.plug.closed:
+            self.plug.disable_monitor()
+            self.monitor.close()
+            self.plug.close()
+
+    def reading(self) -> TcpReading | None:
+        """Return what the kernel knows of it."""
+        return None if self._tap is None else self._tap.reading()
+
+    def is_gone(self) -> bool:
+        """Tell whether the kernel has no such connection any more."""
+        return self._tap is not None and self._tap.is_gone()
+
+    def _hear(self, event: int, value: int) -> None:
+        if event == zmq.EVENT_CONNECTED:
+            self._tap = Tapped(value)
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            is_taken = value == int(TAKEN)
+            self.is_mistrusted = not is_taken
+            self.problem = (
+                "another connection with this replica's number is still in use there"
+                if is_taken
+                else "this replica's number is not one that it waits for"
+            )
+        elif event & _FAILED_HANDSHAKE:
+            self.is_mistrusted = True
+            self.problem = (
+                "the handshake failed: the secret there differs, or another program answers; give all hosts the same "
+                "secret file"
+            )
+        elif not self.problem:
+            if event & _NO_CONNECTION:
+                self.problem = _REFUSED
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.problem = "it closed the connection"

@@ -1,0 +1,285 @@
+"""Replicas of different speeds in virtual time: the real coordinator, councils, own paces and the engine's own order.
+
+What is modelled are inner steps, wires and parts: a step, a word and a part take the times that are given. Each replica
+is a thread, of which one at a time runs, so a run is the same every time.
+"""
+
+import random
+import statistics
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.elastic.adaptive_local_steps import OwnPace
+from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.protocol import VERSION, decode, encode
+from thinwire.elastic.rounds import grace_steps
+from thinwire.simulate.virtual_clock import VirtualClock
+from thinwire.sync.catch_up import ElasticCatchUp
+from thinwire.sync.engine import Engine
+from thinwire.sync.schedule import Round, Schedule
+from thinwire.training.elastic.throughput import OwnWork
+from thinwire.version import __version__
+
+WORD_S, PART_S = 0.005, 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a run is.
+
+    Attributes:
+        schedule: Of the method.
+        num_fragments: Of the model.
+        overlap_steps: tau.
+        step_s: Each replica's time of a step.
+        num_steps: Where it ends.
+        jitter: Standard deviation of a step's time, as a share of it.
+        has_own_pace: Whether slow replicas aim ahead.
+    """
+
+    schedule: Schedule
+    num_fragments: int
+    overlap_steps: int
+    step_s: tuple[float, ...]
+    num_steps: int
+    jitter: float = 0.0
+    has_own_pace: bool = True
+
+
+class _Flight:
+    """A round at one replica."""
+
+    def __init__(self, round: Round, runner: "Runner") -> None:
+        self.round = round
+        self._runner = runner
+        self.voted = False
+
+    def poll(self, step: int = 0) -> bool:
+        return self.round.id in self._runner.council.view.decisions
+
+
+class PacedEngine(Engine):
+    """The engine's order of launches, leaps and results; the rounds themselves are words only."""
+
+    def __init__(self, runner: "Runner", setting: Setting) -> None:
+        self.runner = runner
+        self._bears = setting.overlap_steps > 0
+        self._overdue: deque[tuple[int, list[Round]]] = deque()
+        self.schedule = setting.schedule
+        self._where = {"num_fragments": setting.num_fragments, "replica": 0}
+        self._in_flight: dict[int, Any] = {}
+        self._taken_early: set[int] = set()
+        self._reached_step = 0
+        self.is_whole, self.make_whole = lambda: True, lambda: None
+        self.trained = 0
+        self.counted = [0] * setting.num_fragments
+        self.offered: dict[int, int] = {}
+        self.passed = 0
+
+    @property
+    def method(self) -> Any:
+        return self
+
+    @property
+    def statistics(self) -> Any:
+        return self
+
+    @property
+    def steps_passed(self) -> int:
+        return self.passed
+
+    @steps_passed.setter
+    def steps_passed(self, value: int) -> None:
+        self.passed = value
+
+    def on_exchanged(self, step: int) -> None: ...
+
+    def _refuse_after_failed_round(self) -> None: ...
+
+    def _tend(self) -> None: ...
+
+    def has_work(self, fragment: int) -> bool:
+        return self.trained > self.counted[fragment]
+
+    def _launch(self, round: Round, **rest: Any) -> None:
+        self._in_flight[round.id] = _Flight(round, self.runner)
+        self.offered[round.id] = self.trained
+        if round.id not in self.runner.council.view.decisions:
+            self.runner.council.launch(round.id, launch_step=round.launch_step)
+            self.runner.gather()
+
+    def _apply(self, number: int, **rest: Any) -> None:
+        flight = self._in_flight[number]
+        self.runner.wait_until(flight.poll)
+        del self._in_flight[number]
+        self.runner.council.settle(number)
+        decision = self.runner.council.view.decisions[number]
+        if self.runner.replica in decision.members:
+            self.counted[flight.round.fragment] = self.offered[number]
+            self.runner.parts[number] = self.offered[number]
+
+
+class Runner:
+    """One replica."""
+
+    def __init__(self, town: "PacedTown", replica: int, setting: Setting) -> None:
+        self.town, self.replica, self.setting = town, replica, setting
+        self.parts: dict[int, int] = {}
+        self.ended_s = 0.0
+        self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._waits_for: Callable[[], bool] | None = None
+        self.council = Council(
+            replica=replica, interval_steps=setting.schedule.sync_interval, say=self._say, now=lambda: town.clock.now_s
+        )
+        self.engine = PacedEngine(self, setting)
+        self._chance = random.Random(replica)
+        self.has_ended = False
+        self.thread = threading.Thread(target=self._live, daemon=True)
+
+    def begin(self) -> None:
+        self._say("here", address="127.0.0.1", port=1 + self.replica, corpus="c", windows=1, held=0, era=0, disk=0)
+        self._say("active", step=0)
+        self.thread.start()
+        self.town.clock.at(self.town.clock.now_s + 1.0, self.resume)
+        self._tick()
+
+    def _tick(self) -> None:
+        if not self.has_ended:
+            self.council.turn()
+            self.town.clock.at(self.town.clock.now_s + 0.25, self._tick)
+
+    def _say(self, kind: str, **fields: Any) -> None:
+        message = decode(encode(kind, **fields), to_member=False)
+        self.town.after(WORD_S, lambda: self.town.hear(self.replica, message))
+
+    def hear(self, message: dict[str, Any]) -> None:
+        self.council.hear(message)
+        self.gather()
+        self.look()
+
+    def gather(self) -> None:
+        """Vote for what was called, as soon as the parts have come."""
+        for number, called in list(self.council.view.calls.items()):
+            flight = self.engine._in_flight.get(number)
+            if flight is not None and not flight.voted and self.replica in called:
+                flight.voted = True
+                self.town.after(PART_S, lambda n=number, c=called: self.council.vote(n, has=c, reference_hash=1))
+
+    # -- the thread
+
+    def _live(self) -> None:
+        self._turn.acquire()
+        town, setting, council = self.town, self.setting, self.council
+        now = lambda: town.clock.now_s  # noqa: E731
+        own = OwnWork(council, interval_steps=setting.schedule.sync_interval, now=now)
+        pace = OwnPace(
+            others=council.others, own_s=lambda: own.steps_s, launched=self.engine.launched_at,
+            has_work=self.engine.has_work, interval_steps=setting.schedule.sync_interval,
+            slack_steps=setting.overlap_steps / 4, now=now,
+        )  # fmt: skip
+        patience = grace_steps(sync_interval=setting.schedule.sync_interval, overlap_steps=setting.overlap_steps)
+        self.engine._pace_maker = ElasticCatchUp(
+            known=lambda: council.view.step, reached=lambda: self.engine._reached_step, patience_steps=patience,
+            aim=pace.aim if setting.has_own_pace else lambda reached: 0,
+        )  # fmt: skip
+        council.others.begin(now_s=now())
+        step = 0
+        while step < setting.num_steps:
+            took_s = setting.step_s[self.replica] * max(0.2, 1 + setting.jitter * self._chance.gauss(0, 1))
+            self.sleep(took_s)
+            self.engine.trained += 1
+            step = self.engine.advance(step + 1, stop=setting.num_steps)
+            own.add_step(took_s=took_s, step=step, tokens=1)
+        self.ended_s = now()
+        self.has_ended = True
+        self._back.release()
+
+    def sleep(self, seconds: float) -> None:
+        self.town.after(seconds, self.resume)
+        self._yield()
+
+    def wait_until(self, what: Callable[[], bool]) -> None:
+        if not what():
+            self._waits_for = what
+            self._yield()
+
+    def look(self) -> None:
+        if self._waits_for is not None and self._waits_for():
+            self._waits_for = None
+            self.town.after(0.0, self.resume)
+
+    def _yield(self) -> None:
+        self._back.release()
+        self._turn.acquire()
+
+    def resume(self) -> None:
+        self._turn.release()
+        self._back.acquire()
+
+
+@dataclass
+class Ended:
+    """What a run came to.
+
+    Attributes:
+        seconds: By replica, how long it took.
+        trained: By replica, how many steps it did itself.
+        rounds: By round, whose parts its mean is made of.
+        own_share: By replica, of how many of the rounds' means it is a part, but for the first interval's.
+    """
+
+    seconds: list[float]
+    trained: list[int]
+    rounds: dict[int, tuple[int, ...]]
+    own_share: list[float] = field(default_factory=list)
+
+
+class PacedTown:
+    """A coordinator and its replicas."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.clock = VirtualClock()
+        self.setting = setting
+        self.coordinator = Coordinator(
+            job={"thinwire": __version__}, planned=len(setting.step_s), sync_interval=setting.schedule.sync_interval,
+            overlap_steps=setting.overlap_steps, send=self._send, record=lambda what, fields: None, generation="g",
+            shard_windows=8,
+        )  # fmt: skip
+        self.runners = [Runner(self, number, setting) for number in range(len(setting.step_s))]
+        for number in range(len(self.runners)):
+            self.hear(number, {"kind": "join", "version": VERSION, "thinwire": __version__, "host": f"h{number}"})
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.clock.at(self.clock.now_s + seconds, action)
+
+    def hear(self, number: int, message: dict[str, Any]) -> None:
+        self.coordinator.handle(b"%d" % number, message, now_s=self.clock.now_s)
+
+    def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
+        message = decode(encode(kind, **fields), to_member=True)
+        runner = self.runners[int(token)]
+        self.after(WORD_S, lambda: runner.hear(message))
+
+    def _tick(self) -> None:
+        if not all(one.has_ended for one in self.runners):
+            self.coordinator.tick(self.clock.now_s)
+            self.after(0.05, self._tick)
+
+    def run(self) -> Ended:
+        for runner in self.runners:
+            runner.begin()
+        self._tick()
+        self.clock.run()
+        rounds = {number: found.members for number, found in self.coordinator.book.decisions.items()}
+        first = self.setting.num_fragments
+        counted = [members for number, members in sorted(rounds.items()) if number >= first]
+        return Ended(
+            seconds=[one.ended_s - 1.0 for one in self.runners],
+            trained=[one.engine.trained for one in self.runners],
+            rounds=rounds,
+            own_share=[statistics.mean(one.replica in members for members in counted) for one in self.runners],
+        )

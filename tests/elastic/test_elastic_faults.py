@@ -1,0 +1,393 @@
+"""The real engine where replicas die, are cut off, come and are slow: those that go on hold the same bits."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_elastic_engine import SeatTransport, build, global_values
+from torch import nn
+from town import Resident, Town
+
+import thinwire
+from thinwire.averaging.quorum_messages import read_part_header
+from thinwire.elastic.adaptive_timeout import Patience
+from thinwire.elastic.coordinator import MOST_BAD_PARTS
+from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of
+from thinwire.errors import Expelled, NonFiniteError
+from thinwire.sync.elastic import elastic, global_tensors, load_global_parameters, load_outer
+
+STEPS, SOON_S = 32, 120.0
+# Rounds after the last step have numbers from here on.
+FINAL = 1 << 40
+# Steps of a test are quick; an interval has 4.
+INTERVAL = 4
+
+
+class Worker:
+    """A replica that trains in a thread of its own."""
+
+    def __init__(
+        self,
+        town: Town,
+        *,
+        name: str,
+        patience_steps: float = STEPS,
+        interval: int = INTERVAL,
+        steps: int = STEPS,
+        bears: bool = False,
+        held: int = 0,
+    ) -> None:
+        self.resident = Resident(town, name=name, held=held)
+        self.council = self.resident.council
+        self.replica = self.resident.replica
+        self.last_step = steps
+        self.num_batches = 0
+        self.findings: list[str] = []
+        self.steps: list[int] = []
+        self.spoil: Callable[[int], float | None] = lambda step: None
+        self.pause: Callable[[int], None] = lambda step: None
+        self.captured: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+        self.expelled = False
+        self.failure: BaseException | None = None
+        self.council.transfers = Patience(least_s=0.3, most_s=1.0)
+        self.model = build()
+        method = thinwire.methods.streaming_diloco(sync_interval=interval, overlap_steps=1, num_fragments=2)
+        self.optimizer = thinwire.DistributedOptimizer(
+            self.model, torch.optim.SGD(self.model.parameters(), lr=0.05),
+            method=elastic(method, seat=self.resident.seat, find=self.findings.append),
+            transport=SeatTransport(self.replica), seat=self.resident.seat,
+        )  # fmt: skip
+        self.optimizer.engine.follow(self.resident.seat.known_step, patience_steps=patience_steps, bears=bears)
+        self.optimizer.engine.on_exchanged = self._look
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _look(self, step: int) -> None:
+        self.council.step = max(self.council.step, step)
+        for missed in [cut for cut in self.council.view.captures if cut < step]:  # the word came too late
+            self.council.view.captures.discard(missed)
+            self.council.tell("missed", step=missed)
+        if step in self.council.view.captures:
+            self.captured[step] = global_tensors(self.optimizer.engine, self.model)
+            self.council.tell("captured", step=step, root="ab" * 32, bytes=1)
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._train()
+            self.optimizer.close(final_exchange=True)
+        except Expelled:
+            self.expelled = True
+        except BaseException as failure:
+            self.failure = failure
+
+    def _train(self) -> None:
+        while self.optimizer.steps_done < self.last_step:
+            self.council.check()
+            self.pause(self.optimizer.steps_done + 1)
+            step = self.optimizer.steps_done + 1
+            generator = torch.Generator().manual_seed(1000 * self.replica + step)
+            x, y = torch.randn(6, 7, generator=generator), torch.randn(6, 5, generator=generator)
+            nn.functional.mse_loss(self.model(x), y).backward()
+            self.optimizer.count_tokens(6)
+            self.num_batches += 1
+            self.optimizer.next_stop = self.last_step
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps.append(self.optimizer.steps_done)
+            factor = self.spoil(step)
+            if factor is not None:
+                with torch.no_grad():
+                    for parameter in self.model.parameters():
+                        parameter.mul_(factor)
+
+    def end(self) -> list[torch.Tensor]:
+        """Return the global values at the end."""
+        self.ended()
+        assert not self.expelled
+        return global_values(self.optimizer)
+
+    def ended(self) -> None:
+        self._thread.join(timeout=SOON_S)
+        assert not self._thread.is_alive(), f"replica {self.replica} stands still"
+        assert self.failure is None, self.failure
+
+
+class Street:
+    """Some workers, and what becomes of them."""
+
+    def __init__(self, count: int, **more: Any) -> None:
+        self.town = Town(planned=count, sync_interval=int(more.get("interval", INTERVAL)))
+        self.quicken()
+        self.workers = [Worker(self.town, name=f"host{number}", **more) for number in range(count)]
+        for worker in self.workers:
+            worker.resident.begin()
+
+    def quicken(self) -> None:
+        """Let the coordinator wait for votes a second at most, and for late replicas half of one."""
+        with self.town.lock:
+            self.town.coordinator.book._spreads = Patience(least_s=0.5, most_s=1.0)
+            self.town.coordinator.book.grace_s = lambda *, step_s: 0.5  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        for worker in self.workers:
+            worker.begin()
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.resident.die()
+        self.town.close()
+
+    def members(self) -> dict[int, tuple[int, ...]]:
+        return {line["round_id"]: line["members"] for line in self.town.journal if line["what"] == "decision"}
+
+
+@pytest.fixture
+def street() -> Iterator[Callable[..., Street]]:
+    made: list[Street] = []
+
+    def make(count: int, **more: Any) -> Street:
+        made.append(Street(count, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def are_alike(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def dies_saying(street: Street, number: int, kind: str, *, before: bool, round_id: int = 4) -> None:
+    """Let a replica die in the moment it says something of a round."""
+    resident = street.workers[number].resident
+    inner = resident.council._say
+
+    def say(said: str, **fields: object) -> None:
+        is_now = said == kind and fields.get("round") == round_id
+        if is_now and before:
+            resident.die()
+        inner(said, **fields)
+        if is_now:
+            resident.die()
+        if number in street.town.dead:
+            resident.council.view.expelled_why = "died"
+
+    resident.council._say = say
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"), [("launch", True), ("launch", False), ("vote", False)], ids=["unheard", "launched", "voted"]
+)
+def test_a_replica_that_dies_in_a_round_leaves_the_others_alike(
+    street: Callable[..., Street], kind: str, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.elastic.roster.SUSPECT_SILENCE_S", 0.5)
+    run = street(3)
+    dies_saying(run, 2, kind, before=before)
+    run.begin()
+    run.workers[2].ended()
+    with run.town.lock:
+        run.town.coordinator.roster.get(2).is_suspect = True  # as whoever lost its connection to it says
+    assert are_alike(run.workers[0].end(), run.workers[1].end())
+    members = run.members()
+    assert members[0] == (0, 1, 2) and members[max(members)] == (0, 1)
+    for worker in run.workers[:2]:
+        assert worker.steps == list(range(1, STEPS + 1))
+
+
+def test_a_cut_link_leaves_one_part_out_and_all_alike(street: Callable[..., Street]) -> None:
+    run = street(3)
+    run.workers[0].pause = lambda step: run.town.cut.add(frozenset({0, 1})) if step == STEPS - 6 else None
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
+    members = run.members()
+    assert members[0] == (0, 1, 2)
+    # the link is cut between 0 and 1: each round's mean holds what a group that sees each other holds
+    assert {members[number] for number in sorted(members)[-2:]} <= {(0, 2), (1, 2)}
+
+
+def test_a_coordinator_that_comes_back_in_the_middle_of_a_round_changes_nothing(street: Callable[..., Street]) -> None:
+    calm = street(3)
+    calm.begin()
+    expected = calm.workers[0].end()
+    run = street(3)
+    has_died = threading.Event()
+
+    def say_and_die(said: str, **fields: object) -> None:
+        inner(said, **fields)
+        if said == "vote" and fields["round"] == 5 and not has_died.is_set():
+            has_died.set()
+            run.town.restart()
+            run.quicken()
+
+    inner = run.workers[1].resident.council._say
+    run.workers[1].resident.council._say = say_and_die
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert has_died.is_set()
+    assert all(members == (0, 1, 2) for members in run.members().values())
+    for value in values:
+        assert are_alike(value, expected)
+
+
+def takes_in_late(worker: Worker, outer: dict[str, torch.Tensor], has_come: threading.Event) -> None:
+    assert has_come.wait(SOON_S)
+    load_outer(worker.optimizer.engine, outer)
+    worker.optimizer.engine.make_whole = lambda: None
+
+
+def joiner_of(run: Street, *, has_begun: threading.Event, bears: bool) -> Worker:
+    """Let a replica come that has been offered a state; the others wait for it before they are at the end."""
+    is_cut = threading.Event()
+
+    def wait(step: int) -> None:
+        if step == 14:
+            is_cut.wait(SOON_S)
+        if step == 20:
+            has_begun.wait(SOON_S)
+
+    for worker in run.workers:
+        worker.pause = wait
+    run.begin()
+    joiner = Worker(run.town, name="joiner", bears=bears)
+    run.workers.append(joiner)
+    view, end = joiner.council.view, time.monotonic() + SOON_S
+    while view.offer is None and time.monotonic() < end:
+        if run.town.coordinator.cuts.of(joiner.replica) is not None:
+            is_cut.set()
+        time.sleep(0.005)
+    is_cut.set()
+    return joiner
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[..., Street], is_late: bool) -> None:
+    run, has_begun, has_come = street(2, bears=is_late), threading.Event(), threading.Event()
+    joiner = joiner_of(run, has_begun=has_begun, bears=is_late)
+    engine, offer = joiner.optimizer.engine, joiner.council.view.offer
+    parameters, outer = run.workers[offer.holders[0]].captured[offer.step]
+    load_global_parameters(engine, joiner.model, parameters)
+    if is_late:
+        engine.is_whole, engine.make_whole = has_come.is_set, lambda: takes_in_late(joiner, outer, has_come)
+    else:
+        load_outer(engine, outer)
+    begun = global_values(joiner.optimizer)
+    joiner.council.step = offer.step
+    joiner.resident.begin(offer.step)
+    joiner.optimizer.begin_at(offer.step)
+    joiner.begin()
+    has_begun.set()
+    if is_late:  # it trains on and takes part in rounds, but applies none
+        end = time.monotonic() + SOON_S
+        while joiner.num_batches < STEPS and time.monotonic() < end:
+            time.sleep(0.005)
+        assert joiner.council.step == offer.step and joiner.optimizer.steps_done - offer.step < joiner.num_batches
+        assert are_alike(global_values(joiner.optimizer), begun)
+        has_come.set()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
+    assert joiner.steps[0] >= offer.step > 0
+
+
+def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later(
+    street: Callable[..., Street],
+) -> None:
+    run = street(3, patience_steps=1.0, interval=20, steps=120)
+    *fast, slow = run.workers
+    for worker, step_s in zip(run.workers, (0.02, 0.02, 0.2), strict=True):
+        worker.pause = functools.partial(pause, step_s)
+        worker.council.step_s = step_s
+    offered: dict[int, tuple[int, int]] = {}
+    publish = slow.resident.shelf.publish
+
+    def watch(name: bytes, payload: torch.Tensor) -> None:
+        if name == blob_name(round_of(name), slow.replica):
+            offer, _ = read_part_header(payload[HEAD_BYTES:], step=1000, what="a part")
+            offered[round_of(name)] = offer.num_tokens, slow.num_batches
+        publish(name, payload)
+
+    slow.resident.shelf.publish = watch
+    run.town.coordinator.book.grace_s = lambda *, step_s: 0.25  # type: ignore[method-assign]
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
+    assert len(slow.steps) < 120 / 4, "it passes over what it lacks"
+    assert all(len(worker.steps) > 3 * len(slow.steps) for worker in fast)
+    counted = [number for number, members in run.members().items() if slow.replica in members]
+    assert counted
+    # rounds alternate between the two fragments, and each part holds what no earlier round has counted
+    for fragment in (0, 1):
+        own = [number for number in sorted(counted) if number % 2 == fragment and number < FINAL]
+        if own:
+            assert sum(offered[number][0] for number in own) == 6 * offered[own[-1]][1]
+
+
+def pause(seconds: float, step: int) -> None:
+    time.sleep(seconds)
+
+
+def nan_at(step: int) -> Callable[[int], float | None]:
+    return lambda now: float("nan") if now == step else None
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["withheld", "offered"])
+def test_a_replica_whose_parameters_are_nan_is_dropped_with_one_finding(
+    street: Callable[..., Street], is_hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = street(3)
+    run.workers[2].spoil = nan_at(9)
+    if is_hidden:  # it does not see for itself that its parts are bad
+        monkeypatch.setattr("thinwire.averaging.elastic_mean._is_finite", lambda tensor: True)
+    run.begin()
+    values = [worker.end() for worker in run.workers[:2]]
+    assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])
+    run.workers[2].ended()
+    assert run.workers[2].expelled and run.workers[2].council.view.is_non_finite
+    bad = [members for number, members in sorted(run.members().items()) if 2 * (number + 1) >= 8]
+    assert sum(2 in members for members in bad) <= (MOST_BAD_PARTS + 1 if is_hidden else 1), "few rounds had its part"
+    told = [text for text in run.town.coordinator.findings if "NaN" in text]
+    assert len(told) == 1 and "replica 2 on host2 was dropped: 2 of its parts in a row hold NaN" in told[0]
+    assert not any("NaN" in text for worker in run.workers for text in worker.findings)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_in_which_all_replicas_are_nan_ends_with_one_error(street: Callable[..., Street], count: int) -> None:
+    run = street(count)
+    for worker in run.workers:
+        worker.spoil = nan_at(9)
+    run.begin()
+    for worker in run.workers:
+        worker._thread.join(timeout=SOON_S)
+        assert isinstance(worker.failure, NonFiniteError) and not worker.expelled
+        assert "the model has diverged" in str(worker.failure) and "resume from a checkpoint" in str(worker.failure)
+    told = [text for text in run.town.coordinator.findings if "NaN" in text]
+    assert len(told) == 1
+
+
+def test_a_part_that_is_far_too_long_is_shortened_and_said(street: Callable[..., Street]) -> None:
+    run = street(3)
+    run.workers[2].spoil = lambda step: 100.0 if step == 9 else None
+    run.begin()
+    values = [worker.end() for worker in run.workers]
+    assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
+    for worker in run.workers:
+        assert any("of replica 2 was" in text and "was shortened to 3 times" in text for text in worker.findings)
+
+
+def test_a_part_of_many_steps_may_be_longer_than_those_of_few(street: Callable[..., Street]) -> None:
+    steady = street(3).workers[2]
+    lengths = {0: 1.0, 1: 1.0, 2: 9.0}
+    exchange = steady.optimizer.engine._exchanges[0]
+    decoded = {member: torch.full((4,), length) for member, length in lengths.items()}
+    exchange._shorten(decoded, {0: 10, 1: 10, 2: 90}, what="a round")
+    assert torch.equal(decoded[2], torch.full((4,), 9.0)) and not steady.findings
+    exchange._shorten(decoded, {0: 10, 1: 10, 2: 20}, what="a round")
+    assert torch.allclose(decoded[2], torch.full((4,), 6.0)) and len(steady.findings) == 1

@@ -1,0 +1,367 @@
+"""What strangers, liars and floods at the coordinator's port do to the replicas: nothing."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from tests.strangers import GARBAGE, GARBAGE_NAMES, hangs_up, memory_is_bounded
+from thinwire.elastic import coordinator_server as hub_module
+from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_client import Line, ask_once
+from thinwire.elastic.coordinator_server import TOKEN_BYTES, Hub, caller_keys, hub_keys
+from thinwire.elastic.invitation import Invitation
+from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
+from thinwire.elastic.rate_limit import UNSEEN_BYTES
+from thinwire.transport.secret import Secret
+from thinwire.transport.wire import listener as wire_door
+from thinwire.transport.wire.listener import MOST_STRANGERS
+from thinwire.version import __version__
+
+SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
+HOST, SOON_S = "127.0.0.1", 120.0
+
+
+class Port:
+    """A coordinator at a port of this host, and an honest replica that talks with it."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.journal: list[tuple[str, dict[str, Any]]] = []
+        self.hub = Hub(secret=SECRET, address=HOST, port=0, say=self.said.append)
+        self.coordinator = Coordinator(
+            job={"thinwire": __version__}, planned=1, sync_interval=10, overlap_steps=1, shard_windows=8,
+            send=self.hub.send, record=lambda what, fields: self.journal.append((what, fields)), generation="g",
+        )  # fmt: skip
+        self._is_over = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        self.invitation = Invitation(host=HOST, port=self.hub.port)
+        self.heard: list[Message] = []
+        self._news = threading.Condition()
+        self.line = Line(self.invitation, secret=SECRET, hear=self._hear)
+        self.line.say("join", version=VERSION, thinwire=__version__, host="honest")
+        self.wait("welcome")
+        self.line.say("here", address=HOST, port=1, corpus="c", windows=1, held=0, era=0, disk=0)
+        self.line.say("active", step=0)
+        self._leases = 0
+
+    def _serve(self) -> None:
+        try:
+            self.hub.serve(self.coordinator, until=self._is_over.is_set)
+        except BaseException as failure:
+            self._failure = failure
+
+    def _hear(self, message: Message) -> None:
+        with self._news:
+            self.heard.append(message)
+            self._news.notify_all()
+
+    def wait(self, kind: str, **fields: Any) -> None:
+        def is_there() -> bool:
+            wanted = {"kind": kind, **fields}
+            return any(all(one.get(name) == value for name, value in wanted.items()) for one in self.heard)
+
+        with self._news:
+            assert self._news.wait_for(is_there, timeout=SOON_S), (kind, self._failure)
+
+    def goes_on(self) -> None:
+        """See that the honest replica is answered."""
+        self._leases += 1
+        number = self._leases
+        self.coordinator.ledger.count(0, dict.fromkeys(range(number), 8))
+        self.line.say("lease", number=number)
+        self.wait("leased", number=number)
+
+    def close(self) -> None:
+        self.line.close()
+        self._is_over.set()
+        self._thread.join()
+        self.hub.close()
+        assert self._failure is None, self._failure
+
+
+@pytest.fixture
+def port() -> Iterator[Port]:
+    found = Port()
+    yield found
+    found.close()
+
+
+class Caller:
+    """One that has the secret, and says what it likes."""
+
+    def __init__(self, port: Port, *, token: bytes | None = None) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.plug = self._context.socket(zmq.DEALER)
+        keys = caller_keys(SECRET)
+        self.plug.identity = token or b"t" + os.urandom(TOKEN_BYTES - 1)
+        self.plug.curve_publickey, self.plug.curve_secretkey = keys.public, keys.private
+        self.plug.curve_serverkey = hub_keys(SECRET).public
+        self.plug.reconnect_ivl = -1
+        self.plug.linger = 0
+        self.plug.sndtimeo = round(1000 * SOON_S)
+        self._monitor = self.plug.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.plug.connect(f"tcp://{HOST}:{port.hub.port}")
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self.plug.send(encode(kind, **fields))
+
+    def answer(self) -> Message:
+        assert self.plug.poll(1000 * SOON_S)
+        return json.loads(self.plug.recv())
+
+    def is_cut_off(self) -> bool:
+        return bool(self._monitor.poll(1000 * SOON_S))
+
+    def close(self) -> None:
+        self.plug.disable_monitor()
+        self._context.destroy(linger=0)
+
+
+@contextlib.contextmanager
+def caller(port: Port, *, token: bytes | None = None) -> Iterator[Caller]:
+    found = Caller(port, token=token)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("said", GARBAGE, ids=GARBAGE_NAMES)
+def test_who_speaks_something_else_is_hung_up_on(port: Port, said: bytes) -> None:
+    with memory_is_bounded(40_000_000), socket.create_connection((HOST, port.hub.port)) as stranger:
+        with contextlib.suppress(ConnectionError):
+            stranger.sendall(said)
+        assert hangs_up(stranger)
+    port.goes_on()
+
+
+@pytest.mark.parametrize("way", ["no key", "another secret", "the server's key alone", "another server's key"])
+def test_who_has_not_the_secret_is_never_heard(port: Port, way: str) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    plug = context.socket(zmq.DEALER)
+    if way != "no key":
+        keys = caller_keys(SECRET if way == "another server's key" else OTHER)
+        plug.curve_publickey, plug.curve_secretkey = keys.public, keys.private
+        plug.curve_serverkey = hub_keys(SECRET if way == "the server's key alone" else OTHER).public
+    monitor = plug.get_monitor_socket(
+        zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    )  # fmt: skip
+    plug.connect(f"tcp://{HOST}:{port.hub.port}")
+    with contextlib.suppress(zmq.Again):  # it may be refused before it can say a word
+        plug.send(encode("join", version=VERSION, thinwire=__version__, host="stranger"), zmq.NOBLOCK)
+    assert monitor.poll(1000 * SOON_S)
+    event = zmq.Event(int.from_bytes(monitor.recv_multipart()[0][:2], "little"))
+    assert event is not zmq.EVENT_HANDSHAKE_SUCCEEDED
+    plug.disable_monitor()
+    context.destroy(linger=0)
+    port.goes_on()
+    assert [member.host for member in port.coordinator.roster] == ["honest"]
+
+
+def test_garbage_of_one_that_has_the_secret_is_refused_and_told_of_a_few_times(port: Port) -> None:
+    deep = b'{"kind":"done","note":' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}"
+    nested = b'{"kind":"beat","step":' + b"[" * 900 + b"]" * 900 + b',"step_s":0}'
+    with caller(port) as enemy:
+        for raw in (
+            b"",
+            b"{}",
+            b"[]",
+            os.urandom(1000),
+            b'{"kind":"flee"}',
+            b'{"kind":"' + b"x" * 60_000,
+            deep,
+            nested,
+        ):
+            enemy.plug.send(raw)
+        enemy.plug.send_multipart([b"{}", b"{}"])
+        for _ in range(100):
+            enemy.plug.send(b'{"' + b"y" * 50_000 + b'":1,"kind":"beat"}')
+        enemy.say("beat", step=1, step_s=1e-320, roster=0)
+        enemy.say("join", version=VERSION, thinwire=__version__, host="enemy")
+        assert enemy.answer()["kind"] == "welcome"
+        enemy.say("here", address="a b", port=1 << 40, corpus="c", windows=1, held=0, era=0, disk=0)
+        enemy.say("vote", round=0, step=0, has=list(range(5000)), hash=0)
+        enemy.say("lease", number=3)
+        assert enemy.answer()["kind"] == "leased"
+    port.goes_on()
+    assert 5 <= len(port.said) <= 30 and max(map(len, port.said)) < 400, port.said
+    assert any("several frames" in text for text in port.said) and any("'flee'" in text for text in port.said)
+
+
+def test_a_message_that_is_too_large_ends_its_connection(port: Port) -> None:
+    with caller(port) as enemy:
+        enemy.plug.send(bytes(4 * MOST_BYTES_HERE))
+        assert enemy.is_cut_off()
+    port.goes_on()
+
+
+def test_a_message_of_frames_without_an_end_ends_its_connection(port: Port) -> None:
+    with memory_is_bounded(250_000_000), caller(port) as enemy:
+        enemy.say("join", version=VERSION, thinwire=__version__, host="enemy")
+        assert enemy.answer()["kind"] == "welcome"
+        frame = bytes(MOST_BYTES_HERE - 100)
+        for _ in range(UNSEEN_BYTES // len(frame) + 200):
+            enemy.plug.send(frame, zmq.SNDMORE)
+        enemy.plug.send(b"")  # libzmq sends nothing of a message before its last frame
+        assert enemy.is_cut_off()
+    port.goes_on()
+    assert any("without an end" in text for text in port.said)
+
+
+def test_connections_that_say_nothing_end_and_do_not_fill_the_process(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_door, "HANDSHAKE_S", 1.0)  # who shook hands and says nothing has twice that
+    strangers, process = [], psutil.Process()
+    silent = Caller(port)
+    try:
+        before = process.num_fds()
+        for _ in range(3 * MOST_STRANGERS):
+            strangers.append(socket.create_connection((HOST, port.hub.port), timeout=SOON_S))
+        end = time.monotonic() + SOON_S
+        while process.num_fds() - before > len(strangers) + MOST_STRANGERS + 8:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        port.goes_on()
+        assert silent.is_cut_off()
+        for stranger in strangers:
+            assert hangs_up(stranger)
+    finally:
+        silent.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+class SlowWire:
+    """Relays connections to a port, each byte `latency_s` late, both ways."""
+
+    def __init__(self, port: int, *, latency_s: float) -> None:
+        self._port, self._latency_s = port, latency_s
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, HOST, 0))
+        self.port = self._server.sockets[0].getsockname()[1]
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        others, other = await asyncio.open_connection(HOST, self._port)
+        await asyncio.gather(self._carry(reader, other), self._carry(others, writer))
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                self._loop.call_later(self._latency_s, writer.write, data)
+        self._loop.call_later(self._latency_s, writer.close)
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.close()
+
+
+def flood_from(address: str, port: int, is_over: threading.Event) -> None:
+    """Connect as fast as this machine can, and keep each connection as long as the other end does."""
+    held: deque[socket.socket] = deque()
+    while not is_over.is_set():
+        with contextlib.suppress(OSError):
+            held.append(socket.create_connection((HOST, port), timeout=SOON_S, source_address=(address, 0)))
+        if len(held) > 500:
+            held.popleft().close()
+    for one in held:
+        one.close()
+
+
+def test_a_flood_of_strangers_keeps_nobody_with_a_slow_wire_from_joining(port: Port) -> None:
+    wire, is_over = SlowWire(port.hub.port, latency_s=0.1), threading.Event()
+    floods = [
+        threading.Thread(target=flood_from, args=(f"127.0.0.{number}", port.hub.port, is_over)) for number in (2, 3)
+    ]
+    try:
+        for flood in floods:
+            flood.start()
+        slow = Invitation(host=HOST, port=wire.port)
+        for _ in range(3):
+            answer = ask_once(slow, secret=SECRET, deadline_s=60, verb="status", target="")
+            assert answer["ok"]
+        is_welcome = threading.Event()
+
+        def hear(message: Message) -> None:
+            if message["kind"] == "welcome":  # the run's progress may come before it
+                is_welcome.set()
+
+        line = Line(slow, secret=SECRET, hear=hear)
+        for _ in range(30):  # a joiner repeats itself until it is answered, since a connection may be lost
+            line.say("join", version=VERSION, thinwire=__version__, host="new")
+            if is_welcome.wait(2):
+                break
+        assert is_welcome.is_set()
+        line.close()
+    finally:
+        is_over.set()
+        for flood in floods:
+            flood.join()
+        wire.close()
+    port.goes_on()
+
+
+def test_who_was_let_go_is_told_so_whatever_it_says(port: Port) -> None:
+    token = b"t" + bytes(TOKEN_BYTES - 1)
+    with caller(port, token=token) as old:
+        old.say("join", version=VERSION, thinwire=__version__, host="old")
+        assert old.answer()["replica"] == 1
+        old.say("stuck", round=0, why="it cannot")
+        assert old.answer()["kind"] == "expelled"
+        for kind, fields in {
+            "launch": {"round": 0, "step": 1 << 40, "used": {}}, "active": {"step": 5},
+            "vote": {"round": 0, "step": 5, "has": [0, 1], "hash": 0}, "lease": {"number": 0}, "leave": {"why": ""},
+            "lost": {"replica": 0}, "captured": {"step": 3, "root": "ab" * 32, "bytes": 1}, "done": {"note": {}},
+        }.items():  # fmt: skip
+            old.say(kind, **fields)
+            assert old.answer()["kind"] == "unknown", kind
+    port.goes_on()
+    assert len(port.coordinator.roster) == 1 and port.coordinator.book.step == 0
+    assert not port.coordinator.book.open_rounds
+
+
+def test_a_flood_of_one_connection_leaves_the_others_their_answers(port: Port) -> None:
+    with memory_is_bounded(60_000_000), caller(port) as enemy:
+        enemy.say("join", version=VERSION, thinwire=__version__, host="enemy")
+        assert enemy.answer()["kind"] == "welcome"
+        text = "x" * 20_000
+        for number in range(4000):
+            enemy.say("note", level="warning", text=text)
+            enemy.say("launch", round=number, step=1, used={})
+            if number % 1000 == 0:
+                port.goes_on()
+        port.goes_on()
+    assert len(port.coordinator.book.open_rounds) <= 256
+    assert sum(1 for what, _ in port.journal if what == "finding") < 200
+    assert any("more than a replica has to say" in text for text in port.said) and len(port.said) < 100
+
+
+def test_what_is_told_of_the_port_is_bounded_over_many_connections(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_MOST_SLIPS", 1000)
+    with caller(port) as enemy:
+        for _ in range(500):
+            enemy.plug.send(b"nothing")
+        enemy.say("join", version=VERSION, thinwire=__version__, host="enemy")
+        assert enemy.answer()["kind"] == "welcome"
+    assert 60 <= len(port.said) <= 70

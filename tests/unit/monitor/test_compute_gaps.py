@@ -1,0 +1,63 @@
+"""Where a plain job's steps begin, and what a rank did of its own in each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from thinwire.monitor.detect.compute_gaps import between_operations
+from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.detect.timeline import build
+from thinwire.monitor.runlog.reader import Records, from_records
+from thinwire.monitor.runlog.records import Communicator, Operation, Record
+
+BUCKETS = 3
+STEP_S = 0.1
+
+
+def job(*, steps: int, num_ranks: int, slow_from: int | None = None, seed: int = 0) -> Records:
+    """Return the records of DDP with buckets of one size: two close together, and the rest of the step after them.
+
+    From some step on, rank 1 takes three times as long.
+    """
+    chance = random.Random(seed)
+    ranks = tuple(range(num_ranks))
+    made: list[Record] = [Communicator(communicator="0", ranks=ranks, hosts=("host",) * num_ranks)]
+    ready = [0.0] * num_ranks
+    for step in range(steps):
+        for bucket in range(BUCKETS):
+            for rank in ranks:
+                own_s = STEP_S if bucket == 0 else 0.001
+                if slow_from is not None and rank == 1 and step >= slow_from and bucket == 0:
+                    own_s *= 3
+                ready[rank] += own_s * chance.lognormvariate(0.0, 0.1)
+            done_s = max(ready) + 0.002
+            for rank in ranks:
+                made.append(Operation(
+                    communicator="0", rank=rank, sequence=step * BUCKETS + bucket, kind="all_reduce", dtype="float32",
+                    count=64, posted_s=ready[rank], done_s=done_s,
+                ))  # fmt: skip
+                ready[rank] = done_s
+    return from_records(made)
+
+
+def test_a_step_is_told_by_its_long_gap_though_all_calls_are_alike() -> None:
+    works = between_operations(build(job(steps=40, num_ranks=2)))
+    assert sorted(works) == [0, 1]
+    for own in works.values():
+        assert [work.step for work in own] == list(range(39))
+        assert all(0.06 < work.time_s < 0.17 for work in own)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_slow_rank_of_a_plain_job_is_named_within_a_few_steps(num_ranks: int) -> None:
+    records = job(steps=40, num_ranks=num_ranks, slow_from=30)
+    (found,) = diagnose(records)
+    assert (found.kind, found.where) == ("non-communication slow", "rank 1")
+    assert 29 <= found.seen_round <= 35
+    assert diagnose(job(steps=40, num_ranks=num_ranks)) == []
+
+
+def test_a_job_without_calls_has_no_steps() -> None:
+    assert between_operations(build(Records())) == {}

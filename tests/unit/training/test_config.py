@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import CheckpointError, MissingExtra
+from thinwire.methods import RECIPES
+from thinwire.training.build import check, lr_factor, make_method, wanted_vocabulary
+from thinwire.training.config import (
+    FREE,
+    TrainConfig,
+    check_values,
+    config_text,
+    from_json,
+    meaning,
+    read_config,
+    resolve,
+    to_json,
+)
+
+
+def resolved(**options: object) -> TrainConfig:
+    return resolve(TrainConfig(**options), world_size=None, cores=4, home=Path("/home/someone"))  # type: ignore[arg-type]
+
+
+def test_every_default_is_filled_in_and_what_the_user_said_stays() -> None:
+    config = resolved(steps=60, lr=0.5)
+    assert (config.replicas, config.sync_interval, config.warmup_steps, config.eval_every) == (2, 30, 6, 10)
+    assert config.lr == 0.5
+    assert config.threads == 2
+    assert config.cache_dir == Path("/home/someone/.cache/thinwire")
+    assert config.out == Path("runs/streaming-diloco-nano-seed0")
+
+
+def test_threads_are_at_least_one_where_replicas_outnumber_cores() -> None:
+    assert resolved(replicas=7).threads == 1
+
+
+def test_world_size_of_torchrun_gives_the_replicas_and_contradicts_another_number() -> None:
+    found = resolve(TrainConfig(), world_size=3, cores=4, home=Path("/"))
+    assert found.num_replicas == 3
+    with pytest.raises(ValueError, match="--replicas is 2, but torchrun starts 3 ranks"):
+        resolve(TrainConfig(replicas=2), world_size=3, cores=4, home=Path("/"))
+
+
+def test_options_survive_json_and_keep_their_digest() -> None:
+    config = resolved(overlap_steps="1,4", codec="e3m0", out=Path("runs/x"))
+    again = from_json(json.loads(json.dumps(to_json(config))))
+    assert again == config
+    assert again.digest() == config.digest()
+
+
+def test_the_digest_follows_what_is_computed_and_nothing_else() -> None:
+    config = resolved()
+    others = {"seed": 1, "lr": 0.1, "codec": "float32", "final_exchange": False, "steps": 7}
+    for name, value in others.items():
+        assert dataclasses.replace(config, **{name: value}).digest() != config.digest(), name  # type: ignore[arg-type]
+    for name in FREE:
+        assert name not in meaning(config)
+    assert dataclasses.replace(config, quiet=True, threads=9, out=Path("other")).digest() == config.digest()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "is no configuration"),
+        ("[]", "is no configuration"),
+        ('{"steps": "ten"}', "steps must be int, got 'ten'"),
+        ('{"steps": true}', "steps must be int, got True"),
+        ('{"stepps": 1}', "unknown options stepps"),
+    ],
+)
+def test_a_damaged_config_json_is_refused_by_name(tmp_path: Path, content: str, reason: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=reason):
+        read_config(tmp_path)
+
+
+def test_a_config_json_is_read_as_it_was_written(tmp_path: Path) -> None:
+    config = resolved(out=tmp_path)
+    (tmp_path / "config.json").write_text(config_text(config))
+    assert read_config(tmp_path) == config
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no run of thinwire"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"replicas": 0}, "--replicas must be at least 1, got 0"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+        ({"warmup_steps": -1}, "--warmup-steps must be at least 0"),
+        ({"checkpoint_every": -1}, "--checkpoint-every must be at least 0"),
+        ({"tokenizer": "words"}, "--tokenizer must be one of bpe, bytes, got 'words'"),
+        ({"inner_optimizer": "adamx"}, "--inner-optimizer must be one of adamw, adam, sgd, plain-sgd"),
+        ({"lr": 0.0}, "--lr must be positive"),
+        ({"lr": float("nan")}, "--lr must be positive"),
+        ({"clip_norm": float("nan")}, "--clip-norm must be at least 0"),
+        ({"join_deadline_s": 0.0}, "--join-deadline-s must be positive"),
+        ({"interface": "eth0", "address": "10.0.0.1"}, "--interface or --address, not both"),
+        ({"exchange": "ring"}, "--exchange must be one of auto, all-gather, two-phase"),
+    ],
+)
+def test_a_value_out_of_its_range_is_refused_with_value_and_limit(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_values(resolved(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"method": "streming-diloco"}, "did you mean streaming-diloco"),
+        ({"model": "nan"}, "did you mean nano"),
+        ({"codec": "e3m1"}, "did you mean e3m0"),
+        ({"overlap_steps": "30"}, "below sync_interval"),
+        ({"overlap_steps": "1,2,3"}, "names 3 replicas, but 2 take part"),
+        ({"overlap_steps": "1;2"}, "joined by commas, got '1;2'"),
+        ({"num_fragments": 9}, "num_fragments must be at most 7"),
+        ({"blend": 1.0}, r"blend must be in \[0, 1\)"),
+        ({"outer_lr": 0.0}, "outer lr must be in"),
+        ({"method": "diloco", "overlap_steps": "2"}, "--overlap-steps does not go with --method diloco"),
+        (
+            {"method_option": ("outer_lr=0.5",), "outer_lr": 0.5},
+            "outer_lr is given by --method-option and by",
+        ),
+        ({"method_option": ("density=0.5",)}, "streaming_diloco has no option 'density'"),
+        ({"method": "diloco", "pace": True}, "--pace does not go with --method diloco: it waits for every exchange"),
+        (
+            {"overlap_steps": "0", "pace": True},
+            "--pace does not go with --method streaming-diloco: with --overlap-steps 0",
+        ),
+        ({"method": "noloco", "final_exchange": False}, "--no-final-exchange does not go with --method noloco"),
+        ({"method": "noloco", "outer_momentum": 0.9}, "pull must be below 0.38"),
+        ({"method": "co2", "overlap_steps": "2"}, "--overlap-steps does not go with --method co2"),
+        ({"method": "slowmo", "pace": True}, "--pace does not go with --method slowmo"),
+        ({"method": "all-reduce", "sync_interval": 5}, "--sync-interval does not go with --method all-reduce"),
+        ({"method": "local-sgd", "outer_lr": 0.7}, "--outer-lr does not go with --method local-sgd"),
+        ({"device": "tpu"}, "--device must be cpu or cuda"),
+    ],
+)
+def test_an_impossible_run_is_refused_before_it_starts(options: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check(resolved(**options))
+
+
+@pytest.mark.parametrize("method", [*RECIPES, "streaming_diloco"])
+def test_every_method_runs_with_its_defaults(method: str) -> None:
+    config = resolved(method=method)
+    check_values(config)
+    check(config)
+    assert make_method(config).name == method.replace("_", "-")
+
+
+@pytest.mark.parametrize("method", ["dgc", "demo", "masha1", "MASHA2"])
+def test_methods_that_an_adamw_would_spoil_get_plain_sgd_unless_another_is_named(method: str) -> None:
+    assert resolved(method=method).inner_optimizer == "plain-sgd"
+    assert resolved(method=method, inner_optimizer="sgd").inner_optimizer == "sgd"
+
+
+def test_a_method_gets_the_options_that_were_given() -> None:
+    method = make_method(resolved(sync_interval=7, overlap_steps="1,3", blend=0.25, codec="float32", num_fragments=2))
+    assert method.schedule.sync_interval == 7
+    assert "blend=0.25" in method.describe(num_replicas=2)
+    assert "overlap_steps=(1, 3)" in method.describe(num_replicas=2)
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    config = resolved(steps=50, warmup_steps=5)
+    factors = [lr_factor(step, config=config) for step in range(1, 51)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(earlier > later for earlier, later in pairwise(factors[4:]))
+    assert factors[-1] == pytest.approx(0.1)
+    constant = dataclasses.replace(config, schedule="constant", warmup_steps=0)
+    assert {lr_factor(step, config=constant) for step in range(1, 51)} == {1.0}
+
+
+def test_the_vocabulary_is_the_users_then_the_models() -> None:
+    assert wanted_vocabulary(resolved()) == 2048
+    assert wanted_vocabulary(resolved(vocab_size=300)) == 300
+
+
+def test_a_logger_that_is_not_installed_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for options in ({"tensorboard": True}, {"wandb": True}):
+        with pytest.raises(MissingExtra, match=r"pip install 'thinwire\[report\]'"):
+            check(resolved(**options))

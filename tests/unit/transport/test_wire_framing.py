@@ -1,0 +1,116 @@
+"""The frames of the wire: what is written is read again, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.transport.wire.framing import (
+    INCARNATION_BYTES,
+    MOST_FRAME_BYTES,
+    MOST_NAME_BYTES,
+    OPENING_BYTES,
+    PART_BYTES,
+    Ask,
+    Bye,
+    Cancel,
+    FrameError,
+    Got,
+    Hello,
+    Matched,
+    Opening,
+    Part,
+    Refused,
+    Want,
+    read,
+    write,
+)
+
+NUMBERS = st.integers(0, 2**64 - 1)
+SMALL = st.integers(0, 2**32 - 1)
+KEYS = st.tuples(st.integers(0, 255), NUMBERS, SMALL, st.integers(0, 255))
+FRAMES = st.one_of(
+    st.builds(Hello, replica=SMALL, num_replicas=SMALL, incarnation=st.binary(min_size=16, max_size=INCARNATION_BYTES)),
+    st.builds(Ask, number=NUMBERS, end=NUMBERS),
+    st.builds(Got, number=NUMBERS, is_matched=st.booleans()),
+    st.builds(Matched, number=NUMBERS),
+    st.builds(Refused, number=NUMBERS),
+    st.builds(Bye),
+    st.builds(Cancel, number=NUMBERS),
+)
+
+
+@given(FRAMES)
+def test_a_frame_is_read_as_it_was_written(frame):
+    assert read(memoryview(write(frame))) == frame
+
+
+@pytest.mark.parametrize("size", [0, 1, OPENING_BYTES - 1, OPENING_BYTES, OPENING_BYTES + 1, 2**40])
+@given(key=KEYS, number=NUMBERS)
+def test_an_opening_brings_its_body(size, key, number):
+    body = bytes(min(size, OPENING_BYTES))
+    raw = write(Opening(number=number, key=key, message_bytes=size, body=memoryview(body)))
+    assert len(raw) <= MOST_FRAME_BYTES
+    found = read(memoryview(raw))
+    assert isinstance(found, Opening) and (found.number, found.key, found.message_bytes) == (number, key, size)
+    assert bytes(found.body) == body
+
+
+@given(number=NUMBERS, name=st.binary(min_size=1, max_size=MOST_NAME_BYTES))
+def test_a_want_brings_its_name(number, name):
+    want = Want(number=number, name=name)
+    assert read(memoryview(write(want))) == want
+
+
+@pytest.mark.parametrize("size", [1, PART_BYTES - 1, PART_BYTES])
+def test_a_part_brings_its_body(size):
+    found = read(memoryview(write(Part(number=3, start=5, body=memoryview(bytes([7]) * size)))))
+    assert isinstance(found, Part) and (found.number, found.start, len(found.body)) == (3, 5, size)
+    assert set(found.body) == {7}
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"tw\x01",
+        b"TW\x01\x08",
+        b"tw\x02\x08",
+        b"tw\x01\x00",
+        b"tw\x01\x0b",
+        b"tw\x01\x09",
+        write(Want(number=0, name=b"")),
+        write(Want(number=0, name=bytes(MOST_NAME_BYTES + 1))),
+        b"tw\x01\x08 ",
+        bytes(MOST_FRAME_BYTES + 1),
+        write(Part(number=0, start=0, body=memoryview(b""))),
+        write(Part(number=0, start=0, body=memoryview(bytes(PART_BYTES + 1)))),
+        write(Opening(number=0, key=(1, 0, 0, 0), message_bytes=2, body=memoryview(b"a"))),
+        write(Opening(number=0, key=(1, 0, 0, 0), message_bytes=1, body=memoryview(b"ab"))),
+        write(Opening(number=0, key=(1, 0, 0, 0), message_bytes=2**60, body=memoryview(bytes(OPENING_BYTES)))),
+        bytes(write(Got(number=0, is_matched=True)))[:-1] + b"\x02",
+    ],
+)
+def test_what_is_no_frame_is_refused(raw):
+    with pytest.raises(FrameError):
+        read(memoryview(raw))
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_lead_to_anything_but_a_frame_or_a_frame_error(raw):
+    for given_bytes in (raw, b"tw\x01" + raw):
+        try:
+            found = read(memoryview(given_bytes))
+        except FrameError:
+            continue
+        assert write(found) == given_bytes
+
+
+@given(FRAMES, st.data())
+def test_a_frame_that_is_cut_or_grown_is_refused(frame, data):
+    raw = bytes(write(frame))
+    cut = data.draw(st.integers(0, len(raw) - 1))
+    for wrong in (raw[:cut], raw + b"\x00"):
+        with pytest.raises(FrameError):
+            read(memoryview(wrong))
