@@ -40,6 +40,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """
     if bits.device.type == "cpu":
         return torch.from_numpy(np.packbits(bits.numpy(), axis=1, bitorder="little"))
+    # numpy packs on a CPU; on a GPU eight shifted planes are combined
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8)).view(bits.shape[0], -1, 8)
     packed = padded[..., 0].clone()
     for place in range(1, 8):
@@ -110,6 +111,7 @@ def unpack(packed: torch.Tensor, *, count: int, width: int, name: str) -> torch.
     bits = unpack_bits(packed, count=count * width, name=name).reshape(packed.shape[0], count, width)
     numbers = torch.zeros(packed.shape[0], count, dtype=torch.int64, device=packed.device)
     for place in range(width):
+        # one plane at a time: a (rows, count, width) int64 tensor would take 8 times the memory
         numbers += bits[..., place].to(torch.int64) << place
     return numbers
 

@@ -81,6 +81,7 @@ class BlockInt(BlockCodec):
         return (1 << (self.bits - 1)) - 1
 
     def _encode_rows(self, x: torch.Tensor, rows: torch.Tensor, *, start: int, seed: int) -> None:
+        # the scale is sent rounded, so integers are taken with the reciprocal of the rounded one
         stored, inverse = self._scales(_peaks(x))
         width = self._scale_dtype.itemsize
         rows[:, :width] = stored.view(torch.uint8)
@@ -155,6 +156,7 @@ def _to_bytes(x: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None
 
 
 def _to_nibbles(x: torch.Tensor, inverse: torch.Tensor, out: torch.Tensor) -> None:
+    # the low four bits of an int8 are the number in two's complement
     pack_nibbles(_integers(x, inverse).bitwise_and_(15).view(torch.uint8), out=out)
 
 

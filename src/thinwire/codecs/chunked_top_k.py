@@ -61,6 +61,7 @@ class TopKRow:
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Encode float32 `(rows, size)` to uint8 `(rows, row_bytes)`."""
         chosen = largest_of_rows(magnitude_bits(x), count=self.count)
+        # a width of ceil(log2(size)) bits suits any index; ascending order is checked by the receiver
         packed = bit_packing.pack(chosen, width=self.index_bits)
         return torch.cat((packed, encode_values(x.gather(1, chosen), values=self.values)), dim=1)
 
@@ -73,6 +74,7 @@ class TopKRow:
         """
         packed = data[:, : self.index_bytes].contiguous()
         chosen = bit_packing.unpack(packed, count=self.count, width=self.index_bits, name=name)
+        # strict order also rules out an index sent twice, which scatter would apply in any order
         if not bool((chosen[:, 1:] > chosen[:, :-1]).all() & (chosen[:, -1:] < self.size).all()):
             raise PayloadError(f"{name}: indices of a chunk do not ascend, or are {self.size} or more: never sent")
         found = decode_values(data[:, self.index_bytes :], count=self.count, values=self.values, name=name)
@@ -149,6 +151,7 @@ class ChunkedTopK:
     def payload_bytes(self, numel: int) -> int:
         """See `Codec.payload_bytes`."""
         num_rows(numel, block=self.chunk)
+        # the shorter last chunk has indices of its own width, and so a size of its own
         whole, rest = divmod(numel, self.chunk)
         return whole * self._row.row_bytes + (self._last(rest).row_bytes if rest else 0)
 

@@ -58,6 +58,7 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     for code in range(4):
         inside = codes == code
         sums.append(ordered_sum(torch.where(inside, wide, 0.0)))
+        # an empty bin has sum 0: divided by 1 its mean is 0, not NaN
         counts.append(inside.sum(dim=1, keepdim=True).clamp_min_(1))
     means = torch.cat(sums, dim=1) / torch.cat(counts, dim=1).to(torch.float64)
     stored = means.masked_fill_(is_unusable, torch.inf).to(torch.bfloat16).view(torch.uint8)
@@ -92,6 +93,7 @@ def decode(data: torch.Tensor, *, count: int, name: str) -> torch.Tensor:
 
 def _codes(x: torch.Tensor) -> torch.Tensor:
     mean_square = ordered_sum(x * x) / torch.full_like(x[:, :1], x.shape[1])
+    # squares are compared, so no square root has to agree between devices
     is_outer = x * x >= mean_square * _EDGE_SQUARED
     is_zero = x == 0
     is_outer = (is_outer | is_zero.any(dim=1, keepdim=True)) & ~is_zero

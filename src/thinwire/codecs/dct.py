@@ -54,9 +54,11 @@ def _apply(x: torch.Tensor, *, is_inverse: bool) -> torch.Tensor:
         if size == 1:
             continue
         growth = math.ceil(math.log2(size) / 2)  # a row of the basis adds up to sqrt(size) at most
+        # what is left of float64's 53 bits once elements and sums have theirs
         fraction = _EXACT_BITS - bits - growth
         basis = _basis(size, fraction).to(x.device)
         basis = basis if is_inverse else basis.T
+        # exact: every partial sum is an integer below 2**53 (times a power of two)
         product = integers @ basis if dim == 2 else basis.T @ integers
         # a product with a power of two is exact; what is rounded here is the same everywhere
         integers = (product * 2.0**-fraction).round_()

@@ -67,6 +67,7 @@ def counter_keys(seed: int, *, start: int, device: torch.device) -> torch.Tensor
     Returns:
         int32, `(3,)`: two keys and the low 32 bits of `start`; its high bits are part of the keys.
     """
+    # counters have 32 bits; the high bits of longer tensors select another key
     word = derive_seed(seed, "counter", start >> 32)
     values = [_as_int32(word), _as_int32(word >> 32), _as_int32(start)]
     return torch.tensor(values, dtype=torch.int32, device=device)
@@ -92,6 +93,8 @@ def random_bits(keys: torch.Tensor, *, count: int) -> torch.Tensor:
         if step == 1:
             word = word.bitwise_xor_(keys[1])
         word = word.bitwise_xor_(_shift_right(word, shift)).mul_(multiplier)
+    # the last xor lets the high bits, which multiplication mixes best, reach the low ones
+    # 9 bits fall away: 23 are left, as many as a mantissa has
     word = word.bitwise_xor_(_shift_right(word, 16))
     return _shift_right(word, 9)
 
@@ -191,13 +194,16 @@ def _nearest(x: torch.Tensor, rows: torch.Tensor) -> None:
     nearest power of two is adding one to them and halving. Each operation runs on the narrowest integers that hold its
     values, because on a CPU that is what its time goes by.
     """
+    # sign, eight bits of exponent and the first bit of mantissa: int16 holds them
     top = x.view(torch.int32).bitwise_right_shift(_MANTISSA_BITS - 1).to(torch.int16)
     halves = top.bitwise_and(0x1FF)
     peak = halves.amax(dim=1, keepdim=True)
+    # the power of two nearest to the largest element: half an exponent is rounded up
     exponent = ((peak + 1) >> 1).clamp_(_SMALLEST_EXPONENT, _NON_FINITE)
     # Code 7 is reached by the half exponents 2E-1 and 2E, code 6 by 2E-3 and 2E-2, and so on. A block without a normal
     # number lies below this floor too.
     floor = (2 * exponent - 15).masked_fill_(exponent == _NON_FINITE, _BEYOND_ALL)
+    # below the floor an element is nearer to zero than to the smallest value
     halves = halves.sub_(floor).clamp_min_(0).to(torch.uint8)
     codes = halves.bitwise_right_shift(1)
     # 1 is half the smallest value or more, nearer to it than to zero; only this code takes three half exponents
@@ -205,7 +211,9 @@ def _nearest(x: torch.Tensor, rows: torch.Tensor) -> None:
     codes = torch.maximum(codes, is_nonzero)
     # lt_ in place gives 0 and 1 in the tensor's own dtype; comparing into bools takes four times as long on a CPU
     is_negative = top.lt_(0).to(torch.uint8).bitwise_and_(is_nonzero)
+    # bit 3 of a code is the sign; zero keeps none, so code 8 is never sent
     pack_nibbles(codes.add_(is_negative, alpha=8), out=rows[:, 1:])
+    # half exponents 0 and 1 are zero and subnormal numbers: E = 0 marks the block as zero
     rows[:, :1] = exponent.masked_fill_(peak < 2, 0)
 
 
@@ -214,6 +222,7 @@ def _stochastic(x: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None
     bits = x.view(torch.int32)
     magnitude = bits.bitwise_and(0x7FFFFFFF)
     peak = magnitude.amax(dim=1, keepdim=True).clamp_max_(_NON_FINITE << _MANTISSA_BITS)
+    # the power of two at or above the largest element, so that rounding up never exceeds it
     exponent = (peak + _MANTISSA_MASK) >> _MANTISSA_BITS
     exponent = exponent.clamp_(_SMALLEST_EXPONENT, _NON_FINITE).masked_fill_(peak <= _MANTISSA_MASK, 0)
     unusable = (exponent == 0) | (exponent == _NON_FINITE)
@@ -223,10 +232,13 @@ def _stochastic(x: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None
     # larger is the right one: unshifted significands are below 2, and shifted ones above what `above` leaves of them.
     above = (magnitude - ((exponent - 7) << _MANTISSA_BITS)).clamp_min_(0)
     shift = (exponent - 6 - raw).clamp_(0, 31)
+    # with the leading 1 that float32 leaves out
     significand = magnitude.bitwise_and(_MANTISSA_MASK).bitwise_or_(_MANTISSA_MASK + 1)
     fixed = torch.maximum(significand.bitwise_right_shift_(shift), above)
+    # subnormal elements (raw exponent 0) count as zero before random bits are added
     fixed = fixed.mul_(raw.clamp_max_(1)).add_(random_bits(keys, count=x.numel()).view(x.shape))
     codes = fixed.bitwise_right_shift_(_MANTISSA_BITS).masked_fill_(unusable, 0)
+    # from bit 31 of the float to bit 3 of the code, unless the code is zero
     signs = bits.bitwise_right_shift(28).bitwise_and_(8).mul_(codes.clamp(max=1))
     pack_nibbles(codes.add_(signs).to(torch.uint8), out=rows[:, 1:])
     rows[:, :1] = exponent
@@ -239,11 +251,13 @@ def _values(rows: torch.Tensor, out: torch.Tensor) -> None:
     and several times as fast on a CPU as looking sixteen values up.
     """
     exponent = rows[:, :1].to(torch.int32)
+    # scale / 64, the value of code 1, as the bits of a float32
     unit = (exponent - 6).clamp_(min=0).bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)
     codes = unpack_nibbles(rows[:, 1:])
     is_negative = codes.bitwise_right_shift(3).view(torch.int8)
     one = torch.ones((), dtype=torch.uint8, device=rows.device)
     magnitude = torch.bitwise_left_shift(one, codes.bitwise_and_(7)).bitwise_right_shift_(1).view(torch.int8)
+    # m - 2 m s: the sign without a branch
     out.copy_(magnitude.sub_(is_negative.mul_(magnitude), alpha=2))
     out.mul_(unit)
 

@@ -23,12 +23,14 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
         [[7.0]]
     """
     if x.shape[1] > _SEGMENT:
+        # segments of a fixed length: the order still depends on the length of a row alone
         parts = [ordered_sum(part) for part in torch.split(x, _SEGMENT, dim=1)]
         return ordered_sum(torch.cat(parts, dim=1))
     if x.shape[1] == 0:
         return x.new_zeros(x.shape[0], 1)
     while x.shape[1] > 1:
         half = x.shape[1] // 2
+        # an odd last element is carried to the next level unadded
         total = x[:, :half] + x[:, half : 2 * half]
         x = total if x.shape[1] % 2 == 0 else torch.cat((total, x[:, -1:]), dim=1)
     return x

@@ -126,6 +126,7 @@ class RandomK:
 
     def _positions(self, seed: int, *, numel: int) -> torch.Tensor:
         count = num_kept(numel, density=self.density)
+        # draw the smaller of the two sets: those that are sent, or those that are not
         if 2 * count <= numel:
             return torch.from_numpy(random_set(seed, count=count, numel=numel))
         is_kept = np.ones(numel, dtype=np.bool_)
@@ -173,6 +174,7 @@ def random_set(seed: int, *, count: int, numel: int) -> Indices:
         raw = stream.random_raw(count + count // 4 + 16) >> np.uint64(11)
         # 53 bits are exact in float64, and the product's rounding is the same everywhere
         drawn = np.concatenate((drawn, (raw.astype(np.float64) * (numel * 2.0**-53)).astype(np.int64)))
+        # keep each index where it was drawn first, so that more draws do not change the set
         first = np.unique(drawn, return_index=True)[1]
         if len(first) >= count:
             return np.sort(drawn[np.sort(first)[:count]])

@@ -106,6 +106,7 @@ class Sign:
         size, whole = self._whole(flat.numel())
         step = max(1, elements_at_once(flat.device) // size) * size
         parts = []
+        # in parts that fit the cache: whole blocks first
         for part in torch.split(flat[:whole], step) if whole else ():
             parts.append(self._encode_rows(part.view(-1, size)).view(-1))
         if whole < flat.numel():
@@ -141,11 +142,13 @@ class Sign:
             bits.append(bit_packing.pack_bits(narrow < 0))
         mean = ordered_sum(torch.cat(sums, dim=1)) / torch.full_like(sums[0], x.shape[1])
         scale = (mean if self.scale == "mean" else mean.sqrt()).to(torch.float32)
+        # NaN becomes infinity too, the one mark that receivers look for
         scale = scale.masked_fill_(~scale.isfinite(), torch.inf)
         return torch.cat((scale.view(torch.uint8), *bits), dim=1)
 
     def _decode_rows(self, data: torch.Tensor, count: int) -> torch.Tensor:
         scale = data[:, :_SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        # one transfer of two flags: on a GPU each transfer waits for the device
         fine, infinite = torch.stack((((scale >= 0) & scale.isfinite()).all(), (scale == torch.inf).any())).tolist()
         if infinite:
             raise NonFiniteError(f"{self.name}: a block held NaN, infinity, or magnitudes beyond float32")

@@ -120,11 +120,13 @@ def decode_values(data: torch.Tensor, *, count: int, values: str, name: str) -> 
 def _encode_scaled(x: torch.Tensor) -> torch.Tensor:
     magnitude = x.contiguous().view(torch.int32).bitwise_and(0x7FFFFFFF)
     x = x.masked_fill(magnitude < 1 << 23, 0.0)
+    # magnitudes of floats order as their bits do, as integers
     peak = magnitude.amax(dim=1, keepdim=True).to(torch.int64)
     exponent = (peak + 0x1000) >> 23  # float16 keeps 10 of 23 bits: half of the last one that stays may carry over
     exponent = exponent.clamp_max_(_NON_FINITE).masked_fill_(peak < 1 << 23, 0)
     scaled = x.to(torch.float64) * _power_of_two(_SCALED_EXPONENT + 127 - exponent)
     scaled = scaled.masked_fill_(exponent == _NON_FINITE, 0.0)
+    # the only rounding: float64 to float16, ties to even, on every device alike
     halves = scaled.to(torch.float16).view(torch.uint8)
     return torch.cat((exponent.to(torch.uint8), halves), dim=1)
 
