@@ -56,8 +56,8 @@ from thinwire.transport import message
 from thinwire.transport.addresses import Station
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.secret import Secret
+from thinwire.transport.wire.connection import key_pair
 from thinwire.transport.wire.framing import Ask, Bye, Cancel, FrameError, Got, Hello, Opening, Part, Want, read, write
-from thinwire.transport.wire.keys import key_pair
 from thinwire.transport.wire.listener import UNKNOWN, WELCOME, Door
 from thinwire.version import __version__
 

@@ -19,8 +19,7 @@ from thinwire.transport.addresses import Address
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import Secret, make_secret, read_secret
-from thinwire.transport.wire.framing import OPENING_BYTES, Want
-from thinwire.transport.wire.requests import MOST_WANTS
+from thinwire.transport.wire.framing import MOST_WANTS, OPENING_BYTES, Want
 from thinwire.transport.wire.wire_transport import WireTransport
 
 pytestmark = pytest.mark.multiprocess

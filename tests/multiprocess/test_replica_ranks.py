@@ -37,8 +37,7 @@ class Awkward(nn.Module):
 
 
 def move_shards(folder: str, num_ranks: int) -> list[Any]:
-    from thinwire.transport.replica_group import InnerGroup
-    from thinwire.transport.sharded_parameters import ShardedParameters
+    from thinwire.transport.replica_group import InnerGroup, ShardedParameters
     from thinwire.transport.shards import local_shard
 
     group = InnerGroup(rank=int(os.environ["RANK"]), size=num_ranks, meeting=Path(folder) / "meeting")

@@ -23,7 +23,7 @@ from thinwire.transport.connect import connect
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.secret import make_secret
-from thinwire.transport.wire import liveness as wire_liveness
+from thinwire.transport.wire import connection as wire_liveness
 from thinwire.transport.wire.wire_transport import WireTransport
 
 pytestmark = pytest.mark.multiprocess

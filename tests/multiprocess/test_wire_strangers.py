@@ -25,10 +25,9 @@ from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.message import pack
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire import connection as wire_line
-from thinwire.transport.wire.framing import Ask, Hello, Opening, Part, write
-from thinwire.transport.wire.keys import key_pair
+from thinwire.transport.wire.connection import key_pair
+from thinwire.transport.wire.framing import EARLY_BYTES, EARLY_MESSAGES, Ask, Hello, Opening, Part, write
 from thinwire.transport.wire.listener import MOST_STRANGERS
-from thinwire.transport.wire.sending import EARLY_BYTES, EARLY_MESSAGES
 from thinwire.transport.wire.wire_transport import WireTransport
 
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))

@@ -16,10 +16,8 @@ from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encod
 from thinwire.elastic.rate_limit import Allowance, Callers
 from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.connection import HANDSHAKE_S
-from thinwire.transport.wire.keys import KeyPair
+from thinwire.transport.wire.connection import BEAT_S, HANDSHAKE_S, KeyPair
 from thinwire.transport.wire.listener import WELCOME, Delivered, Door
-from thinwire.transport.wire.liveness import BEAT_S
 
 TOKEN_BYTES = 16
 _QUEUE = 20_000

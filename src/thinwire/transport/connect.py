@@ -34,11 +34,11 @@ from thinwire.transport.addresses import (
     own_address,
     resolve,
 )
-from thinwire.transport.local_sockets import OwnSockets
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.rendezvous import Meeting, open_file_store, open_store, prefixed
 from thinwire.transport.secret import Secret, need_pyzmq, read_secret
+from thinwire.transport.tcp_stats import OwnSockets
 
 if TYPE_CHECKING:
     from thinwire.transport.wire.wire_transport import WireTransport

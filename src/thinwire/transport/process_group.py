@@ -33,11 +33,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import PeerLost, TransportError
-from thinwire.transport.base import Envelope, Pending, check_peer
-from thinwire.transport.future import Awaited
-from thinwire.transport.local_sockets import OwnSockets
+from thinwire.transport.base import Awaited, Envelope, Pending, check_peer
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
-from thinwire.transport.wire.liveness import TcpReading
+from thinwire.transport.tcp_stats import OwnSockets, TcpReading
 
 OPENING_BYTES = 1 << 16
 MOST_PARTS = 64
@@ -372,3 +370,15 @@ def _parts(message: torch.Tensor) -> list[torch.Tensor]:
 def _stated_payload_bytes(opening: torch.Tensor) -> int:
     """Read the size out of a header that was not checked yet; a damaged one only leads to a refusal."""
     return int.from_bytes(bytes(opening[PAYLOAD_BYTES_AT : PAYLOAD_BYTES_AT + 8].numpy()), "little")
+
+
+def backends() -> dict[str, bool]:
+    """Return whether gloo and nccl are there.
+
+    Example:
+        >>> sorted(backends())
+        ['gloo', 'nccl']
+    """
+    if not dist.is_available():
+        return {"gloo": False, "nccl": False}
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

@@ -14,7 +14,7 @@ from thinwire.errors import DeadlineExceeded, TransportError
 from thinwire.events import Direction, Posted, Transfer, TransferLog
 from thinwire.transport.base import Answer, Ask, AskingTransport, Envelope, Pending, Received, Transport
 from thinwire.transport.message import HEADER_BYTES
-from thinwire.transport.wire.liveness import TcpReading
+from thinwire.transport.tcp_stats import TcpReading
 
 
 @runtime_checkable

@@ -17,8 +17,8 @@ from thinwire.monitor.runlog.reader import parse_line
 from thinwire.monitor.runlog.records import Flow, Probe
 from thinwire.transport import burst_probe as host_probes
 from thinwire.transport.burst_probe import BURST_BYTES, HostProbes, open_door
-from thinwire.transport.flows import Flows
-from thinwire.transport.watched_job import WORD_BYTES
+from thinwire.transport.collective_hooks import WORD_BYTES
+from thinwire.transport.tcp_stats import Flows
 
 SOON_S = 120.0
 

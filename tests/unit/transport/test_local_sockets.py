@@ -9,9 +9,9 @@ from pathlib import Path
 from loopback_connections import HERE, OTHER, THERE, connection
 
 from thinwire.events import TransferLog
-from thinwire.transport.local_sockets import OwnSockets
 from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.tcp_stats import OwnSockets
 
 OPEN = Path("/proc/self/fd")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.transport.send_scheduler import LEAST_BULK, LONGEST_HOLD_S, LONGEST_PLACE_S, MOST_BULK, Lanes, Order
+from thinwire.transport.blob_store import LEAST_BULK, LONGEST_HOLD_S, LONGEST_PLACE_S, MOST_BULK, Lanes, Order
 
 
 def order(number: int, *, peer: int = 1) -> Order:

@@ -16,8 +16,8 @@ from loopback_connections import HERE, OTHER, THERE, connection
 from thinwire.monitor.record.connection_records import FlowLines, PeerFlows
 from thinwire.monitor.record.watched_links import RankPlace, WatchedWires
 from thinwire.monitor.runlog.records import Flow
-from thinwire.transport.flows import FlowReading, Flows
-from thinwire.transport.watched_job import store_port
+from thinwire.transport.collective_hooks import store_port
+from thinwire.transport.tcp_stats import FlowReading, Flows
 
 SOON_S = 120.0
 

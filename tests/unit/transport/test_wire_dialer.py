@@ -8,9 +8,9 @@ from typing import Any
 import zmq
 
 from thinwire.transport.secret import Secret
+from thinwire.transport.wire.connection import key_pair
 from thinwire.transport.wire.dialer import Dial
 from thinwire.transport.wire.framing import Hello
-from thinwire.transport.wire.keys import key_pair
 
 
 class FullSocket(zmq.Socket[bytes]):

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.transport.wire.connection import borrowed, endpoint_of, unseen_limit_bytes
-from thinwire.transport.wire.liveness import LEAST_SILENCE_S, MOST_SILENCE_S, Liveness, read_tcp
+from thinwire.transport.tcp_stats import read_tcp
+from thinwire.transport.wire.connection import (
+    LEAST_SILENCE_S,
+    MOST_SILENCE_S,
+    Liveness,
+    borrowed,
+    endpoint_of,
+    unseen_limit_bytes,
+)
 
 
 @given(st.lists(st.floats(0, 1e4), max_size=100))

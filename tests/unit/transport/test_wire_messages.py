@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from thinwire.errors import PayloadError, PeerLost, TransportError
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.message import HEADER_BYTES, pack
+from thinwire.transport.tcp_stats import TcpReading
+from thinwire.transport.wire.connection import MOST_SILENCE_S
+from thinwire.transport.wire.flow_control import LEAST_BYTES, MOST_BYTES, Receiving, Sending, Window
 from thinwire.transport.wire.framing import (
+    EARLY_BYTES,
+    EARLY_MESSAGES,
     OPENING_BYTES,
     PART_BYTES,
     Ask,
@@ -27,11 +32,7 @@ from thinwire.transport.wire.framing import (
     read,
     write,
 )
-from thinwire.transport.wire.liveness import MOST_SILENCE_S, TcpReading
 from thinwire.transport.wire.peer import Link
-from thinwire.transport.wire.receive_window import LEAST_BYTES, MOST_BYTES, Window
-from thinwire.transport.wire.receiving import Receiving
-from thinwire.transport.wire.sending import EARLY_BYTES, EARLY_MESSAGES, Sending
 from thinwire.transport.wire.transfer import WireTransfer
 
 OWN = Hello(replica=0, num_replicas=2, incarnation=bytes(16))

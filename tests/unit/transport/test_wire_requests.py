@@ -11,9 +11,9 @@ import torch
 from thinwire.errors import PeerLost, TransportError
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.message import HEADER_BYTES, header_of, pack
-from thinwire.transport.wire.framing import Cancel, FrameError, Hello, Part, Want, write
+from thinwire.transport.wire.framing import MOST_WANTS, Cancel, FrameError, Hello, Part, Want, write
 from thinwire.transport.wire.peer import Link
-from thinwire.transport.wire.requests import MOST_WANTS, AnswerTransfer, AskTransfer
+from thinwire.transport.wire.transfer import AnswerTransfer, AskTransfer
 
 
 class FakeLine:

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from thinwire.monitor.doctor.check import Check, ok, skipped, warning, wrong, wrong_by
-from thinwire.transport.backends import backends
+from thinwire.transport.process_group import backends
 from thinwire.transport.secret import read_secret
 from thinwire.units import format_bytes, format_seconds
 from thinwire.version import __version__

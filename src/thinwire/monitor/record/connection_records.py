@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from thinwire.monitor.runlog.records import Flow, to_line
-from thinwire.transport.flows import FlowReading, Flows
+from thinwire.transport.tcp_stats import FlowReading, Flows
 
 # Of so much time only one part goes into asking the kernel, however many connections there are.
 _PARTS = 200.0

@@ -23,8 +23,16 @@ from thinwire.monitor.record.watched_links import RankPlace, WatchedWires, own_p
 from thinwire.monitor.runlog.record_file import MOST_FILE_BYTES, RecordFile
 from thinwire.monitor.runlog.records import Beat, Communicator, Span, to_line
 from thinwire.transport.burst_probe import open_door
-from thinwire.transport.collective_hooks import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
-from thinwire.transport.watched_job import own_rank, store_port, words_of_all
+from thinwire.transport.collective_hooks import (
+    Call,
+    IsPolled,
+    WatchedGroups,
+    calls_on_gpus,
+    no_call,
+    own_rank,
+    store_port,
+    words_of_all,
+)
 from thinwire.untested import warn_untested
 
 WRITE_S = 0.25

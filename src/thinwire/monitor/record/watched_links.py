@@ -14,8 +14,8 @@ from thinwire.monitor.record.connection_records import FlowLines, addresses_of_o
 from thinwire.monitor.runlog.records import Probe, to_line
 from thinwire.transport.addresses import clock_name, host_name, outer_addresses
 from thinwire.transport.burst_probe import BURST_BYTES, HostProbes
-from thinwire.transport.flows import Flows
-from thinwire.transport.watched_job import WORD_BYTES
+from thinwire.transport.collective_hooks import WORD_BYTES
+from thinwire.transport.tcp_stats import Flows
 
 _MOST_UNTOLD = 256
 # Where it takes so long so often in a row to count what the job sends, this is not done any more.

@@ -15,7 +15,7 @@ from thinwire.sync.blocks import find_blocks
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, from_json
 from thinwire.training.step_timing import Passes
-from thinwire.transport.sharded_parameters import ShardedParameters
+from thinwire.transport.replica_group import ShardedParameters
 
 if TYPE_CHECKING:
     from thinwire.transport.replica_group import InnerGroup

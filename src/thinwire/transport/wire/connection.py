@@ -1,19 +1,105 @@
-"""One connection to one replica: what the frames of both sides go over, whoever dialled."""
+"""Connection between two replicas: keys, socket options, the kernel's view of it, and its failure detector."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import statistics
+from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import zmq
+from zmq.utils import z85
 
-from thinwire.transport.local_sockets import copy_of
-from thinwire.transport.wire.bounds import EARLY_BYTES, EARLY_MESSAGES, MOST_WANTS
-from thinwire.transport.wire.framing import MOST_FRAME_BYTES
-from thinwire.transport.wire.liveness import BEAT_S, TcpReading, read_tcp
-from thinwire.transport.wire.receive_window import MOST_BYTES
+from thinwire.transport.secret import Secret
+from thinwire.transport.tcp_stats import TcpReading, copy_of, read_tcp
+from thinwire.transport.wire.flow_control import MOST_BYTES
+from thinwire.transport.wire.framing import EARLY_BYTES, EARLY_MESSAGES, MOST_FRAME_BYTES, MOST_WANTS
+
+Role = Literal["door", "dialler"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """A CURVE key pair, as libzmq takes it.
+
+    Attributes:
+        public: 40 characters of Z85.
+        private: 40 characters of Z85.
+    """
+
+    public: bytes
+    private: bytes = field(repr=False)
+
+    @property
+    def public_bytes(self) -> bytes:
+        """The public key's 32 bytes, as libzmq shows them to who decides about a connection."""
+        decoded: bytes = z85.decode(self.public)
+        return decoded
+
+
+def key_pair(secret: Secret, *, replica: int, role: Role) -> KeyPair:
+    """Return the keys of a replica.
+
+    Args:
+        secret: The job's.
+        replica: Whose keys.
+        role: For the side that is dialled, or the one that dials.
+
+    Example:
+        >>> secret = Secret(key=bytes(32))
+        >>> one, two = (key_pair(secret, replica=number, role="door") for number in (0, 1))
+        >>> len(one.public), one.public == two.public
+        (40, False)
+    """
+    private = z85.encode(secret.derive(f"thinwire wire v1 {role} {replica}"))
+    return KeyPair(public=zmq.curve_public(private), private=private)
+
+
+BEAT_S = 1.0
+LEAST_SILENCE_S = 10.0
+MOST_SILENCE_S = 30.0
+_SAMPLES = 64
+
+
+class Liveness:
+    """How long a peer may be silent, from the round-trip times of the last minute.
+
+    Three beats may be late, and four round trips (a lost packet is sent again after more than one of them), where a
+    round trip is taken as the median and eight times the median deviation from it. A glitch of `LEAST_SILENCE_S` is
+    always borne, and nobody is waited for longer than `MOST_SILENCE_S`.
+
+    Example:
+        >>> liveness = Liveness()
+        >>> liveness.observe(0.05)
+        >>> liveness.limit_s
+        10.0
+        >>> liveness = Liveness()
+        >>> for rtt_s in (2.0, 2.5, 3.0):
+        ...     liveness.observe(rtt_s)
+        >>> liveness.limit_s  # 3 + 4 * (2.5 + 8 * 0.5)
+        29.0
+    """
+
+    def __init__(self) -> None:
+        self._rtts_s: deque[float] = deque(maxlen=_SAMPLES)
+
+    def observe(self, rtt_s: float) -> None:
+        """Note a round-trip time."""
+        self._rtts_s.append(rtt_s)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of silence after which the peer counts as lost."""
+        if not self._rtts_s:
+            return MOST_SILENCE_S
+        median = statistics.median(self._rtts_s)
+        deviation = statistics.median(abs(rtt_s - median) for rtt_s in self._rtts_s)
+        trip_s = median + 8 * deviation
+        return min(max(LEAST_SILENCE_S, 3 * BEAT_S + 4 * trip_s), MOST_SILENCE_S)
+
 
 HANDSHAKE_S = 10.0
 # What CURVE puts around a frame: a name, a nonce, flags and the authenticator.

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from thinwire.transport.wire.connection import HANDSHAKE_S, Tapped, set_up
+from thinwire.transport.tcp_stats import TcpReading
+from thinwire.transport.wire.connection import HANDSHAKE_S, KeyPair, Tapped, set_up
 from thinwire.transport.wire.framing import Frame, write
-from thinwire.transport.wire.keys import KeyPair
 from thinwire.transport.wire.listener import TAKEN
-from thinwire.transport.wire.liveness import TcpReading
 
 _BURST = 256
 _NUMBERS = itertools.count()

@@ -251,3 +251,10 @@ def _at_least(fields: struct.Struct, raw: memoryview) -> tuple[int, ...]:
     if len(raw) < fields.size:
         raise FrameError(f"{len(raw)} bytes of fields, expected at least {fields.size}")
     return fields.unpack_from(raw)
+
+
+# What a receiver keeps of messages that it has posted no receive for yet, for each peer.
+EARLY_MESSAGES = 1024
+EARLY_BYTES = 1 << 25
+# Asks of one peer that wait for their answers.
+MOST_WANTS = 4096

@@ -15,12 +15,10 @@ import zmq
 from thinwire.transport.addresses import Address
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.connection import HANDSHAKE_S
+from thinwire.transport.wire.connection import BEAT_S, HANDSHAKE_S, key_pair
 from thinwire.transport.wire.dialer import Dial
 from thinwire.transport.wire.framing import INCARNATION_BYTES, Cancel, FrameError, Hello, Want, read, write
-from thinwire.transport.wire.keys import key_pair
 from thinwire.transport.wire.listener import TAKEN, UNKNOWN, WELCOME, Delivered, Door, DoorLine
-from thinwire.transport.wire.liveness import BEAT_S
 from thinwire.transport.wire.peer import Link
 from thinwire.transport.wire.transfer import Finisher
 

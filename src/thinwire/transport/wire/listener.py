@@ -17,9 +17,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from thinwire.errors import ConnectError
 from thinwire.transport.admission import PendingConnections
-from thinwire.transport.wire.connection import HANDSHAKE_S, Tapped, set_up
-from thinwire.transport.wire.keys import KeyPair
-from thinwire.transport.wire.liveness import TcpReading
+from thinwire.transport.tcp_stats import TcpReading
+from thinwire.transport.wire.connection import HANDSHAKE_S, KeyPair, Tapped, set_up
 
 WELCOME, TAKEN, UNKNOWN = b"200", b"400", b"500"
 # Connections without a proved key, from one address and in all. Many replicas of one host dial at the same time.

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import PeerLost, TransportError
-from thinwire.transport.wire.bounds import MOST_WANTS
-from thinwire.transport.wire.connection import Line, unseen_limit_bytes
+from thinwire.transport.wire.connection import Line, Liveness, unseen_limit_bytes
+from thinwire.transport.wire.flow_control import Receiving, Sending
 from thinwire.transport.wire.framing import (
+    MOST_WANTS,
     Ask,
     Bye,
     Cancel,
@@ -26,11 +27,7 @@ from thinwire.transport.wire.framing import (
     read,
     write,
 )
-from thinwire.transport.wire.liveness import Liveness
-from thinwire.transport.wire.receiving import Receiving
-from thinwire.transport.wire.requests import AnswerTransfer, Asking, AskTransfer
-from thinwire.transport.wire.sending import Sending
-from thinwire.transport.wire.transfer import WireTransfer
+from thinwire.transport.wire.transfer import AnswerTransfer, Asking, AskTransfer, WireTransfer
 
 # Answers that a peer has not taken; one that sends and never reads is not to be answered without an end.
 _MOST_REPLIES = 8192

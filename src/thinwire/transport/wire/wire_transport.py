@@ -41,19 +41,17 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from thinwire.errors import TransportError
+from thinwire.errors import ConnectError, TransportError
 from thinwire.transport.addresses import Address
 from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, check_peer
 from thinwire.transport.message import header_of, pack
 from thinwire.transport.secret import Secret
+from thinwire.transport.tcp_stats import TcpReading
+from thinwire.transport.wire.flow_control import key_of
 from thinwire.transport.wire.framing import MOST_NAME_BYTES, Cancel, Want
 from thinwire.transport.wire.io_loop import WireLoop
-from thinwire.transport.wire.liveness import TcpReading
 from thinwire.transport.wire.peer import Link, left_out
-from thinwire.transport.wire.requests import AnswerTransfer, AskTransfer
-from thinwire.transport.wire.sending import key_of
-from thinwire.transport.wire.start import wait_for_all
-from thinwire.transport.wire.transfer import WireTransfer
+from thinwire.transport.wire.transfer import AnswerTransfer, AskTransfer, WireTransfer
 
 CLOSE_S = 10.0
 Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
@@ -381,3 +379,44 @@ class WireTransport:
         if not self._is_open:
             raise ValueError("only an open set of replicas has some that come and go; make it with is_open=True")
         check_peer(peer, replica=self._replica, num_replicas=MOST_REPLICAS)
+
+
+# One failed handshake may be a connection that broke at the wrong moment.
+_HANDSHAKES = 2
+
+
+def wait_for_all(loop: WireLoop, addresses: Mapping[int, Address], *, replica: int, deadline_s: float) -> None:
+    """Wait until all replicas that are being dialled have answered.
+
+    Args:
+        loop: Which dials them.
+        addresses: By replica.
+        replica: This one.
+        deadline_s: Seconds to wait.
+
+    Raises:
+        ConnectError: A replica did not answer in time, or one end did not prove to have the secret.
+    """
+    end = time.monotonic() + deadline_s
+    problems: dict[int, str] = {}
+    failed_handshakes = dict.fromkeys(addresses, 0)
+
+    def no_way(peer: int, problem: str) -> ConnectError:
+        address = addresses[peer]
+        return ConnectError(
+            f"replica {replica} could not connect to replica {peer} at {address.host}, port {address.port}: {problem}; "
+            f"see its log"
+        )
+
+    with loop.changed:
+        while missing := [peer for peer in addresses if not loop.links[peer].is_up]:
+            left_s = end - time.monotonic()
+            for peer in missing:
+                problem, is_mistrusted = loop.problems.pop(peer, ("", False))
+                problems[peer] = problem or problems.get(peer, f"it did not answer within {deadline_s:g} s")
+                failed_handshakes[peer] += is_mistrusted
+                if loop.links[peer].is_over:
+                    raise no_way(peer, f"it {loop.links[peer].reason}")
+                if left_s <= 0 or failed_handshakes[peer] >= _HANDSHAKES:
+                    raise no_way(peer, problems[peer])
+            loop.changed.wait(min(left_s, 0.2))

@@ -1,4 +1,4 @@
-"""Receiving side of a connection; the memory it takes is bounded, whatever the peer sends."""
+"""Flow control of one connection: credit-based sending, bounded receiving, and the adaptive receive window."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from itertools import chain
 import torch
 
 from thinwire.errors import PayloadError, TransportError
+from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.message import HEADER_BYTES, check_header
-from thinwire.transport.wire.bounds import EARLY_BYTES, EARLY_MESSAGES
 from thinwire.transport.wire.framing import (
+    EARLY_BYTES,
+    EARLY_MESSAGES,
     OPENING_BYTES,
     PART_BYTES,
     Ask,
@@ -25,9 +27,232 @@ from thinwire.transport.wire.framing import (
     Part,
     Refused,
 )
-from thinwire.transport.wire.receive_window import Window
-from thinwire.transport.wire.sending import key_of
 from thinwire.transport.wire.transfer import WireTransfer
+
+LEAST_BYTES = 1 << 17
+MOST_BYTES = 1 << 24
+_GAIN = 1.2
+_EPOCHS_UNTIL_RETRY = 64
+
+
+class Window:
+    """Grows for as long as growing makes the bytes come faster, so that neither a fast wire nor a far one idles.
+
+    On a thin wire it stays small: what is on its way stands in a queue there, and a short message waits behind it.
+
+    Args:
+        least: Bytes at the start, and always.
+        most: Bytes at the most.
+
+    Attributes:
+        num_bytes: How many may be on their way now.
+
+    Example:
+        >>> window, now_s = Window(), 0.0
+        >>> for _ in range(8):  # a wire of 10 MB/s whatever the window
+        ...     now_s += window.num_bytes / 10e6
+        ...     window.observe(window.num_bytes, now_s=now_s)
+        >>> window.num_bytes == LEAST_BYTES
+        True
+    """
+
+    def __init__(self, *, least: int = LEAST_BYTES, most: int = MOST_BYTES) -> None:
+        self.num_bytes = least
+        self._least, self._most = least, most
+        self._arrived_bytes = 0
+        self._began_s: float | None = None
+        self._smaller_bytes_per_s: float | None = None
+        self._left_epochs = 1
+
+    def pause(self) -> None:
+        """Forget when the current epoch began: nothing is being waited for."""
+        self._began_s, self._arrived_bytes = None, 0
+
+    def observe(self, num_bytes: int, *, now_s: float) -> None:
+        """Count what arrived; an epoch ends when a whole window has.
+
+        Args:
+            num_bytes: How many.
+            now_s: Seconds that only grow.
+        """
+        if self._began_s is None:
+            self._began_s = now_s  # what came first was sent before
+            return
+        self._arrived_bytes += num_bytes
+        if self._arrived_bytes < self.num_bytes:
+            return
+        rate = self._arrived_bytes / max(1e-6, now_s - self._began_s)
+        self._began_s, self._arrived_bytes = now_s, 0
+        self._judge(rate)
+
+    def _judge(self, bytes_per_s: float) -> None:
+        before, self._smaller_bytes_per_s = self._smaller_bytes_per_s, None
+        if before is not None and bytes_per_s < _GAIN * before:
+            self.num_bytes = max(self._least, self.num_bytes // 2)
+            self._left_epochs = _EPOCHS_UNTIL_RETRY
+            return
+        if before is None:
+            self._left_epochs -= 1
+            if self._left_epochs > 0:
+                return
+        if self.num_bytes < self._most:
+            self._smaller_bytes_per_s = bytes_per_s
+            self.num_bytes *= 2
+
+
+def key_of(envelope: Envelope) -> Key:
+    """Return what a receive is matched by.
+
+    Raises:
+        ValueError: A number does not fit its field.
+    """
+    bounds = (("fragment", envelope.fragment, 32), ("phase", envelope.phase, 8), ("round_id", envelope.round_id, 64))
+    for name, value, bits in bounds:
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} must be in 0..{(1 << bits) - 1}, got {value}")
+    return (int(envelope.kind), envelope.round_id, envelope.fragment, envelope.phase)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Outgoing:
+    transfer: WireTransfer
+    header: bytes
+    rest: memoryview
+    posted_s: float
+    number: int = 0
+    sent: int = 0
+    asked: int = 0
+    is_matched: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + len(self.rest)
+
+    def piece(self, start: int, end: int) -> memoryview:
+        """Return some of its bytes; a copy only where they lie in two places."""
+        skipped = len(self.header)
+        if start >= skipped:
+            return self.rest[start - skipped : end - skipped]
+        return memoryview(self.header[start:end] + self.rest[: max(0, end - skipped)])
+
+    def due_s(self) -> float | None:
+        """When its next part may go, None where none is asked for."""
+        end = min(self.sent + PART_BYTES, self.asked)
+        if end <= self.sent:
+            return None
+        spread_s = self.transfer.envelope.spread_s
+        if spread_s <= 0:
+            return self.posted_s
+        return self.posted_s + spread_s * (end - OPENING_BYTES) / (self.num_bytes - OPENING_BYTES)
+
+
+class Sending:
+    """The messages that go out over one connection, in the order in which they were posted; parts take turns."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Outgoing] = deque()
+        self._known: dict[int, _Outgoing] = {}
+        self._turns: deque[_Outgoing] = deque()
+        self._unmatched: dict[int, int] = {}
+        self._unmatched_bytes = 0
+        self._next_number = 0
+
+    def post(self, transfer: WireTransfer, message: torch.Tensor, *, now_s: float, header: bytes = b"") -> None:
+        """Add a packed message, or a payload and its header; the bytes are read until the transfer ends."""
+        self._waiting.append(_Outgoing(transfer=transfer, header=header, rest=message.numpy().data, posted_s=now_s))
+
+    def next_frame(self, *, now_s: float) -> Opening | Part | None:
+        """Return what may go out now."""
+        if self._waiting and self._has_room(min(self._waiting[0].num_bytes, OPENING_BYTES)):
+            return self._open(self._waiting.popleft())
+        for _ in range(len(self._turns)):
+            outgoing = self._turns[0]
+            self._turns.rotate(-1)
+            due_s = outgoing.due_s()
+            if due_s is not None and due_s <= now_s:
+                start, outgoing.sent = outgoing.sent, min(outgoing.sent + PART_BYTES, outgoing.asked)
+                return Part(number=outgoing.number, start=start, body=outgoing.piece(start, outgoing.sent))
+        return None
+
+    def due_s(self) -> float | None:
+        """Return when the next part may go, None where none is asked for."""
+        return min((due_s for outgoing in self._turns if (due_s := outgoing.due_s()) is not None), default=None)
+
+    def take(self, frame: Frame) -> None:
+        """Act on what the receiver says of a message.
+
+        Raises:
+            FrameError: It says what cannot be.
+        """
+        if isinstance(frame, Matched):
+            if frame.number not in self._unmatched or frame.number in self._known:
+                raise FrameError(f"a word on message {frame.number}, which is not waiting for a receive")
+            self._match(frame.number)
+            return
+        assert isinstance(frame, Ask | Got | Refused)
+        outgoing = self._known.get(frame.number)
+        if outgoing is None:
+            raise FrameError(f"a word on message {frame.number}, which is not on its way")
+        if isinstance(frame, Ask):
+            if not outgoing.asked < frame.end <= outgoing.num_bytes:
+                raise FrameError(f"a request up to byte {frame.end} of {outgoing.num_bytes}, after {outgoing.asked}")
+            outgoing.asked = frame.end
+            self._match(frame.number)
+        elif isinstance(frame, Got):
+            if outgoing.sent < outgoing.num_bytes:
+                raise FrameError(f"a receipt for message {frame.number}, of which only {outgoing.sent} bytes were sent")
+            self._end(outgoing, error=None)
+            if frame.is_matched:
+                self._match(frame.number)
+        else:
+            self._match(frame.number)
+            self._end(outgoing, error=_refusal(outgoing.transfer))
+
+    def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
+        """End all that has not ended; nothing may be added after."""
+        for outgoing in (*self._known.values(), *self._waiting):
+            outgoing.transfer.fail(error_of(outgoing.transfer))
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return len(self._unmatched) < EARLY_MESSAGES and self._unmatched_bytes + num_bytes <= EARLY_BYTES
+
+    def _open(self, outgoing: _Outgoing) -> Opening:
+        outgoing.number, self._next_number = self._next_number, self._next_number + 1
+        outgoing.sent = outgoing.asked = min(outgoing.num_bytes, OPENING_BYTES)
+        self._known[outgoing.number] = outgoing
+        if outgoing.sent < outgoing.num_bytes:
+            self._turns.append(outgoing)
+        self._unmatched[outgoing.number] = outgoing.sent
+        self._unmatched_bytes += outgoing.sent
+        return Opening(
+            number=outgoing.number,
+            key=key_of(outgoing.transfer.envelope),
+            message_bytes=outgoing.num_bytes,
+            body=outgoing.piece(0, outgoing.sent),
+        )
+
+    def _match(self, number: int) -> None:
+        self._unmatched_bytes -= self._unmatched.pop(number, 0)
+
+    def _end(self, outgoing: _Outgoing, *, error: TransportError | None) -> None:
+        del self._known[outgoing.number]
+        if outgoing in self._turns:
+            self._turns.remove(outgoing)
+        if error is None:
+            outgoing.transfer.succeed()
+        else:
+            outgoing.transfer.fail(error)
+
+
+def _refusal(transfer: WireTransfer) -> TransportError:
+    who, what = f"replica {transfer.peer}", transfer.describe()
+    if transfer.envelope.kind is Kind.LIBRARY:
+        return TransportError(f"{who} took {what} no further: it does not want it any more, or asked for less")
+    return PayloadError(
+        f"{who} refused {what}, because it expected another message there; the replicas run different set-ups: see its "
+        f"log"
+    )
+
 
 # Messages that are not wanted any more, of which some may still be on its way; the oldest are long since over.
 _MOST_REFUSED = 4096
