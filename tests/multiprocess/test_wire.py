@@ -202,7 +202,7 @@ def go_on_after_a_break(secret: str) -> dict[str, Any]:
     assert exchange(transport, peer, 1000, 0)
     broken = transport.receive(source=peer, envelope=envelope_of(1, 1))
     if transport.replica == 0:
-        line: Any = bare(transport)._loop.links[1].line
+        line: Any = bare(transport)._loop.peers[1].connection
         line.tap.shut()
     found = {"broken": failure_of(broken)}
     end = time.monotonic() + SOON_S

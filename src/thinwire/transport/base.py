@@ -140,7 +140,7 @@ class Transport(Protocol):
         ...
 
 
-class Ask(Pending, Protocol):
+class Request(Pending, Protocol):
     """What one replica asked another for, on its way."""
 
     envelope: Envelope
@@ -154,7 +154,7 @@ class Ask(Pending, Protocol):
         ...
 
 
-class Answer(Pending, Protocol):
+class Response(Pending, Protocol):
     """What one replica answers another, on its way."""
 
     envelope: Envelope
@@ -165,26 +165,26 @@ class Answer(Pending, Protocol):
 
 
 @runtime_checkable
-class AskingTransport(Transport, Protocol):
+class RequestTransport(Transport, Protocol):
     """A transport on which replicas also ask each other for things by name, as `WireTransport` does.
 
     Attributes:
-        on_want: Called with a replica, the number of its ask and the name that it asks for.
+        on_request: Called with a replica, the number of its ask and the name that it asks for.
         on_cancel: Called with a replica and the number of an ask for whose answer nobody waits any more.
         on_lost: Called with a replica whose connection ended, and its asks with it.
     """
 
-    on_want: Callable[[int, int, bytes], None] | None
+    on_request: Callable[[int, int, bytes], None] | None
     on_cancel: Callable[[int, int], None] | None
     on_lost: Callable[[int], None] | None
 
-    def ask(self, source: int, name: bytes, *, most_bytes: int) -> Ask:
+    def request(self, source: int, name: bytes, *, most_bytes: int) -> Request:
         """Ask another replica for what it has, or will have, under a name."""
         ...
 
-    def answer(
+    def respond(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
-    ) -> Answer:
+    ) -> Response:
         """Answer an ask; the payload is not copied, and must stay as it is until the transfer ends."""
         ...
 
@@ -220,7 +220,7 @@ def step_aside(transport: Transport) -> bool:
     return bool(innermost.step_aside()) if hasattr(innermost, "step_aside") else False
 
 
-class Awaited:
+class TransferFuture:
     """A `Pending` that also announces its end.
 
     Args:

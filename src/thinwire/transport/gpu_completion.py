@@ -33,7 +33,7 @@ _JOIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class CallEnd:
     """How a call ended.
 
     Attributes:
@@ -51,7 +51,7 @@ class End:
 class _Asked:
     work: Any
     group: int
-    on_end: Callable[[End], None]
+    on_end: Callable[[CallEnd], None]
 
 
 class WorkPoller:
@@ -69,7 +69,7 @@ class WorkPoller:
         self._clock = clock
         self._poll_s = poll_s
         self._most = most
-        self._lines: dict[Hashable, deque[_Asked]] = {}
+        self._queues: dict[Hashable, deque[_Asked]] = {}
         self._untimed: set[tuple[int, type]] = set()
         self._num = 0
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class WorkPoller:
         """Whether one more call may be under way."""
         return self._num < self._most
 
-    def ask(self, work: Any, on_end: Callable[[End], None], *, group: int, line: Hashable | None = None) -> None:
+    def watch(self, work: Any, on_end: Callable[[CallEnd], None], *, group: int, line: Hashable | None = None) -> None:
         """Ask a `Work`, or a mark behind a call, until it has ended.
 
         Args:
@@ -95,7 +95,7 @@ class WorkPoller:
         """
         asked = _Asked(work, group, on_end)
         with self._lock:
-            self._lines.setdefault(object() if line is None else line, deque()).append(asked)
+            self._queues.setdefault(object() if line is None else line, deque()).append(asked)
             self._num += 1
             self._is_wanted.set()
             if self._thread is None:
@@ -124,43 +124,43 @@ class WorkPoller:
     def _go_on(self) -> None:
         while self._closes_s is None or (self._num and time.monotonic() < self._closes_s):
             if self._is_wanted.wait(_IDLE_S):
-                self._ask_all()
+                self._poll_all()
                 time.sleep(self._poll_s)
-        self._ask_all()
+        self._poll_all()
 
-    def _ask_all(self) -> None:
+    def _poll_all(self) -> None:
         with self._lock:
-            keys = list(self._lines)
+            keys = list(self._queues)
         for key in keys:
             with self._asking:
                 if self._is_held:
                     return
-                self._ask_line(key)
+                self._poll_queue(key)
 
-    def _ask_line(self, key: Hashable) -> None:
+    def _poll_queue(self, key: Hashable) -> None:
         """Ask the calls of one line, oldest first, no further than the first that lasts."""
-        line = self._lines[key]
-        while line and (end := self._look(line[0])) is not None:
+        line = self._queues[key]
+        while line and (end := self._poll_one(line[0])) is not None:
             asked = line.popleft()
             asked.on_end(end)
             with self._lock:
                 self._num -= 1
                 if not line:
-                    del self._lines[key]
+                    del self._queues[key]
                 if not self._num and self._closes_s is None:
                     self._is_wanted.clear()
 
-    def _look(self, asked: _Asked) -> End | None:
+    def _poll_one(self, asked: _Asked) -> CallEnd | None:
         """Return how a call ended; none while it lasts."""
         try:
             if not asked.work.is_completed():
                 return None
         except Exception as error:  # as CUDA has it: after one such error every question fails
-            return End(done_s=self._clock(), error=str(error) or type(error).__name__)
+            return CallEnd(done_s=self._clock(), error=str(error) or type(error).__name__)
         done_s = self._clock()
         if failure := compat.failure_of(asked.work):
-            return End(done_s=done_s, error=failure)
-        return End(done_s=done_s, duration_s=self._duration_s(asked))
+            return CallEnd(done_s=done_s, error=failure)
+        return CallEnd(done_s=done_s, duration_s=self._duration_s(asked))
 
     def _duration_s(self, asked: _Asked) -> float | None:
         """Return how long the GPU was in a call; where a group does not time its calls it is not asked again."""
@@ -173,7 +173,7 @@ class WorkPoller:
         return duration_s
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A place on a stream; it knows no failure of its own and no duration."""
 
     @property
@@ -186,7 +186,7 @@ class Mark(Protocol):
         ...
 
 
-class EventMark:
+class CudaEventMark:
     """The end of what a device's current stream of this thread holds now.
 
     Args:

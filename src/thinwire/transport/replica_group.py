@@ -29,7 +29,7 @@ _EVER = timedelta(days=7)
 _LEADER = 0
 
 
-class InnerGroup:
+class ReplicaGroup:
     """One rank's end of a replica's own process group, which becomes torch's default group.
 
     Args:
@@ -91,8 +91,8 @@ class InnerGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def tell(self, order: bytes) -> None:
-        """Give the others an order; each must `hear` it.
+    def send_order(self, order: bytes) -> None:
+        """Give the others an order; each must `receive_order` it.
 
         Raises:
             ValueError: It is longer than 16 MiB.
@@ -105,7 +105,7 @@ class InnerGroup:
         if len(order) > room:
             dist.broadcast(torch.frombuffer(bytearray(order[room:]), dtype=torch.uint8), src=_LEADER)
 
-    def hear(self) -> bytes:
+    def receive_order(self) -> bytes:
         """Wait for the next order, however long that takes.
 
         Raises:
@@ -121,17 +121,17 @@ class InnerGroup:
             found += rest.numpy().tobytes()
         return found[:length]
 
-    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill a tensor with the leading rank's, in place; same shape and dtype on all ranks."""
         dist.broadcast(tensor, src=_LEADER)
         return tensor
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor over the ranks, in place."""
         dist.all_reduce(tensor)
         return tensor
 
-    def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return every rank's numbers, by rank; as many on each."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
         found = [torch.empty_like(own) for _ in range(self.size)]
@@ -158,7 +158,7 @@ class InnerGroup:
                 dist.recv(part, src=source)
         return parts
 
-    def deal(self, parts: Sequence[torch.Tensor], *, own: torch.Tensor) -> torch.Tensor:
+    def scatter(self, parts: Sequence[torch.Tensor], *, own: torch.Tensor) -> torch.Tensor:
         """Bring a vector of the leading rank's to each rank, bit for bit; see `gather`.
 
         Args:
@@ -208,12 +208,12 @@ class ShardedParameters:
         names: Of all parameters, as `model.named_parameters()` gives them.
     """
 
-    def __init__(self, group: InnerGroup, model: nn.Module) -> None:
+    def __init__(self, group: ReplicaGroup, model: nn.Module) -> None:
         self._group = group
         self._model = model
         self._tensors = dict(model.named_parameters())
         self.names = tuple(self._tensors)
-        sizes = group.tell_all([local_shard(tensor).numel() for tensor in self._tensors.values()])
+        sizes = group.all_gather([local_shard(tensor).numel() for tensor in self._tensors.values()])
         self._sizes = {name: [of_rank[index] for of_rank in sizes] for index, name in enumerate(self.names)}
         self._kept: list[torch.Tensor] = []
 
@@ -244,7 +244,7 @@ class ShardedParameters:
         own = [local_shard(self._tensors[name]) for name in names]
         parts = [] if values is None else self._cut(names, values.to(self._group.device))
         room = torch.empty(sum(t.numel() for t in own), dtype=torch.float32, device=self._group.device)
-        target = self._group.deal(parts, own=room)
+        target = self._group.scatter(parts, own=room)
         if blend > 0:
             target = torch.lerp(flatten(own, device=self._group.device), target, 1 - blend)
         with torch.no_grad():

@@ -75,7 +75,7 @@ def tcp_info(connection: socket.socket) -> TcpInfo | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TcpReading:
+class ConnectionStats:
     """What the kernel knows of a connection.
 
     Attributes:
@@ -97,7 +97,7 @@ class TcpReading:
     has_signs: bool = True
 
 
-def read_tcp(connection: socket.socket) -> TcpReading | None:
+def connection_stats(connection: socket.socket) -> ConnectionStats | None:
     """Ask the kernel about a TCP connection; None where it does not tell (it is gone, or this is not Linux)."""
     try:
         found = tcp_info(connection)
@@ -105,7 +105,7 @@ def read_tcp(connection: socket.socket) -> TcpReading | None:
         return None
     if found is None:
         return None
-    return TcpReading(
+    return ConnectionStats(
         silence_s=found.last_data_s, rtt_s=found.rtt_s, sent_bytes=found.acked_bytes,
         received_bytes=found.received_bytes, busy_s=found.busy_s or 0.0, held_s=found.held_s or 0.0,
     )  # fmt: skip
@@ -115,7 +115,7 @@ _OPEN = Path("/proc/self/fd")
 _AGAIN_S = 5.0
 
 
-class OwnSockets:
+class LocalSockets:
     """Reads this process's connections by the address of their other end.
 
     Args:
@@ -123,7 +123,7 @@ class OwnSockets:
         now: Gives seconds that only grow.
 
     Example:
-        >>> OwnSockets({0: "192.0.2.1", 1: "192.0.2.2"}).reading(1) is None  # nothing leads there
+        >>> LocalSockets({0: "192.0.2.1", 1: "192.0.2.2"}).reading(1) is None  # nothing leads there
         True
     """
 
@@ -134,16 +134,20 @@ class OwnSockets:
         self._numbers: defaultdict[str, list[int]] = defaultdict(list)
         self._found_s = -math.inf
 
-    def reading(self, rank: int) -> TcpReading | None:
+    def reading(self, rank: int) -> ConnectionStats | None:
         """Return what the kernel knows of all connections to a rank together.
 
         None where there is none, where others have the same address, and where the kernel does not tell.
         """
         address = self._addresses.get(rank)
-        found = [] if address is None else [one for one in map(read_tcp, self._connections(address)) if one is not None]
+        found = (
+            []
+            if address is None
+            else [one for one in map(connection_stats, self._connections(address)) if one is not None]
+        )
         if not found:
             return None
-        return TcpReading(
+        return ConnectionStats(
             silence_s=min(one.silence_s for one in found), rtt_s=max(one.rtt_s for one in found),
             sent_bytes=sum(one.sent_bytes for one in found), received_bytes=sum(one.received_bytes for one in found),
             busy_s=sum(one.busy_s for one in found), held_s=sum(one.held_s for one in found), has_signs=False,
@@ -156,11 +160,11 @@ class OwnSockets:
             self._found_s = now_s
             self._numbers = defaultdict(list)
             for number in open_sockets():
-                if (copy := copy_of(number)) is not None:
+                if (copy := duplicate_socket(number)) is not None:
                     with contextlib.suppress(OSError), copy:
                         self._numbers[_address_of(copy)].append(number)
         for number in self._numbers.get(address, ()):
-            if (copy := copy_of(number)) is not None:
+            if (copy := duplicate_socket(number)) is not None:
                 with contextlib.suppress(OSError), copy:
                     if _address_of(copy) == address:  # and not something else that has the number by now
                         yield copy
@@ -171,7 +175,7 @@ def _address_of(connection: socket.socket) -> str:
     return str(connection.getpeername()[0]) if connection.family == socket.AF_INET else ""
 
 
-def copy_of(number: int) -> socket.socket | None:
+def duplicate_socket(number: int) -> socket.socket | None:
     """Return another descriptor of a socket; None where that number is none any more."""
     try:
         copy = os.dup(number)
@@ -207,7 +211,7 @@ _Ends = tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlowReading:
+class HostFlow:
     """What the kernel knows of all connections to one host together.
 
     Attributes:
@@ -228,7 +232,7 @@ class FlowReading:
     unanswered: int
 
 
-class Flows:
+class HostFlows:
     """Reads this process's connections by the host they lead to.
 
     Args:
@@ -237,7 +241,7 @@ class Flows:
         now: Gives seconds that only grow.
 
     Example:
-        >>> Flows({1: ("192.0.2.1",)}).read()  # nothing leads there
+        >>> HostFlows({1: ("192.0.2.1",)}).read()  # nothing leads there
         {}
     """
 
@@ -254,7 +258,7 @@ class Flows:
         # since when the kernel asks, by both ends of a connection
         self._asked_s: dict[_Ends, float] = {}
 
-    def read(self, *, is_asking: bool = False) -> dict[int, FlowReading]:
+    def read(self, *, is_asking: bool = False) -> dict[int, HostFlow]:
         """Return what is known of each host that a connection leads to, by the rank it is known by.
 
         Args:
@@ -265,10 +269,10 @@ class Flows:
         if self._host_of and now_s - self._found_s > _AGAIN_S:
             self._numbers, self._found_s = list(open_sockets()), now_s
         self._is_close, self._looked_s = now_s - self._looked_s <= _LONGEST_GAP_S, now_s
-        before, found = self._asked_s, dict[int, list[FlowReading]]()
+        before, found = self._asked_s, dict[int, list[HostFlow]]()
         self._asked_s = {}  # those that are there still
         for number in self._numbers:
-            if (copy := copy_of(number)) is not None:
+            if (copy := duplicate_socket(number)) is not None:
                 with contextlib.suppress(OSError), copy:
                     self._take(copy, found, before, now_s if is_asking else None)
         return {rank: _together(readings) for rank, readings in sorted(found.items())}
@@ -279,7 +283,7 @@ class Flows:
             self.read()
 
     def _take(
-        self, copy: socket.socket, found: dict[int, list[FlowReading]], before: Mapping[_Ends, float],
+        self, copy: socket.socket, found: dict[int, list[HostFlow]], before: Mapping[_Ends, float],
         asking_s: float | None,
     ) -> None:  # fmt: skip
         # torch's store reaches an address of IPv4 by a socket of IPv6, whose text is another one
@@ -306,13 +310,13 @@ class Flows:
             found.setdefault(rank, []).append(reading)
 
 
-def _read(connection: socket.socket, *, asked_s: float | None) -> FlowReading | None:
+def _read(connection: socket.socket, *, asked_s: float | None) -> HostFlow | None:
     """Ask the kernel about a connection; None where it does not tell: it is old, or not Linux."""
     known = tcp_info(connection)
     if known is None or known.busy_s is None or known.held_s is None:
         return None
     is_answered = asked_s is not None and asked_s >= max(_ANSWER_S, 2 * known.rtt_s)
-    return FlowReading(
+    return HostFlow(
         num_bytes=known.acked_bytes, num_received=known.received_bytes, busy_s=known.busy_s, held_s=known.held_s,
         silence_s=min(known.last_data_s, known.last_ack_s) if is_answered else None,
         unanswered=max(known.sent_again, known.asked_again),
@@ -338,10 +342,10 @@ def _ask(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
 
 
-def _together(readings: Sequence[FlowReading]) -> FlowReading:
+def _together(readings: Sequence[HostFlow]) -> HostFlow:
     """Return what several connections to one host show: it is there while one of them answers."""
     silences = [one.silence_s for one in readings if one.silence_s is not None]
-    return FlowReading(
+    return HostFlow(
         num_bytes=sum(one.num_bytes for one in readings),
         num_received=sum(one.num_received for one in readings),
         busy_s=sum(one.busy_s for one in readings),

@@ -13,19 +13,19 @@ from thinwire.errors import PayloadError, TransportError
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.message import HEADER_BYTES, check_header
 from thinwire.transport.wire.framing import (
-    EARLY_BYTES,
-    EARLY_MESSAGES,
+    MAX_UNEXPECTED,
+    MAX_UNEXPECTED_BYTES,
     OPENING_BYTES,
     PART_BYTES,
-    Ask,
+    Credit,
     Frame,
     FrameError,
-    Got,
     Key,
-    Matched,
-    Opening,
-    Part,
-    Refused,
+    MessagePart,
+    MessageRefused,
+    MessageStart,
+    Receipt,
+    ReceivePosted,
 )
 from thinwire.transport.wire.transfer import WireTransfer
 
@@ -35,7 +35,7 @@ _GAIN = 1.2
 _EPOCHS_UNTIL_RETRY = 64
 
 
-class Window:
+class ReceiveWindow:
     """Grows for as long as growing makes the bytes come faster, so that neither a fast wire nor a far one idles.
 
     On a thin wire it stays small: what is on its way stands in a queue there, and a short message waits behind it.
@@ -48,7 +48,7 @@ class Window:
         num_bytes: How many may be on their way now.
 
     Example:
-        >>> window, now_s = Window(), 0.0
+        >>> window, now_s = ReceiveWindow(), 0.0
         >>> for _ in range(8):  # a wire of 10 MB/s whatever the window
         ...     now_s += window.num_bytes / 10e6
         ...     window.observe(window.num_bytes, now_s=now_s)
@@ -83,9 +83,9 @@ class Window:
             return
         rate = self._arrived_bytes / max(1e-6, now_s - self._began_s)
         self._began_s, self._arrived_bytes = now_s, 0
-        self._judge(rate)
+        self._adapt(rate)
 
-    def _judge(self, bytes_per_s: float) -> None:
+    def _adapt(self, bytes_per_s: float) -> None:
         before, self._smaller_bytes_per_s = self._smaller_bytes_per_s, None
         if before is not None and bytes_per_s < _GAIN * before:
             self.num_bytes = max(self._least, self.num_bytes // 2)
@@ -146,7 +146,7 @@ class _Outgoing:
         return self.posted_s + spread_s * (end - OPENING_BYTES) / (self.num_bytes - OPENING_BYTES)
 
 
-class Sending:
+class OutgoingMessages:
     """The messages that go out over one connection, in the order in which they were posted; parts take turns."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ class Sending:
         """Add a packed message, or a payload and its header; the bytes are read until the transfer ends."""
         self._waiting.append(_Outgoing(transfer=transfer, header=header, rest=message.numpy().data, posted_s=now_s))
 
-    def next_frame(self, *, now_s: float) -> Opening | Part | None:
+    def next_frame(self, *, now_s: float) -> MessageStart | MessagePart | None:
         """Return what may go out now."""
         if self._waiting and self._has_room(min(self._waiting[0].num_bytes, OPENING_BYTES)):
             return self._open(self._waiting.popleft())
@@ -171,7 +171,7 @@ class Sending:
             due_s = outgoing.due_s()
             if due_s is not None and due_s <= now_s:
                 start, outgoing.sent = outgoing.sent, min(outgoing.sent + PART_BYTES, outgoing.asked)
-                return Part(number=outgoing.number, start=start, body=outgoing.piece(start, outgoing.sent))
+                return MessagePart(number=outgoing.number, start=start, body=outgoing.piece(start, outgoing.sent))
         return None
 
     def due_s(self) -> float | None:
@@ -184,21 +184,21 @@ class Sending:
         Raises:
             FrameError: It says what cannot be.
         """
-        if isinstance(frame, Matched):
+        if isinstance(frame, ReceivePosted):
             if frame.number not in self._unmatched or frame.number in self._known:
                 raise FrameError(f"a word on message {frame.number}, which is not waiting for a receive")
             self._match(frame.number)
             return
-        assert isinstance(frame, Ask | Got | Refused)
+        assert isinstance(frame, Credit | Receipt | MessageRefused)
         outgoing = self._known.get(frame.number)
         if outgoing is None:
             raise FrameError(f"a word on message {frame.number}, which is not on its way")
-        if isinstance(frame, Ask):
+        if isinstance(frame, Credit):
             if not outgoing.asked < frame.end <= outgoing.num_bytes:
                 raise FrameError(f"a request up to byte {frame.end} of {outgoing.num_bytes}, after {outgoing.asked}")
             outgoing.asked = frame.end
             self._match(frame.number)
-        elif isinstance(frame, Got):
+        elif isinstance(frame, Receipt):
             if outgoing.sent < outgoing.num_bytes:
                 raise FrameError(f"a receipt for message {frame.number}, of which only {outgoing.sent} bytes were sent")
             self._end(outgoing, error=None)
@@ -214,9 +214,9 @@ class Sending:
             outgoing.transfer.fail(error_of(outgoing.transfer))
 
     def _has_room(self, num_bytes: int) -> bool:
-        return len(self._unmatched) < EARLY_MESSAGES and self._unmatched_bytes + num_bytes <= EARLY_BYTES
+        return len(self._unmatched) < MAX_UNEXPECTED and self._unmatched_bytes + num_bytes <= MAX_UNEXPECTED_BYTES
 
-    def _open(self, outgoing: _Outgoing) -> Opening:
+    def _open(self, outgoing: _Outgoing) -> MessageStart:
         outgoing.number, self._next_number = self._next_number, self._next_number + 1
         outgoing.sent = outgoing.asked = min(outgoing.num_bytes, OPENING_BYTES)
         self._known[outgoing.number] = outgoing
@@ -224,7 +224,7 @@ class Sending:
             self._turns.append(outgoing)
         self._unmatched[outgoing.number] = outgoing.sent
         self._unmatched_bytes += outgoing.sent
-        return Opening(
+        return MessageStart(
             number=outgoing.number,
             key=key_of(outgoing.transfer.envelope),
             message_bytes=outgoing.num_bytes,
@@ -259,14 +259,14 @@ _MOST_REFUSED = 4096
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Early:
+class _Unexpected:
     number: int
     message_bytes: int
     body: torch.Tensor
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Room:
+class _Incoming:
     transfer: WireTransfer
     message: torch.Tensor
     view: memoryview
@@ -282,12 +282,12 @@ class _Rest:
     asked: int
 
 
-class Receiving:
+class IncomingMessages:
     """The messages that come in over one connection.
 
-    A message is matched with the receives under its key in the order of their posting. Its opening is kept where there
-    is none yet, up to `EARLY_MESSAGES` of them and `EARLY_BYTES`; the rest is asked for only once the opening's header
-    states the message that a receive expects, a window at a time that all such messages share.
+    A message is matched with the posted receives of its key, in posting order. The start of an unexpected message is
+    kept, up to `MAX_UNEXPECTED` of them and `MAX_UNEXPECTED_BYTES`. Credit for the rest is sent only after the start's
+    header states the message that a receive expects. All such messages share one window.
 
     Attributes:
         replies: What is to be sent back, oldest first; whoever sends it takes it out.
@@ -296,80 +296,80 @@ class Receiving:
     def __init__(self) -> None:
         self.replies: deque[Frame] = deque()
         self._posted: dict[Key, deque[WireTransfer]] = {}
-        self._early: dict[Key, deque[_Early]] = {}
-        self._early_messages = 0
-        self._early_bytes = 0
-        self._rooms: dict[int, _Room] = {}
+        self._unexpected: dict[Key, deque[_Unexpected]] = {}
+        self._num_unexpected = 0
+        self._unexpected_bytes = 0
+        self._arriving: dict[int, _Incoming] = {}
         self._refused: dict[int, _Rest] = {}
-        self._window = Window()
+        self._window = ReceiveWindow()
         self._next_number = 0
 
     def post(self, transfer: WireTransfer) -> None:
         """Add a receive; a message that came before it is taken at once."""
-        found = self._kept(transfer)
+        found = self._pop_unexpected(transfer)
         if found is None:
             self._posted.setdefault(key_of(transfer.envelope), deque()).append(transfer)
         elif found.body.numel() == found.message_bytes:
-            self.replies.append(Matched(number=found.number))
+            self.replies.append(ReceivePosted(number=found.number))
             transfer.succeed(found.body)
         else:
             self._begin(transfer, number=found.number, message_bytes=found.message_bytes, opening=found.body)
 
-    def give_up(self, transfer: WireTransfer) -> bool:
+    def cancel_receive(self, transfer: WireTransfer) -> bool:
         """Ask for no more of a message that is not wanted any more; tell whether some of it had come."""
-        number = next((number for number, room in self._rooms.items() if room.transfer is transfer), None)
+        number = next((number for number, room in self._arriving.items() if room.transfer is transfer), None)
         if number is None:
             return False
-        room = self._rooms.pop(number)
-        if not self._rooms:
+        room = self._arriving.pop(number)
+        if not self._arriving:
             self._window.pause()
         self._refused[number] = _Rest(arrived=room.arrived, asked=room.asked)
         while len(self._refused) > _MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
-        self.replies.append(Refused(number=number))
+        self.replies.append(MessageRefused(number=number))
         transfer.fail(TransportError(f"{transfer.describe()} is not wanted any more"))
         return True
 
-    def hand_over(self, transfer: WireTransfer) -> bool:
+    def take_unexpected(self, transfer: WireTransfer) -> bool:
         """Give a receive what came before the connection ended; tell whether there was a whole message."""
-        while (found := self._kept(transfer)) is not None:
+        while (found := self._pop_unexpected(transfer)) is not None:
             if found.body.numel() == found.message_bytes:
                 transfer.succeed(found.body)
                 return True
         return False
 
-    def take(self, frame: Opening | Part, *, now_s: float) -> None:
+    def take(self, frame: MessageStart | MessagePart, *, now_s: float) -> None:
         """Take in what came.
 
         Raises:
             FrameError: It is out of order, out of bounds, or nobody asked for it.
         """
-        if isinstance(frame, Opening):
+        if isinstance(frame, MessageStart):
             self._open(frame)
         else:
             self._add(frame, now_s=now_s)
 
     def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
-        """End all that has not ended; what came whole before is kept for `hand_over`."""
-        rooms = (room.transfer for room in self._rooms.values())
+        """End all that has not ended; what came whole before is kept for `take_unexpected`."""
+        rooms = (room.transfer for room in self._arriving.values())
         for transfer in (*rooms, *chain.from_iterable(self._posted.values())):
             transfer.fail(error_of(transfer))
-        self._rooms, self._posted = {}, {}
+        self._arriving, self._posted = {}, {}
         self.replies.clear()
 
-    def _kept(self, transfer: WireTransfer) -> _Early | None:
+    def _pop_unexpected(self, transfer: WireTransfer) -> _Unexpected | None:
         key = key_of(transfer.envelope)
-        early = self._early.get(key)
+        early = self._unexpected.get(key)
         if not early:
             return None
         found = early.popleft()
         if not early:
-            del self._early[key]
-        self._early_messages -= 1
-        self._early_bytes -= found.body.numel()
+            del self._unexpected[key]
+        self._num_unexpected -= 1
+        self._unexpected_bytes -= found.body.numel()
         return found
 
-    def _open(self, frame: Opening) -> None:
+    def _open(self, frame: MessageStart) -> None:
         if frame.number != self._next_number:
             raise FrameError(f"message {frame.number} where {self._next_number} was next")
         self._next_number += 1
@@ -380,26 +380,26 @@ class Receiving:
             if not posted:
                 del self._posted[frame.key]
             if is_whole:
-                self.replies.append(Got(number=frame.number, is_matched=True))
+                self.replies.append(Receipt(number=frame.number, is_matched=True))
                 transfer.succeed(_copy(frame.body))
             else:
                 self._begin(transfer, number=frame.number, message_bytes=frame.message_bytes, opening=_copy(frame.body))
             return
-        if self._early_messages >= EARLY_MESSAGES or self._early_bytes + len(frame.body) > EARLY_BYTES:
+        if self._num_unexpected >= MAX_UNEXPECTED or self._unexpected_bytes + len(frame.body) > MAX_UNEXPECTED_BYTES:
             raise FrameError(
-                f"more messages that nobody waits for than the {EARLY_MESSAGES}, of {EARLY_BYTES} bytes, that are kept"
+                f"more unexpected messages than the {MAX_UNEXPECTED}, of {MAX_UNEXPECTED_BYTES} bytes, that are kept"
             )
-        self._early_messages += 1
-        self._early_bytes += len(frame.body)
-        found = _Early(number=frame.number, message_bytes=frame.message_bytes, body=_copy(frame.body))
-        self._early.setdefault(frame.key, deque()).append(found)
+        self._num_unexpected += 1
+        self._unexpected_bytes += len(frame.body)
+        found = _Unexpected(number=frame.number, message_bytes=frame.message_bytes, body=_copy(frame.body))
+        self._unexpected.setdefault(frame.key, deque()).append(found)
         if is_whole:
-            self.replies.append(Got(number=frame.number, is_matched=False))
+            self.replies.append(Receipt(number=frame.number, is_matched=False))
 
     def _begin(self, transfer: WireTransfer, *, number: int, message_bytes: int, opening: torch.Tensor) -> None:
         """Check the opening of a message that is longer, and ask for its rest."""
         if transfer.done():  # nobody wants it any more
-            self.replies.append(Refused(number=number))
+            self.replies.append(MessageRefused(number=number))
             transfer.fail(TransportError(f"{transfer.describe()} is not wanted any more"))
             return
         try:
@@ -410,19 +410,19 @@ class Receiving:
                     f"was announced, expected {HEADER_BYTES + header.payload_bytes}"
                 )
         except PayloadError as error:
-            self.replies.append(Refused(number=number))
+            self.replies.append(MessageRefused(number=number))
             transfer.fail(error)
             return
         message = torch.empty(message_bytes, dtype=torch.uint8)
         message[: opening.numel()] = opening
-        room = _Room(
+        room = _Incoming(
             transfer=transfer, message=message, view=message.numpy().data, arrived=OPENING_BYTES, asked=OPENING_BYTES
         )
-        self._rooms[number] = room
-        self._ask(number, room)
+        self._arriving[number] = room
+        self._send_credit(number, room)
 
-    def _add(self, frame: Part, *, now_s: float) -> None:
-        room = self._rooms.get(frame.number)
+    def _add(self, frame: MessagePart, *, now_s: float) -> None:
+        room = self._arriving.get(frame.number)
         if room is None and (rest := self._refused.get(frame.number)) is not None:
             _check_order(frame, arrived=rest.arrived, asked=rest.asked)
             rest.arrived += len(frame.body)
@@ -437,22 +437,22 @@ class Receiving:
         room.arrived = end
         self._window.observe(len(frame.body), now_s=now_s)
         if room.arrived < len(room.view):
-            self._ask(frame.number, room)
+            self._send_credit(frame.number, room)
             return
-        del self._rooms[frame.number]
-        if not self._rooms:
+        del self._arriving[frame.number]
+        if not self._arriving:
             self._window.pause()
-        self.replies.append(Got(number=frame.number, is_matched=True))
+        self.replies.append(Receipt(number=frame.number, is_matched=True))
         room.transfer.succeed(room.message)
 
-    def _ask(self, number: int, room: _Room) -> None:
-        share = max(2 * PART_BYTES, self._window.num_bytes // len(self._rooms))
+    def _send_credit(self, number: int, room: _Incoming) -> None:
+        share = max(2 * PART_BYTES, self._window.num_bytes // len(self._arriving))
         if room.asked < len(room.view) and room.asked - room.arrived <= share // 2:
             room.asked = min(len(room.view), room.arrived + share)
-            self.replies.append(Ask(number=number, end=room.asked))
+            self.replies.append(Credit(number=number, end=room.asked))
 
 
-def _check_order(frame: Part, *, arrived: int, asked: int) -> None:
+def _check_order(frame: MessagePart, *, arrived: int, asked: int) -> None:
     end = frame.start + len(frame.body)
     if frame.start != arrived or end > asked:
         raise FrameError(f"bytes {frame.start} to {end} of a message, expected {arrived} to {asked}")
