@@ -74,12 +74,12 @@ def live(rank: int, num_ranks: int, folder: str, model: str, results: Any) -> No
     from thinwire.training.config import TrainConfig, resolve
     from thinwire.training.elastic.rank0_driver import Crew
     from thinwire.training.elastic.rank_shard import follow
-    from thinwire.transport.replica_group import InnerGroup
+    from thinwire.transport.replica_group import ReplicaGroup
 
     torch.set_num_threads(1)
     given = TrainConfig(elastic=True, model=model, batch_size=ROWS, seq_len=SEQ_LEN, out=Path(folder))
     config = resolve(given, world_size=None, cores=1, home=Path(folder))
-    group = InnerGroup(rank=rank, size=num_ranks, meeting=Path(folder) / "meeting")
+    group = ReplicaGroup(rank=rank, size=num_ranks, meeting=Path(folder) / "meeting")
     found: dict[str, float] = {}
     if group.leads:
         crew = Crew(group)

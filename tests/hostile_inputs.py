@@ -53,12 +53,24 @@ from thinwire.transport import all_gather_json as notes
 from thinwire.transport import burst_probe as host_probes
 from thinwire.transport import lossy_rendezvous as board_module
 from thinwire.transport import message
-from thinwire.transport.addresses import Station
+from thinwire.transport.addresses import RankEndpoint
 from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.framing import Ask, Bye, Cancel, FrameError, Got, Hello, Opening, Part, Want, read, write
-from thinwire.transport.wire.keys import key_pair
-from thinwire.transport.wire.listener import UNKNOWN, WELCOME, Door
+from thinwire.transport.wire.connection import key_pair
+from thinwire.transport.wire.framing import (
+    CancelFrame,
+    Credit,
+    FrameError,
+    Goodbye,
+    Hello,
+    MessagePart,
+    MessageStart,
+    Receipt,
+    RequestFrame,
+    read,
+    write,
+)
+from thinwire.transport.wire.listener import ACCEPTED, UNKNOWN, Listener
 from thinwire.version import __version__
 
 NUMEL = 37
@@ -153,7 +165,7 @@ def read_journal(raw: bytes) -> None:
 def read_rank_note(raw: bytes) -> None:
     """Read the note by which a rank introduces itself in torch's store, which authenticates no one."""
     try:
-        station = Station.from_json(raw.decode("utf-8", "replace"), rank=1)
+        station = RankEndpoint.from_json(raw.decode("utf-8", "replace"), rank=1)
     except ConnectError as error:
         assert len(str(error)) < 1000 and str(error).isprintable()
         return
@@ -169,7 +181,7 @@ def read_board(raw: bytes) -> None:
     for key, text in zip(("present", "station/0", "station/2", "beat/0", "key"), lines, strict=True):
         store.set(key, text)
     board = board_module.Board(store, rank=1, world_size=3, place="h:1")
-    own = Station(rank=1, replica=1, hostname="h", host="h", address="10.0.0.1", port=1)
+    own = RankEndpoint(rank=1, replica=1, hostname="h", host="h", address="10.0.0.1", port=1)
     board.is_silent(0)
     for read_one in (
         board_module._introduce,
@@ -236,7 +248,7 @@ class _Bursts:
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
-        self.probes = host_probes.HostProbes(host_probes.open_door(), {5: (["127.0.0.1"], 9)}, self.take)
+        self.probes = host_probes.BurstProbe(host_probes.open_probe_port(), {5: (["127.0.0.1"], 9)}, self.take)
         self.probes.close()
         self.probes._selector = selectors.DefaultSelector()
         self.way = self.probes._ways[5]
@@ -257,7 +269,7 @@ def read_burst(raw: bytes) -> None:
         end.setblocking(False)
     begun = host_probes.BURST_BYTES - 1 - (raw[0] if raw else 0)
     is_answer = len(raw) > 1 and raw[1] % 2 == 1
-    data = bursts.way if is_answer else host_probes._Sink(near, "127.0.0.1", count=begun)
+    data = bursts.way if is_answer else host_probes._Source(near, "127.0.0.1", count=begun)
     bursts.probes._selector.register(near, selectors.EVENT_READ, data)
     if is_answer:
         bursts.way.connection, bursts.way.is_open, bursts.way.left, bursts.way.answer = near, True, 0, b""
@@ -283,9 +295,9 @@ class _Port:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         secret = Secret(key=bytes(32))
         caller = key_pair(secret, replica=1, role="dialler").public_bytes
-        self.door = Door(
+        self.door = Listener(
             self.context, address="127.0.0.1", keys=key_pair(secret, replica=0, role="door"), callers={caller: 1},
-            decide=lambda replica: WELCOME,
+            decide=lambda replica: ACCEPTED,
         )  # fmt: skip
         self.caller = caller
         self.asker = self.context.socket(zmq.DEALER)
@@ -302,7 +314,7 @@ def ask_to_be_admitted(raw: bytes) -> None:
     port.asker.send_multipart([b"", *frames] if raw[:1] != b"\0" else frames)
     port.door.decisions()
     answer = port.asker.recv_multipart(zmq.DONTWAIT)
-    is_known = len(answer) == 7 and answer[3] == WELCOME
+    is_known = len(answer) == 7 and answer[3] == ACCEPTED
     assert len(answer) == 7 and (is_known or answer[3] == UNKNOWN)
     assert not is_known or port.caller in raw
 
@@ -475,9 +487,15 @@ def _vector(raw: bytes) -> torch.Tensor:
 
 def _frames() -> list[bytes]:
     hello = Hello(replica=1, num_replicas=2, incarnation=bytes(16))
-    opening = Opening(number=1, key=(1, 2, 3, 0), message_bytes=5, body=memoryview(b"12345"))
-    part = Part(number=1, start=9, body=memoryview(b"xyz"))
-    rest = (Ask(number=1, end=9), Got(number=1, is_matched=True), Want(number=1, name=b"n"), Cancel(number=2), Bye())
+    opening = MessageStart(number=1, key=(1, 2, 3, 0), message_bytes=5, body=memoryview(b"12345"))
+    part = MessagePart(number=1, start=9, body=memoryview(b"xyz"))
+    rest = (
+        Credit(number=1, end=9),
+        Receipt(number=1, is_matched=True),
+        RequestFrame(number=1, name=b"n"),
+        CancelFrame(number=2),
+        Goodbye(),
+    )
     return [bytes(write(frame)) for frame in (hello, opening, part, *rest)]
 
 
@@ -507,13 +525,13 @@ def _messages() -> list[bytes]:
 
 
 def _rank_notes() -> list[bytes]:
-    station = Station(rank=1, replica=1, hostname="h", host="k/4", address="10.0.0.2", port=29400, secret="ab" * 8)
+    station = RankEndpoint(rank=1, replica=1, hostname="h", host="k/4", address="10.0.0.2", port=29400, secret="ab" * 8)
     return [station.to_json().encode()]
 
 
 def _boards() -> list[bytes]:
     first, third = (
-        Station(rank=rank, replica=rank, hostname="h", host="h", address="10.0.0.1", port=9).to_json().encode()
+        RankEndpoint(rank=rank, replica=rank, hostname="h", host="h", address="10.0.0.1", port=9).to_json().encode()
         for rank in (0, 2)
     )
     return [b"\n".join((b"0 1 2", first, third, b"3 1.000", bytes(32).hex().encode()))]

@@ -29,7 +29,7 @@ from torch import nn
 import thinwire
 from thinwire.codecs import by_name
 from thinwire.methods import recipe
-from thinwire.transport.all_gather_json import tell_all
+from thinwire.transport.all_gather_json import all_gather_json
 
 DEADLINE_S = 120.0
 # Arguments that are codecs, by their names.
@@ -117,12 +117,12 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
         model, inner_of(settings["inner"], model), method=method_of(settings["method"], settings["arguments"]),
         transport=transport, minimum_deadline_s=DEADLINE_S,
     )  # fmt: skip
-    tell_all({}, transport=transport, number=0, deadline_s=DEADLINE_S)
+    all_gather_json({}, transport=transport, number=0, deadline_s=DEADLINE_S)
     sent_before = transport.log.totals("sent").wire_bytes
     ends_s, stalls_s = step_times(optimizer, model, steps=settings["steps"], sleep_s=settings["sleep_s"])
     sent = transport.log.totals("sent").wire_bytes - sent_before
     optimizer.close()
-    tell_all({}, transport=transport, number=1, deadline_s=DEADLINE_S)
+    all_gather_json({}, transport=transport, number=1, deadline_s=DEADLINE_S)
     transport.close()
     return {
         "ends_s": ends_s, "stalls_s": stalls_s, "sent_bytes": sent, "num_fragments": optimizer.num_fragments,

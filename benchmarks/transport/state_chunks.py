@@ -21,7 +21,7 @@ from thinwire.elastic.state_chunks import publish_state
 from thinwire.elastic.state_transfer import fetch_state
 from thinwire.lab import Lab, Link
 from thinwire.transport.addresses import Address
-from thinwire.transport.blob_store import Library
+from thinwire.transport.blob_store import BlobStore
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.wire_transport import WireTransport
 from thinwire.units import parse_rate
@@ -48,7 +48,7 @@ def take_part(options: argparse.Namespace) -> None:
     transport = WireTransport(
         replica=options.host, num_replicas=options.hosts, secret=secret, address=address, is_open=True
     )
-    library = Library(transport)
+    library = BlobStore(transport)
     vector = (torch.arange(options.bytes) % 251).to(torch.uint8)
     if options.host:
         root = publish_state(library, b"state", vector, chunk_bytes=options.chunk)

@@ -25,7 +25,7 @@ from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
 from thinwire.elastic.rate_limit import UNSEEN_BYTES
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire import listener as wire_door
-from thinwire.transport.wire.listener import MOST_STRANGERS
+from thinwire.transport.wire.listener import MAX_UNPROVEN
 from thinwire.version import __version__
 
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
@@ -230,10 +230,10 @@ def test_connections_that_say_nothing_end_and_do_not_fill_the_process(
     silent = Caller(port)
     try:
         before = process.num_fds()
-        for _ in range(3 * MOST_STRANGERS):
+        for _ in range(3 * MAX_UNPROVEN):
             strangers.append(socket.create_connection((HOST, port.hub.port), timeout=SOON_S))
         end = time.monotonic() + SOON_S
-        while process.num_fds() - before > len(strangers) + MOST_STRANGERS + 8:
+        while process.num_fds() - before > len(strangers) + MAX_UNPROVEN + 8:
             assert time.monotonic() < end
             time.sleep(0.01)
         port.goes_on()

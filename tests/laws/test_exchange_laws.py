@@ -17,7 +17,7 @@ from thinwire.codecs import NAMES, by_name, float32
 from thinwire.sync.in_flight import launch
 from thinwire.sync.schedule import Round
 from thinwire.transport.loopback import run_replicas
-from thinwire.transport.process_group import MOST_PARTS, OPENING_BYTES, part_ends
+from thinwire.transport.process_group import MOST_PARTS, OPENING_BYTES, part_offsets
 from thinwire.transport.recording import RecordingTransport
 
 ROUND = Round(id=0, fragment=0, launch_step=1, apply_step=1)
@@ -190,7 +190,7 @@ def test_two_phases_keep_a_replicas_traffic_constant():
 
 @given(st.integers(1, 10 * OPENING_BYTES) | st.integers(1, 1 << 34))
 def test_the_parts_of_a_message_follow_each_other_to_its_end(message_bytes: int) -> None:
-    ends = part_ends(message_bytes)
+    ends = part_offsets(message_bytes)
     assert ends[0] == min(message_bytes, OPENING_BYTES) and ends[-1] == message_bytes
     sizes = [after - before for before, after in pairwise(ends)]
     assert len(sizes) <= MOST_PARTS and all(size > 0 for size in sizes)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thinwire.transport.addresses import Address
-from thinwire.transport.blob_store import Library
-from thinwire.transport.recording import RecordingAskingTransport
+from thinwire.transport.blob_store import BlobStore
+from thinwire.transport.recording import RecordingRequestTransport
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.wire_transport import WireTransport
 
@@ -22,8 +22,8 @@ class Site:
     """One replica."""
 
     wire: WireTransport
-    recording: RecordingAskingTransport
-    library: Library
+    recording: RecordingRequestTransport
+    library: BlobStore
 
     @property
     def replica(self) -> int:
@@ -49,8 +49,8 @@ class Site:
 
 def site(replica: int, *, secret: Secret = SECRET) -> Site:
     wire = WireTransport(replica=replica, num_replicas=4, secret=secret, address=HOST, is_open=True)
-    recording = RecordingAskingTransport(wire)
-    return Site(wire=wire, recording=recording, library=Library(recording))
+    recording = RecordingRequestTransport(wire)
+    return Site(wire=wire, recording=recording, library=BlobStore(recording))
 
 
 @contextlib.contextmanager

@@ -19,8 +19,7 @@ from thinwire.transport.addresses import Address
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import Secret, make_secret, read_secret
-from thinwire.transport.wire.framing import OPENING_BYTES, Want
-from thinwire.transport.wire.requests import MOST_WANTS
+from thinwire.transport.wire.framing import MAX_REQUESTS, OPENING_BYTES, RequestFrame
 from thinwire.transport.wire.wire_transport import WireTransport
 
 pytestmark = pytest.mark.multiprocess
@@ -91,12 +90,12 @@ def test_messages_without_an_ask_go_as_in_a_fixed_set_and_unknown_replicas_are_l
             low.library.get(4, b"x", most_bytes=1).wait(deadline_s=SOON_S)
         for wrong in (1, -1, MOST_REPLICAS):
             with pytest.raises(ValueError, match=f"got {wrong}"):
-                low.wire.ask(wrong, b"x", most_bytes=1)
+                low.wire.request(wrong, b"x", most_bytes=1)
             with pytest.raises(ValueError, match=f"got {wrong}"):
                 low.wire.add(wrong, address=low.address)
         for name in (b"", b"x" * 65):
             with pytest.raises(ValueError, match=f"1 to 64 bytes, got {len(name)}"):
-                low.wire.ask(5, name, most_bytes=1)
+                low.wire.request(5, name, most_bytes=1)
         assert low.wire.num_replicas == 4
 
 
@@ -154,7 +153,7 @@ def test_who_removes_one_that_it_dials_dials_it_no_longer() -> None:
 
 
 def cut(one: Site, peer: int) -> None:
-    line: Any = one.wire._loop.links[peer].line
+    line: Any = one.wire._loop.peers[peer].connection
     line.tap.shut()
 
 
@@ -178,13 +177,13 @@ def test_a_link_that_was_cut_fails_its_asks_comes_back_and_answers_none_of_them(
 def test_a_late_answer_to_an_ask_of_a_broken_connection_is_lost_by_name() -> None:
     with sites(0, 1) as (zero, one):
         wants: list[tuple[int, int]] = []
-        one.wire.on_want = lambda peer, number, name: wants.append((peer, number))
-        zero.wire.ask(1, b"x", most_bytes=9)
+        one.wire.on_request = lambda peer, number, name: wants.append((peer, number))
+        zero.wire.request(1, b"x", most_bytes=9)
         until(lambda: wants)
         cut(zero, 1)
         until(lambda: not one.wire.is_connected(0))
         one.wait_for(zero)
-        answer = one.wire.answer(*wants[0], torch.zeros(9, dtype=torch.uint8))
+        answer = one.wire.respond(*wants[0], torch.zeros(9, dtype=torch.uint8))
         with pytest.raises(PeerLost, match="replica 0 does not wait for the answer to its ask any more"):
             answer.wait(deadline_s=SOON_S)
 
@@ -213,7 +212,7 @@ def test_a_cancelled_ask_is_forgotten_at_both_ends() -> None:
             loan.cancel()
             with pytest.raises(TransportError, match="is not wanted any more"):
                 loan.wait(deadline_s=0)
-        until(lambda: one.library.num_waiting == one.recording.num_wanted == 0)
+        until(lambda: one.library.num_waiting == one.recording.num_open_requests == 0)
         one.library.publish(b"x", content(3_000_000, sender=1, round_id=0))
         crossed = [zero.library.get(1, b"x", most_bytes=MOST) for _ in range(10)]
         for loan in crossed:
@@ -223,15 +222,15 @@ def test_a_cancelled_ask_is_forgotten_at_both_ends() -> None:
 
 def test_who_asks_without_an_end_is_disconnected_for_good() -> None:
     with sites(0, 1, 2) as (zero, one, two):
-        for _ in range(MOST_WANTS):
-            zero.wire.ask(1, b"never", most_bytes=1)
-        with pytest.raises(TransportError, match=f"{MOST_WANTS} asks of replica 1"):
-            zero.wire.ask(1, b"never", most_bytes=1).wait(deadline_s=SOON_S)
-        until(lambda: one.library.num_waiting == MOST_WANTS)
-        links: Any = zero.wire._loop.links
-        zero.wire._loop.do(lambda: links[1]._asking.frames.append(Want(number=1 << 40, name=b"x")))
+        for _ in range(MAX_REQUESTS):
+            zero.wire.request(1, b"never", most_bytes=1)
+        with pytest.raises(TransportError, match=f"{MAX_REQUESTS} requests to replica 1"):
+            zero.wire.request(1, b"never", most_bytes=1).wait(deadline_s=SOON_S)
+        until(lambda: one.library.num_waiting == MAX_REQUESTS)
+        links: Any = zero.wire._loop.peers
+        zero.wire._loop.call_soon(lambda: links[1]._requests.frames.append(RequestFrame(number=1 << 40, name=b"x")))
         until(lambda: not one.wire.is_connected(0))
-        with pytest.raises(PeerLost, match=f"replica 0 sent more than {MOST_WANTS} asks without an answer"):
+        with pytest.raises(PeerLost, match=f"replica 0 sent more than {MAX_REQUESTS} asks without an answer"):
             one.library.get(0, b"x", most_bytes=1).wait(deadline_s=SOON_S)
         until(lambda: one.library.num_waiting == 0)
         time.sleep(1.5)
@@ -305,7 +304,7 @@ def test_bulk_leaves_the_wire_to_a_round() -> None:
 def serve(port_of: int, secret: str) -> None:
     """Be replica 1: dial replica 0, publish what it has, and never what it is asked for."""
     wire = WireTransport(replica=1, num_replicas=2, secret=read_secret(Path(secret)), address=HOST, is_open=True)
-    wire.on_want = lambda peer, number, name: announce("asked")
+    wire.on_request = lambda peer, number, name: announce("asked")
     wire.add(0, address=Address(host=HOST, port=port_of))
     time.sleep(120)
 
@@ -357,5 +356,5 @@ def test_replicas_come_and_go_from_many_threads_without_harm() -> None:
         for thread in threads:
             thread.join()
         assert failures == [] and zero.wire.peers() == (1,)
-        until(lambda: set(zero.wire._loop.links) == {1})
-        assert len(zero.wire._loop._callers) == 1
+        until(lambda: set(zero.wire._loop.peers) == {1})
+        assert len(zero.wire._loop._known_keys) == 1

@@ -24,7 +24,7 @@ from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.record import torch_recorder as watching_module
 from thinwire.monitor.runlog.records import Operation
 from thinwire.monitor.runlog.sources import read_files
-from thinwire.transport.collective_hooks import Call, WatchedGroups
+from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall
 
 pytestmark = pytest.mark.multiprocess
 
@@ -164,16 +164,16 @@ class Seen:
 
     def __init__(self) -> None:
         self.groups: list[str] = []
-        self.calls: list[Call] = []
-        self.ends: list[Call] = []
+        self.calls: list[GroupCall] = []
+        self.ends: list[GroupCall] = []
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> None:
         self.groups.append(name)
 
-    def posted(self, call: Call) -> None:
+    def posted(self, call: GroupCall) -> None:
         self.calls.append(call)
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: GroupCall) -> None:
         self.ends.append(call)
 
 
@@ -193,7 +193,7 @@ def give_no_work() -> list[str]:
 def pass_some_by() -> dict[str, Any]:
     dist.init_process_group("gloo")
     seen = Seen()
-    groups = WatchedGroups(seen, is_polled=collectives)
+    groups = CollectiveHooks(seen, is_polled=collectives)
     dist.all_reduce(torch.ones(1))
     gathering = dist.distributed_c10d._world.pg_coalesce_state
     gathering[dist.group.WORLD] = []  # type: ignore[index]
@@ -258,7 +258,7 @@ def mark_some() -> dict[str, Any]:
             raise made
         return made
 
-    groups = WatchedGroups(seen, is_polled=collectives, mark=mark)
+    groups = CollectiveHooks(seen, is_polled=collectives, mark=mark)
     for count in (1, 2, 3):
         dist.all_reduce(torch.ones(count, device="meta"))
     steps = [told(seen, 0)]
@@ -320,7 +320,7 @@ def shard_without_work(folder: str) -> dict[str, Any]:
     usual = compat.unboxed_work
     compat.unboxed_work = lambda result: usual(result).wait() and None
     watching_module.calls_on_gpus = lambda kind, device: True  # type: ignore[assignment]
-    watching_module.WatchedGroups = partial(WatchedGroups, mark=PassedSoon)  # type: ignore[assignment, misc]
+    watching_module.WatchedGroups = partial(CollectiveHooks, mark=PassedSoon)  # type: ignore[assignment, misc]
     with thinwire.watch(f"{folder}/marked", gpu_calls=True) as watching:
         marked = train_sharded()
     dist.destroy_process_group()

@@ -37,11 +37,10 @@ class Awkward(nn.Module):
 
 
 def move_shards(folder: str, num_ranks: int) -> list[Any]:
-    from thinwire.transport.replica_group import InnerGroup
-    from thinwire.transport.sharded_parameters import ShardedParameters
+    from thinwire.transport.replica_group import ReplicaGroup, ShardedParameters
     from thinwire.transport.shards import local_shard
 
-    group = InnerGroup(rank=int(os.environ["RANK"]), size=num_ranks, meeting=Path(folder) / "meeting")
+    group = ReplicaGroup(rank=int(os.environ["RANK"]), size=num_ranks, meeting=Path(folder) / "meeting")
     group.use("cpu")
     torch.manual_seed(3)
     model = Awkward()
@@ -49,7 +48,7 @@ def move_shards(folder: str, num_ranks: int) -> list[Any]:
     group.shard(model, blocks=[])
     shards = ShardedParameters(group, model)
     for word in (b"", b"x" * 1016, b"y" * 99_999):
-        assert (group.tell(word) or word if group.leads else group.hear()) == word
+        assert (group.send_order(word) or word if group.leads else group.receive_order()) == word
     names = [*reversed(shards.names)]  # any choice, in any order
     wanted = torch.cat([whole[name].reshape(-1).float() for name in names])
     found = [shards.gather(names)]
@@ -246,9 +245,9 @@ def live(folder: str, ranks: list[int]) -> dict[str, Any]:
     config = config_of(folder)
     if size == 1:
         return train(config, replica=replica, crew=None, folder=Path(folder))
-    from thinwire.transport.replica_group import InnerGroup
+    from thinwire.transport.replica_group import ReplicaGroup
 
-    group = InnerGroup(rank=rank, size=size, meeting=Path(folder) / f"meeting-{replica}")
+    group = ReplicaGroup(rank=rank, size=size, meeting=Path(folder) / f"meeting-{replica}")
     if not group.leads:
         follow(group)
         return {}

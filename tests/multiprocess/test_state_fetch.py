@@ -24,7 +24,7 @@ from thinwire.elastic.state_chunks import (
 from thinwire.elastic.state_transfer import StateFetch, WrongBytes, fetch_state
 from thinwire.errors import DeadlineExceeded, NotThere
 from thinwire.transport.addresses import Address
-from thinwire.transport.blob_store import Library
+from thinwire.transport.blob_store import BlobStore
 from thinwire.transport.secret import make_secret, read_secret
 from thinwire.transport.wire.wire_transport import WireTransport
 
@@ -132,7 +132,7 @@ def hold(dialled: int, secret: str, size: int) -> None:
     """Be replica 2 in a process of its own, which holds the state until it is killed."""
     key = read_secret(Path(secret))
     wire = WireTransport(replica=2, num_replicas=3, secret=key, address=HOST, is_open=True)
-    publish_state(Library(wire), NAME, state_of(size), chunk_bytes=CHUNK)
+    publish_state(BlobStore(wire), NAME, state_of(size), chunk_bytes=CHUNK)
     wire.add(0, address=Address(host=HOST, port=dialled))
     time.sleep(120)  # killed long before
 

@@ -23,7 +23,7 @@ from thinwire.transport.connect import connect
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.secret import make_secret
-from thinwire.transport.wire import liveness as wire_liveness
+from thinwire.transport.wire import connection as wire_liveness
 from thinwire.transport.wire.wire_transport import WireTransport
 
 pytestmark = pytest.mark.multiprocess
@@ -202,7 +202,7 @@ def go_on_after_a_break(secret: str) -> dict[str, Any]:
     assert exchange(transport, peer, 1000, 0)
     broken = transport.receive(source=peer, envelope=envelope_of(1, 1))
     if transport.replica == 0:
-        line: Any = bare(transport)._loop.links[1].line
+        line: Any = bare(transport)._loop.peers[1].connection
         line.tap.shut()
     found = {"broken": failure_of(broken)}
     end = time.monotonic() + SOON_S

@@ -25,10 +25,17 @@ from thinwire.transport.base import Envelope, Kind
 from thinwire.transport.message import pack
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire import connection as wire_line
-from thinwire.transport.wire.framing import Ask, Hello, Opening, Part, write
-from thinwire.transport.wire.keys import key_pair
-from thinwire.transport.wire.listener import MOST_STRANGERS
-from thinwire.transport.wire.sending import EARLY_BYTES, EARLY_MESSAGES
+from thinwire.transport.wire.connection import key_pair
+from thinwire.transport.wire.framing import (
+    MAX_UNEXPECTED,
+    MAX_UNEXPECTED_BYTES,
+    Credit,
+    Hello,
+    MessagePart,
+    MessageStart,
+    write,
+)
+from thinwire.transport.wire.listener import MAX_UNPROVEN
 from thinwire.transport.wire.wire_transport import WireTransport
 
 SECRET, OTHER = Secret(key=bytes(range(32))), Secret(key=bytes(32))
@@ -198,7 +205,7 @@ def test_who_proves_a_key_but_says_no_hello_is_cut_off(running: Exchange) -> Non
         [b""],
         [os.urandom(70_000)],
         [b"a", b"b"],
-        [write(Ask(number=0, end=1))],
+        [write(Credit(number=0, end=1))],
         [write(Hello(**{**fields, "replica": 1}))],
         [write(Hello(**{**fields, "num_replicas": 9}))],
     ):  # fmt: skip
@@ -214,18 +221,18 @@ def test_who_breaks_the_bounds_is_cut_off_and_only_its_own_messages_fail(way: st
 
     def opening(number: int, message: torch.Tensor) -> bytearray:
         view = message.numpy().data
-        return write(Opening(number=number, key=(1, number, 0, 0), message_bytes=len(view), body=view[: 1 << 16]))
+        return write(MessageStart(number=number, key=(1, number, 0, 0), message_bytes=len(view), body=view[: 1 << 16]))
 
     frames: dict[str, Any] = {
         "garbage": ([b"\x00" * 100] for _ in range(1)),
         "two frames": ([b"a", b"b"] for _ in range(1)),
-        "too many early": ([opening(number, small)] for number in range(EARLY_MESSAGES + 2)),
-        "too many early bytes": ([opening(number, large)] for number in range(EARLY_BYTES // (1 << 16) + 2)),
-        "unasked": ([write(Part(number=0, start=1 << 16, body=memoryview(b"x")))] for _ in range(1)),
+        "too many early": ([opening(number, small)] for number in range(MAX_UNEXPECTED + 2)),
+        "too many early bytes": ([opening(number, large)] for number in range(MAX_UNEXPECTED_BYTES // (1 << 16) + 2)),
+        "unasked": ([write(MessagePart(number=0, start=1 << 16, body=memoryview(b"x")))] for _ in range(1)),
     }
     exchange = Exchange()
     try:
-        with memory_is_bounded(EARLY_BYTES + 60_000_000), traitor(exchange.port) as enemy:
+        with memory_is_bounded(MAX_UNEXPECTED_BYTES + 60_000_000), traitor(exchange.port) as enemy:
             enemy.hello()
             assert enemy.plug.poll(1000 * SOON_S)  # the other's hello: from here on there is a connection
             receive = exchange.low.receive(source=2, envelope=envelope_of(5, 9, Kind.BUFFERS))
@@ -252,14 +259,14 @@ def test_connections_that_never_shake_hands_end_and_do_not_fill_the_process(monk
     try:
         with memory_is_bounded():
             before = process.num_fds()
-            for _ in range(4 * MOST_STRANGERS):
+            for _ in range(4 * MAX_UNPROVEN):
                 strangers.append(socket.create_connection((HOST, exchange.port), timeout=SOON_S))
                 strangers[-1].sendall(b"\xff")
                 if len(strangers) % 32 == 0:
                     exchange.goes_on()
             end = time.monotonic() + SOON_S
             # ours, and at the other end no more than may be there without a handshake
-            while process.num_fds() - before > len(strangers) + MOST_STRANGERS + 8:
+            while process.num_fds() - before > len(strangers) + MAX_UNPROVEN + 8:
                 assert time.monotonic() < end
                 time.sleep(0.01)
             exchange.goes_on()

@@ -9,7 +9,7 @@ import torch
 
 from thinwire import compat
 from thinwire.errors import TransportError
-from thinwire.transport.collective_hooks import WatchedGroups
+from thinwire.transport.collective_hooks import CollectiveHooks
 
 
 def test_the_tests_run_with_a_version_that_is_told_to_be_tried() -> None:
@@ -20,7 +20,7 @@ def test_the_tests_run_with_a_version_that_is_told_to_be_tried() -> None:
 def test_a_torch_without_a_name_is_refused_with_the_name_and_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_NAMES", (*compat._NAMES, "DispatchKeySet.no_such_name"))
     with pytest.raises(TransportError, match=r"lacks torch\._C\.DispatchKeySet\.no_such_name; .* with torch 2\.13"):
-        WatchedGroups(None)  # type: ignore[arg-type]
+        CollectiveHooks(None)  # type: ignore[arg-type]
 
 
 def test_every_operator_that_is_watched_is_there_and_names_its_group() -> None:

@@ -140,10 +140,10 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
 
 def _test(options: ActiveTestOptions) -> int:
     from thinwire.monitor.active_test.active_test import run_test
-    from thinwire.transport.lossy_rendezvous import gather
+    from thinwire.transport.lossy_rendezvous import connect_reachable
 
     expect = None if options.expect is None else parse_rate(options.expect)
-    gathering = gather(
+    gathering = connect_reachable(
         interface=options.interface, address=options.address, secret=options.secret,
         deadline_s=parse_seconds(options.deadline),
     )  # fmt: skip

@@ -16,10 +16,8 @@ from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encod
 from thinwire.elastic.rate_limit import Allowance, Callers
 from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.connection import HANDSHAKE_S
-from thinwire.transport.wire.keys import KeyPair
-from thinwire.transport.wire.listener import WELCOME, Delivered, Door
-from thinwire.transport.wire.liveness import BEAT_S
+from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, KeyPair
+from thinwire.transport.wire.listener import ACCEPTED, Listener, ReceivedFrame
 
 TOKEN_BYTES = 16
 _QUEUE = 20_000
@@ -56,7 +54,7 @@ def set_up_hub(plug: zmq.Socket[bytes]) -> None:
     plug.setsockopt(zmq.RCVHWM, _QUEUE)
     plug.setsockopt(zmq.SNDHWM, _QUEUE)
     plug.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
-    plug.setsockopt(zmq.HEARTBEAT_IVL, round(BEAT_S * 1000))
+    plug.setsockopt(zmq.HEARTBEAT_IVL, round(HEARTBEAT_S * 1000))
     plug.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(HANDSHAKE_S * 1000))
 
 
@@ -87,9 +85,9 @@ class Hub:
         self.generation = secrets.token_hex(8)
         callers = {caller_keys(secret).public_bytes: 0}
         try:
-            self._door = Door(
+            self._door = Listener(
                 self._context, address=address, port=port, keys=hub_keys(secret), callers=callers,
-                decide=lambda replica: WELCOME, prepare=_prepare,
+                decide=lambda replica: ACCEPTED, prepare=_prepare,
             )  # fmt: skip
         except BaseException:
             self._context.destroy(linger=0)
@@ -144,7 +142,7 @@ class Hub:
         for _ in range(self._callers.guard(now_s=now_s)):
             self._complain("a connection sent a message without an end, and was cut off")
 
-    def _take(self, coordinator: Coordinator, found: Delivered) -> None:
+    def _take(self, coordinator: Coordinator, found: ReceivedFrame) -> None:
         now_s, caller = time.monotonic(), found.caller
         size = 0 if found.frame is None else len(found.frame)
         if not self._callers.heard(found.fd, num_bytes=size, now_s=now_s):

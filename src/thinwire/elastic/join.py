@@ -19,8 +19,8 @@ from thinwire.elastic.protocol import RUN_OVER, VERSION, Message
 from thinwire.errors import ConnectError, Refused, RunOver
 from thinwire.events import Transfer
 from thinwire.transport.addresses import Address, address_towards
-from thinwire.transport.blob_store import Library
-from thinwire.transport.recording import RecordingAskingTransport
+from thinwire.transport.blob_store import BlobStore
+from thinwire.transport.recording import RecordingRequestTransport
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.wire_transport import WireTransport
 from thinwire.version import __version__
@@ -43,8 +43,8 @@ class Seated:
 
     job: Mapping[str, Any]
     council: Council
-    transport: RecordingAskingTransport
-    library: Library
+    transport: RecordingRequestTransport
+    library: BlobStore
     seat: ElasticSeat
     line: Line
 
@@ -157,8 +157,8 @@ def join(
         meet=lambda neighbours: _meet(wire, neighbours, replica=replica), warn=warn,
     )  # fmt: skip
     council.quiet, council.is_busy = QuietPeers(wire), Inflow(wire).is_busy
-    transport = RecordingAskingTransport(wire)
-    library = Library(transport)
+    transport = RecordingRequestTransport(wire)
+    library = BlobStore(transport)
     seat = ElasticSeat(council, library)
     library.is_past = seat.is_past
     _tell_of_losses(transport, council)
@@ -204,7 +204,7 @@ def note_rate(council: Council, transfer: Transfer) -> None:
         council.rates.observe(transfer.peer, num_bytes=transfer.wire_bytes, seconds=seconds)
 
 
-def _tell_of_losses(transport: RecordingAskingTransport, council: Council) -> None:
+def _tell_of_losses(transport: RecordingRequestTransport, council: Council) -> None:
     """Let the coordinator look sooner at a replica that nothing comes from any more."""
     inner = transport.on_lost
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from thinwire.transport.wire.connection import Tapped
+from thinwire.transport.wire.connection import KernelConnection
 
 MOST_A_SECOND, MOST_AT_ONCE = 200.0, 2000.0
 # What may have come over a connection beyond what it brought us: a message of frames without an end is kept whole
@@ -49,7 +49,7 @@ def _per_connection() -> Allowance:
 
 @dataclass(slots=True, kw_only=True)
 class _Caller:
-    tap: Tapped
+    tap: KernelConnection
     since_s: float
     allowance: Allowance = field(default_factory=_per_connection)
     is_told_of: bool = False
@@ -70,7 +70,7 @@ class Callers:
         """Note a message of a connection, by its descriptor; tell whether it may send so many."""
         caller = self._callers.get(fd)
         if caller is None:
-            caller = self._callers[fd] = _Caller(tap=Tapped(fd), since_s=now_s)
+            caller = self._callers[fd] = _Caller(tap=KernelConnection(fd), since_s=now_s)
         caller.num_bytes += num_bytes
         caller.num_frames += 1
         return caller.allowance.take(now_s=now_s)
@@ -91,7 +91,7 @@ class Callers:
         for fd, caller in list(self._callers.items()):
             reading = caller.tap.reading()
             if reading is None:
-                if caller.tap.is_gone():
+                if caller.tap.is_closed():
                     del self._callers[fd]
                 continue
             known_bytes = caller.num_bytes + caller.num_frames * _FRAME_OVERHEAD_BYTES

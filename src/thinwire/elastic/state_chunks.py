@@ -12,7 +12,7 @@ import struct
 
 import torch
 
-from thinwire.transport.blob_store import Library
+from thinwire.transport.blob_store import BlobStore
 from thinwire.transport.wire.framing import MOST_NAME_BYTES
 
 HASH_BYTES = 32
@@ -93,7 +93,7 @@ def root_of(hashes: bytes, *, num_bytes: int, chunk_bytes: int) -> bytes:
     return hashlib.sha256(header + hashes).digest()
 
 
-def publish_state(library: Library, name: bytes, vector: torch.Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> bytes:
+def publish_state(library: BlobStore, name: bytes, vector: torch.Tensor, *, chunk_bytes: int = CHUNK_BYTES) -> bytes:
     """Let others fetch a state; its bytes are not copied, so they must not change until it is withdrawn.
 
     Args:
@@ -126,7 +126,7 @@ def publish_state(library: Library, name: bytes, vector: torch.Tensor, *, chunk_
     return root_of(bytes(hashes), num_bytes=vector.numel(), chunk_bytes=chunk_bytes)
 
 
-def withdraw_state(library: Library, name: bytes, *, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+def withdraw_state(library: BlobStore, name: bytes, *, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
     """Let others fetch a state no longer; who asks for a part of it is told that it is gone.
 
     Args:

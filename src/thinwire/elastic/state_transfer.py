@@ -25,7 +25,7 @@ from thinwire.elastic.state_chunks import (
 )
 from thinwire.elastic.state_transfer_plan import FetchPlan
 from thinwire.errors import DeadlineExceeded, NotThere, PayloadError, TransportError
-from thinwire.transport.blob_store import Library, Loan
+from thinwire.transport.blob_store import BlobFetch, BlobStore
 
 _TICK_S = 0.1
 _MOST_NAMED = 8
@@ -65,7 +65,7 @@ class _Part:
 class _Ended:
     holder: int
     chunk: int
-    loan: Loan
+    loan: BlobFetch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class StateFetch:
 
     def __init__(
         self,
-        library: Library,
+        library: BlobStore,
         name: bytes,
         *,
         num_bytes: int,
@@ -112,7 +112,7 @@ class StateFetch:
         self._holders: dict[int, None] = {}
         self._findings: dict[int, WrongBytes] = {}
         self._problems: dict[int, str] = {}
-        self._loans: dict[tuple[int, int], Loan] = {}
+        self._loans: dict[tuple[int, int], BlobFetch] = {}
         self._events: queue.SimpleQueue[_Ended | _Told] = queue.SimpleQueue()
         self._bytes_here = 0
         self._num_first_bytes = 0
@@ -322,7 +322,7 @@ class StateFetch:
 
 
 def fetch_state(
-    library: Library,
+    library: BlobStore,
     holders: Sequence[int],
     name: bytes,
     *,

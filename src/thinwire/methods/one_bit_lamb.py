@@ -45,7 +45,7 @@ from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Sl
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round, WarmUp
 from thinwire.sync.views import BoundView
-from thinwire.transport.shards import local_shard, of_all_shards
+from thinwire.transport.shards import gather_over_shards, local_shard
 
 ABOUT = About(
     paper="arXiv 2104.06069",
@@ -241,7 +241,7 @@ class BoundFrozenLamb:
         update = step.add(slot.value, alpha=slot.decoupled_decay)
         ratios = (denominator / _denominator(fresh, eps=slot.eps)).masked_fill_(slot.is_dead(), 0)
         largest = ratios.max() if ratios.numel() else _number(0.0, like=ratios)
-        ratio = of_all_shards(largest.to(torch.float64), parameter=slot.parameter).max()
+        ratio = gather_over_shards(largest.to(torch.float64), parameter=slot.parameter).max()
         self._follow(index, ratio, share=_share(slot, step, update))
         frozen = self._coefficients[index]
         coefficient = torch.where(frozen > 0, frozen, 1.0) * self._factors[index]
@@ -261,7 +261,7 @@ def _denominator(variance: torch.Tensor, *, eps: float) -> torch.Tensor:
 def _norms(slot: Slot, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return the lengths of what a whole parameter's tensors are, in float64, the same bits everywhere."""
     own = [ordered_sum(tensor.reshape(1, -1).to(torch.float64).square()).reshape(()) for tensor in tensors]
-    squares = [of_all_shards(square, parameter=slot.parameter) for square in own]
+    squares = [gather_over_shards(square, parameter=slot.parameter) for square in own]
     return [ordered_sum(square.reshape(1, -1)).sqrt().reshape(()) for square in squares]
 
 

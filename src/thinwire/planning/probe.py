@@ -14,7 +14,7 @@ import torch
 
 from thinwire.errors import PayloadError
 from thinwire.planning.cluster import Cluster, Machine, Wire
-from thinwire.transport.all_gather_json import tell_all
+from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.base import Envelope, Kind, Transport
 
 
@@ -242,14 +242,16 @@ def probe_wires(
         elif transport.replica == pair[1]:
             _follow(channel, pair[0], limits)
         # no other replica may send meanwhile, so all wait until the pair has done
-        notes_of_all = tell_all(report, transport=transport, number=next(notes), deadline_s=_PATIENCE * deadline_s)
+        notes_of_all = all_gather_json(
+            report, transport=transport, number=next(notes), deadline_s=_PATIENCE * deadline_s
+        )
         found[pair] = _checked(notes_of_all[pair[0]], pair)
     fits = {pair: _fit(*found[pair]) for pair in pairs}
     channel = _PeerChannel(transport, number=number + (len(pairs) + 1) * _PAIR_NUMBERS, deadline_s=deadline_s)
     sizes = _sizes_together(fits, limits, num_replicas=transport.num_replicas)
-    tell_all({}, transport=transport, number=next(notes), deadline_s=deadline_s)
+    all_gather_json({}, transport=transport, number=next(notes), deadline_s=deadline_s)
     arrived = _together(channel, sizes)
-    reported = tell_all(arrived, transport=transport, number=next(notes), deadline_s=deadline_s)
+    reported = all_gather_json(arrived, transport=transport, number=next(notes), deadline_s=deadline_s)
     seconds = {(s, d): _positive(reported[d].get(str(s)), replica=d) for s, d in pairs}
     return _wires(fits, {pair: found[pair][0] for pair in pairs}, sizes, seconds, transport.num_replicas)
 

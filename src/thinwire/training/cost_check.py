@@ -20,7 +20,7 @@ from thinwire.errors import PayloadError
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.sync.schedule import Schedule
-from thinwire.transport.all_gather_json import tell_all
+from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.base import Envelope, Kind, Transport
 
 # Small first, so that a thin wire is not kept busy for long; more where that was too quick to be told from a latency.
@@ -251,7 +251,7 @@ def measure_rate(transport: Transport, *, number: int, deadline_s: float) -> flo
     me, count = transport.replica, transport.num_replicas
     rate = 0.0
     for place, num_bytes in enumerate(_PROBE_BYTES):
-        tell_all({}, transport=transport, number=number + 2 * place, deadline_s=deadline_s)
+        all_gather_json({}, transport=transport, number=number + 2 * place, deadline_s=deadline_s)
         envelope = Envelope(kind=Kind.SETUP, round_id=number + place, payload_bytes=num_bytes)
         began_s = time.perf_counter()
         receiving = transport.receive(source=(me - 1) % count, envelope=envelope)
@@ -259,7 +259,7 @@ def measure_rate(transport: Transport, *, number: int, deadline_s: float) -> flo
         receiving.wait(deadline_s=deadline_s)
         sending.wait(deadline_s=deadline_s)
         taken = {"taken_s": max(time.perf_counter() - began_s, _SHORTEST_S)}
-        notes = tell_all(taken, transport=transport, number=number + 2 * place + 1, deadline_s=deadline_s)
+        notes = all_gather_json(taken, transport=transport, number=number + 2 * place + 1, deadline_s=deadline_s)
         slowest_s = max(_taken_s(note, replica=replica) for replica, note in enumerate(notes))
         rate = 8 * num_bytes / slowest_s
         if slowest_s > _LONG_ENOUGH_S:

@@ -11,7 +11,7 @@ from thinwire.planning.cluster import Cluster, Machine, read_machine
 from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
 from thinwire.training.config import TrainConfig
 from thinwire.training.host_benchmark import measure_machine
-from thinwire.transport.all_gather_json import tell_all
+from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.base import Transport
 from thinwire.transport.connect import connect
 from thinwire.transport.secret import need_pyzmq, read_secret
@@ -69,7 +69,7 @@ def probe_hosts(config: TrainConfig, *, budget: ProbeBudget, step_s: float) -> P
 
 def _all_machines(own: Machine, transport: Transport, *, deadline_s: float) -> Sequence[Machine]:
     """Tell all replicas of one's own machine, and return theirs under names that differ."""
-    told = tell_all(dataclasses.asdict(own), transport=transport, number=_NAMES, deadline_s=deadline_s)
+    told = all_gather_json(dataclasses.asdict(own), transport=transport, number=_NAMES, deadline_s=deadline_s)
     found = []
     for replica, note in enumerate(told):
         known = {name: value for name, value in note.items() if value is not None}

@@ -31,7 +31,7 @@ from thinwire.training.run_identity import (
     write_identity,
 )
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
-from thinwire.transport.all_gather_json import tell_all
+from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 
@@ -319,7 +319,7 @@ class _Replica:
         return summary
 
     def _tell(self, note: dict[str, Any], *, number: int, deadline_s: float) -> list[dict[str, Any]]:
-        return tell_all(note, transport=self._transport, number=number, deadline_s=deadline_s)
+        return all_gather_json(note, transport=self._transport, number=number, deadline_s=deadline_s)
 
 
 def has_run(run_dir: Path) -> bool:

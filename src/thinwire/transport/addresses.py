@@ -44,7 +44,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Station:
+class RankEndpoint:
     """Where one rank can be reached.
 
     Attributes:
@@ -70,7 +70,7 @@ class Station:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str, *, rank: int) -> Station:
+    def from_json(cls, text: str, *, rank: int) -> RankEndpoint:
         """Read the note of a rank; it comes from the network and is not trusted.
 
         Raises:
@@ -258,7 +258,7 @@ def listen(address: str, *, backlog: int) -> socket.socket:
         raise ConnectError(f"this host cannot listen on its address {address}: {error.strerror}") from None
 
 
-def first_unreachable(own: Station, stations: Sequence[Station], *, deadline_s: float) -> str:
+def first_unreachable(own: RankEndpoint, stations: Sequence[RankEndpoint], *, deadline_s: float) -> str:
     """Try every rank on another host and say what is wrong with the first that cannot be reached.
 
     Args:
@@ -296,7 +296,7 @@ def firewall_hint() -> str:
     )
 
 
-def _why_not(station: Station, *, deadline_s: float) -> str:
+def _why_not(station: RankEndpoint, *, deadline_s: float) -> str:
     try:
         with socket.create_connection((station.address, station.port), timeout=deadline_s):
             return ""

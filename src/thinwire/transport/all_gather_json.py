@@ -14,7 +14,9 @@ from thinwire.transport.base import Envelope, Kind, Transport
 NOTE_BYTES = 8192
 
 
-def tell_all(note: Mapping[str, Any], *, transport: Transport, number: int, deadline_s: float) -> list[dict[str, Any]]:
+def all_gather_json(
+    note: Mapping[str, Any], *, transport: Transport, number: int, deadline_s: float
+) -> list[dict[str, Any]]:
     """Tell every replica a note and return the notes of all, in the replicas' order.
 
     Nobody returns before everybody has spoken, so it is a barrier too.

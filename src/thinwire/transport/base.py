@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from thinwire.errors import DeadlineExceeded, TransportError
 
 # Where replicas come and go, their numbers only grow and are never used twice.
 MOST_REPLICAS = 1 << 20
@@ -137,7 +140,7 @@ class Transport(Protocol):
         ...
 
 
-class Ask(Pending, Protocol):
+class Request(Pending, Protocol):
     """What one replica asked another for, on its way."""
 
     envelope: Envelope
@@ -151,7 +154,7 @@ class Ask(Pending, Protocol):
         ...
 
 
-class Answer(Pending, Protocol):
+class Response(Pending, Protocol):
     """What one replica answers another, on its way."""
 
     envelope: Envelope
@@ -162,26 +165,26 @@ class Answer(Pending, Protocol):
 
 
 @runtime_checkable
-class AskingTransport(Transport, Protocol):
+class RequestTransport(Transport, Protocol):
     """A transport on which replicas also ask each other for things by name, as `WireTransport` does.
 
     Attributes:
-        on_want: Called with a replica, the number of its ask and the name that it asks for.
+        on_request: Called with a replica, the number of its ask and the name that it asks for.
         on_cancel: Called with a replica and the number of an ask for whose answer nobody waits any more.
         on_lost: Called with a replica whose connection ended, and its asks with it.
     """
 
-    on_want: Callable[[int, int, bytes], None] | None
+    on_request: Callable[[int, int, bytes], None] | None
     on_cancel: Callable[[int, int], None] | None
     on_lost: Callable[[int], None] | None
 
-    def ask(self, source: int, name: bytes, *, most_bytes: int) -> Ask:
+    def request(self, source: int, name: bytes, *, most_bytes: int) -> Request:
         """Ask another replica for what it has, or will have, under a name."""
         ...
 
-    def answer(
+    def respond(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
-    ) -> Answer:
+    ) -> Response:
         """Answer an ask; the payload is not copied, and must stay as it is until the transfer ends."""
         ...
 
@@ -215,3 +218,61 @@ def step_aside(transport: Transport) -> bool:
     while hasattr(innermost, "inner"):
         innermost = innermost.inner
     return bool(innermost.step_aside()) if hasattr(innermost, "step_aside") else False
+
+
+class TransferFuture:
+    """A `Pending` that also announces its end.
+
+    Args:
+        peer_name: The other end, as errors name it.
+        envelope: What the message is.
+        verb: What the peer is to do: "send" or "take".
+    """
+
+    def __init__(self, *, peer_name: str, envelope: Envelope, verb: str) -> None:
+        self._peer_name = peer_name
+        self._envelope = envelope
+        self._verb = verb
+        self._finished = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._received: Received | None = None
+        self._error: TransportError | None = None
+
+    def describe(self) -> str:
+        """Name what is under way in an error's text."""
+        return self._envelope.describe()
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether `wait` would return or raise at once."""
+        return self._finished.is_set()
+
+    def wait(self, *, deadline_s: float) -> Received | None:
+        """Wait until the transfer is done; a wait that ran out can be tried again."""
+        if not self._finished.wait(timeout=max(0.0, deadline_s)):
+            raise DeadlineExceeded(
+                f"{self._peer_name} did not {self._verb} {self.describe()} within {deadline_s:.3g} s, the "
+                f"deadline that follows from measured times; it hangs, or its link became slower than that: see its log"
+            )
+        if self._error is not None:
+            raise self._error
+        return self._received
+
+    def on_finish(self, callback: Callable[[], None]) -> None:
+        """Call back once when the transfer ended either way, from the thread that ends it, or at once when it has."""
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def _end(self, error: TransportError | None) -> None:
+        """End, once: well with what `_received` holds, or with an error."""
+        with self._lock:
+            if self._finished.is_set():
+                return
+            self._error = error
+            self._finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()

@@ -1,7 +1,7 @@
-"""Named blobs that replicas pull from each other: each publishes what it has, and the others ask for it by name.
+"""Named blobs that replicas pull from each other: each publishes its own, and the others request them by name.
 
-An ask for what is not there yet waits at the replica that will have it, and is answered in the moment of its
-publication; nobody is sent what it did not ask for. A blob is held once, however many ask for it.
+A request for a blob that is not published yet waits at its replica, and is answered upon publication. A blob is held
+once, however many replicas request it. Bulk answers yield to all others, but never starve.
 """
 
 from __future__ import annotations
@@ -10,15 +10,136 @@ import math
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from thinwire.errors import NotThere, TransportError
-from thinwire.transport.base import Ask, AskingTransport, Envelope, Kind, Received
-from thinwire.transport.future import Awaited
-from thinwire.transport.send_scheduler import Lanes, Order
+from thinwire.transport.base import Envelope, Kind, Received, Request, RequestTransport, TransferFuture
+from thinwire.transport.wire.flow_control import ReceiveWindow
+
+# Of bulk on its way at a time: on a thin wire the least, on a far one as many as make it come faster.
+LEAST_BULK, MOST_BULK = 2, 8
+# How long bulk may be held back by others.
+LONGEST_HOLD_S = 1.0
+# An answer that takes longer goes on, but a replica that does not take it keeps nobody else from theirs.
+LONGEST_PLACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlobRequest:
+    """An ask that a library answers.
+
+    Attributes:
+        peer: Who asked.
+        number: Of the ask.
+        name: What for.
+    """
+
+    peer: int
+    number: int
+    name: bytes = field(compare=False)
+
+
+class SendScheduler:
+    """The answers that are on their way, and the bulk that waits; replicas take turns.
+
+    A bulk answer begins while fewer of them than a window are on their way, and no other answer; where others are, one
+    at a time begins all the same after `LONGEST_HOLD_S` in which no bulk was on its way.
+
+    Example:
+        >>> lanes = SendScheduler()
+        >>> lanes.begin_other()
+        >>> lanes.add(BlobRequest(peer=3, number=0, name=b"state/0"), now_s=0.0)
+        >>> lanes.next_bulk(now_s=0.5), lanes.due_s()
+        (None, 1.0)
+        >>> lanes.end_other()
+        >>> lanes.next_bulk(now_s=0.5).name
+        b'state/0'
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, deque[BlobRequest]] = {}
+        self._began_s: dict[BlobRequest, float] = {}
+        self._window = ReceiveWindow(least=LEAST_BULK, most=MOST_BULK)  # it counts answers here
+        self._others = 0
+        self._held_since_s = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """How many bulk answers wait."""
+        return sum(len(orders) for orders in self._waiting.values())
+
+    def add(self, order: BlobRequest, *, now_s: float) -> None:
+        """Have a bulk answer wait for its turn.
+
+        Args:
+            order: The ask.
+            now_s: Seconds that only grow.
+        """
+        if not self._waiting and not self._began_s:
+            self._held_since_s = now_s
+        self._waiting.setdefault(order.peer, deque()).append(order)
+
+    def begin_other(self) -> None:
+        """Count an answer that is not bulk and on its way."""
+        self._others += 1
+
+    def end_other(self) -> None:
+        """Count it no longer."""
+        self._others -= 1
+
+    def next_bulk(self, *, now_s: float) -> BlobRequest | None:
+        """Return the bulk answer that may begin now, and count it as on its way; None where none may."""
+        due_s = self.due_s(now_s=now_s)
+        if due_s is None or due_s > now_s:
+            return None
+        peer = next(iter(self._waiting))
+        orders = self._waiting.pop(peer)
+        order = orders.popleft()
+        if orders:
+            self._waiting[peer] = orders  # behind the others
+        self._began_s[order] = now_s
+        return order
+
+    def end_bulk(self, order: BlobRequest, *, now_s: float) -> None:
+        """Count a bulk answer no longer."""
+        del self._began_s[order]
+        self._held_since_s = now_s
+        if self._others or not self._waiting:
+            self._window.pause()  # what it would measure is not the wire
+        else:
+            self._window.observe(1, now_s=now_s)
+
+    def drop(self, order: BlobRequest) -> bool:
+        """Forget a bulk answer that waits; tell whether there was one."""
+        orders = self._waiting.get(order.peer)
+        if orders is None or order not in orders:
+            return False
+        orders.remove(order)
+        if not orders:
+            del self._waiting[order.peer]
+        return True
+
+    def drop_all_of(self, peer: int) -> None:
+        """Forget what waits for a replica."""
+        self._waiting.pop(peer, None)
+
+    def due_s(self, *, now_s: float = 0.0) -> float | None:
+        """Return from when on a bulk answer may begin if nothing else happens, None where none waits."""
+        if not self._waiting:
+            return None
+        places_s = sorted(began_s + LONGEST_PLACE_S for began_s in self._began_s.values())
+        current_s = [place_s for place_s in places_s if place_s > now_s]
+        allowed = 1 if self._others else self._window.num_bytes
+        if len(current_s) >= allowed:
+            return current_s[len(current_s) - allowed]
+        if self._others:
+            return self._held_since_s + LONGEST_HOLD_S
+        return now_s
+
 
 # Names whose blobs were withdrawn, the oldest of which is forgotten: whatever is old for good is told by `is_past`.
 MOST_WITHDRAWN = 1 << 16
@@ -32,14 +153,14 @@ class _Blob:
     is_bulk: bool
 
 
-class _OwnAsk(Awaited):
+class _LocalRequest(TransferFuture):
     """An ask of this replica for what it will publish itself."""
 
-    def __init__(self, *, replica: int, name: bytes, leave: Callable[[_OwnAsk], bool]) -> None:
+    def __init__(self, *, replica: int, name: bytes, leave: Callable[[_LocalRequest], bool]) -> None:
         self.envelope = Envelope(kind=Kind.LIBRARY, round_id=0)
         super().__init__(peer_name=f"replica {replica}", envelope=self.envelope, verb="publish")
         self.name = name
-        self._leave = leave
+        self._stop_waiting = leave
 
     def describe(self) -> str:
         """Name what is asked for in an error's text."""
@@ -53,7 +174,7 @@ class _OwnAsk(Awaited):
 
     def cancel(self) -> None:
         """Wait for it no longer."""
-        self._leave(self)
+        self._stop_waiting(self)
         self._end(TransportError(f"{self.describe()} is not wanted any more"))
 
     def close(self) -> None:
@@ -61,7 +182,7 @@ class _OwnAsk(Awaited):
         self._end(TransportError(f"the library was closed while {self.describe()} was waited for"))
 
 
-class Loan:
+class BlobFetch:
     """A blob on its way from a library.
 
     Args:
@@ -70,7 +191,7 @@ class Loan:
         ask: The transfer.
     """
 
-    def __init__(self, *, source: int, name: bytes, ask: Ask) -> None:
+    def __init__(self, *, source: int, name: bytes, ask: Request) -> None:
         self.source = source
         self.name = name
         self._ask = ask
@@ -109,11 +230,11 @@ class Loan:
         self._ask.on_finish(callback)
 
 
-class Library:
+class BlobStore:
     """What this replica has for others, and its way to what they have. Safe between threads.
 
     Args:
-        transport: Carries asks and answers; the library takes its `on_want`, `on_cancel` and `on_lost`. It is made
+        transport: Carries asks and answers; the library takes its `on_request`, `on_cancel` and `on_lost`. It is made
             before others can ask.
         is_past: Tells of a name that is not published whether it never will be, so that nobody waits for it; it is
             called from the transport's thread, and must be quick.
@@ -124,7 +245,7 @@ class Library:
         >>> transport = WireTransport(
         ...     replica=7, num_replicas=4, secret=Secret(key=bytes(32)), address="127.0.0.1", is_open=True
         ... )
-        >>> library = Library(transport)
+        >>> library = BlobStore(transport)
         >>> library.publish(b"round/0", torch.arange(3, dtype=torch.uint8))
         >>> library.get(7, b"round/0", most_bytes=100).wait(deadline_s=1)  # its own need no wire
         tensor([0, 1, 2], dtype=torch.uint8)
@@ -134,21 +255,23 @@ class Library:
         (None, None)
     """
 
-    def __init__(self, transport: AskingTransport, *, is_past: Callable[[bytes], bool] = lambda name: False) -> None:
+    def __init__(self, transport: RequestTransport, *, is_past: Callable[[bytes], bool] = lambda name: False) -> None:
         self._transport = transport
         self._is_past = is_past
         self._lock = threading.RLock()
         self._blobs: dict[bytes, _Blob] = {}
         self._withdrawn: dict[bytes, None] = {}
-        self._waiting: dict[bytes, dict[Order | _OwnAsk, None]] = {}
-        self._orders: dict[tuple[int, int], Order] = {}
-        self._lanes = Lanes()
+        self._waiting: dict[bytes, dict[BlobRequest | _LocalRequest, None]] = {}
+        self._requests: dict[tuple[int, int], BlobRequest] = {}
+        self._scheduler = SendScheduler()
         self._timer: threading.Timer | None = None
         self._timer_s = math.inf
         self._is_starting = False
         self._is_closed = False
         self._bulk_wanted_s = -math.inf
-        transport.on_want, transport.on_cancel, transport.on_lost = self._want, self._cancel, self._lose
+        transport.on_request = self._on_peer_request
+        transport.on_cancel = self._on_peer_cancel
+        transport.on_lost = self._on_peer_lost
 
     @property
     def num_bytes(self) -> int:
@@ -165,7 +288,7 @@ class Library:
     def num_waiting(self) -> int:
         """Asks that wait for a publication, and bulk that waits for its turn."""
         with self._lock:
-            return sum(len(asks) for asks in self._waiting.values()) + self._lanes.num_waiting
+            return sum(len(asks) for asks in self._waiting.values()) + self._scheduler.num_waiting
 
     @property
     def is_past(self) -> Callable[[bytes], bool]:
@@ -233,7 +356,7 @@ class Library:
             self._serve(ask, None)
         self._start_bulk()
 
-    def get(self, source: int, name: bytes, *, most_bytes: int) -> Loan:
+    def get(self, source: int, name: bytes, *, most_bytes: int) -> BlobFetch:
         """Ask a replica for a blob, which may be this one.
 
         Args:
@@ -245,29 +368,29 @@ class Library:
             ValueError: There is no such replica, or the name is too short or too long.
         """
         if source != self._transport.replica:
-            ask = self._transport.ask(source, name, most_bytes=most_bytes)
-            return Loan(source=source, name=name, ask=ask)
-        own = _OwnAsk(replica=source, name=name, leave=self._leave)
-        self._look_up(name, own)
-        return Loan(source=source, name=name, ask=own)
+            ask = self._transport.request(source, name, most_bytes=most_bytes)
+            return BlobFetch(source=source, name=name, ask=ask)
+        own = _LocalRequest(replica=source, name=name, leave=self._stop_waiting)
+        self._find(name, own)
+        return BlobFetch(source=source, name=name, ask=own)
 
     def close(self) -> None:
         """Give nothing away any more, and end what waits here; the transport stays."""
         with self._lock:
             self._is_closed = True
-            self._transport.on_want = self._transport.on_cancel = self._transport.on_lost = None
+            self._transport.on_request = self._transport.on_cancel = self._transport.on_lost = None
             waiting = [ask for asks in self._waiting.values() for ask in asks]
-            for kept in (self._waiting, self._blobs, self._orders):
+            for kept in (self._waiting, self._blobs, self._requests):
                 kept.clear()
             if self._timer is not None:
                 self._timer.cancel()
         for ask in waiting:
-            if isinstance(ask, _OwnAsk):
+            if isinstance(ask, _LocalRequest):
                 ask.close()
             else:
                 self._serve(ask, None)
 
-    def _look_up(self, name: bytes, ask: Order | _OwnAsk) -> None:
+    def _find(self, name: bytes, ask: BlobRequest | _LocalRequest) -> None:
         with self._lock:
             blob = self._blobs.get(name)
             if blob is None and name not in self._withdrawn and not self._is_past(name) and not self._is_closed:
@@ -275,7 +398,7 @@ class Library:
                 return
         self._serve(ask, blob)
 
-    def _leave(self, ask: Order | _OwnAsk) -> bool:
+    def _stop_waiting(self, ask: BlobRequest | _LocalRequest) -> bool:
         with self._lock:
             asks = self._waiting.get(ask.name, {})
             if ask not in asks:
@@ -285,48 +408,48 @@ class Library:
                 del self._waiting[ask.name]
             return True
 
-    def _want(self, peer: int, number: int, name: bytes) -> None:
-        order = Order(peer=peer, number=number, name=name)
+    def _on_peer_request(self, peer: int, number: int, name: bytes) -> None:
+        order = BlobRequest(peer=peer, number=number, name=name)
         with self._lock:
-            self._orders[(peer, number)] = order
-        self._look_up(name, order)
+            self._requests[(peer, number)] = order
+        self._find(name, order)
         self._start_bulk()
 
-    def _cancel(self, peer: int, number: int) -> None:
+    def _on_peer_cancel(self, peer: int, number: int) -> None:
         with self._lock:
-            order = self._orders.get((peer, number))
-            waits = order is not None and (self._leave(order) or self._lanes.drop(order))
+            order = self._requests.get((peer, number))
+            waits = order is not None and (self._stop_waiting(order) or self._scheduler.drop(order))
         if order is not None and waits:
             self._serve(order, None)
 
-    def _lose(self, peer: int) -> None:
+    def _on_peer_lost(self, peer: int) -> None:
         with self._lock:
-            for order in [order for order in self._orders.values() if order.peer == peer]:
-                self._leave(order)
-                del self._orders[(peer, order.number)]
-            self._lanes.drop_all_of(peer)
+            for order in [order for order in self._requests.values() if order.peer == peer]:
+                self._stop_waiting(order)
+                del self._requests[(peer, order.number)]
+            self._scheduler.drop_all_of(peer)
 
-    def _serve(self, ask: Order | _OwnAsk, blob: _Blob | None) -> None:
-        if isinstance(ask, _OwnAsk):
+    def _serve(self, ask: BlobRequest | _LocalRequest, blob: _Blob | None) -> None:
+        if isinstance(ask, _LocalRequest):
             ask.give(None if blob is None else blob.payload)
             return
         with self._lock:
             if blob is not None and blob.is_bulk:
                 self._bulk_wanted_s = time.monotonic()
-                self._lanes.add(ask, now_s=self._bulk_wanted_s)
+                self._scheduler.add(ask, now_s=self._bulk_wanted_s)
                 return
-            self._orders.pop((ask.peer, ask.number), None)
+            self._requests.pop((ask.peer, ask.number), None)
             if blob is not None:
-                self._lanes.begin_other()
+                self._scheduler.begin_other()
         if blob is None:
-            self._transport.answer(ask.peer, ask.number, _NOTHING, is_there=False)
+            self._transport.respond(ask.peer, ask.number, _NOTHING, is_there=False)
         else:
-            answer = self._transport.answer(ask.peer, ask.number, blob.payload, crc=blob.crc)
+            answer = self._transport.respond(ask.peer, ask.number, blob.payload, crc=blob.crc)
             answer.on_finish(self._end_other)
 
     def _end_other(self) -> None:
         with self._lock:
-            self._lanes.end_other()
+            self._scheduler.end_other()
         self._start_bulk()
 
     def _start_bulk(self) -> None:
@@ -336,28 +459,28 @@ class Library:
             self._is_starting = True
         while True:
             with self._lock:
-                order = self._lanes.next_bulk(now_s=time.monotonic())
+                order = self._scheduler.next_bulk(now_s=time.monotonic())
                 if order is None:
                     self._is_starting = False
                     self._wake_when_due()
                     return
-                self._orders.pop((order.peer, order.number), None)
+                self._requests.pop((order.peer, order.number), None)
                 blob = self._blobs.get(order.name)
             self._begin_bulk(order, blob)
 
-    def _begin_bulk(self, order: Order, blob: _Blob | None) -> None:
+    def _begin_bulk(self, order: BlobRequest, blob: _Blob | None) -> None:
         def end() -> None:
             with self._lock:
-                self._lanes.end_bulk(order, now_s=time.monotonic())
+                self._scheduler.end_bulk(order, now_s=time.monotonic())
             self._start_bulk()
 
         payload, crc = (_NOTHING, None) if blob is None else (blob.payload, blob.crc)
-        answer = self._transport.answer(order.peer, order.number, payload, is_there=blob is not None, crc=crc)
+        answer = self._transport.respond(order.peer, order.number, payload, is_there=blob is not None, crc=crc)
         answer.on_finish(end)
 
     def _wake_when_due(self) -> None:
         now_s = time.monotonic()
-        due_s = self._lanes.due_s(now_s=now_s)
+        due_s = self._scheduler.due_s(now_s=now_s)
         if due_s is None or due_s >= self._timer_s or self._is_closed:
             return
         if self._timer is not None:

@@ -40,7 +40,7 @@ OnBurst = Callable[[int, float, float, int], None]
 
 
 @dataclass(slots=True)
-class _Way:
+class _Target:
     """The connection to one host.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Way:
 
 
 @dataclass(slots=True)
-class _Sink:
+class _Source:
     """A connection from another host.
 
     Attributes:
@@ -83,7 +83,7 @@ class _Sink:
     received: int = 0
 
 
-def open_door() -> socket.socket:
+def open_probe_port() -> socket.socket:
     """Return a listening socket for other hosts' bursts, over IPv4 and IPv6, on a port of the kernel's choice.
 
     Raises:
@@ -96,11 +96,11 @@ def open_door() -> socket.socket:
     return door
 
 
-class HostProbes:
+class BurstProbe:
     """Sends bursts to other hosts in turn and answers theirs, in a thread of its own, until it is closed.
 
     Args:
-        door: Where the others' bursts come in, see `open_door`; it is closed with this.
+        door: Where the others' bursts come in, see `open_probe_port`; it is closed with this.
         hosts: For each other host, by the number it is known by: its addresses, and its port.
         on_burst: Told of each burst that was answered: the host, when it began, the seconds until the answer, and how
             many bytes of the job crossed this host's access or the other one's meanwhile, whichever is more.
@@ -115,7 +115,7 @@ class HostProbes:
         carried: Callable[[], tuple[int, int]] = lambda: (0, 0), clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._door, self._on_burst, self._is_used, self._carried, self._clock = door, on_burst, is_used, carried, clock
-        self._ways = {host: _Way(deque(addresses), port) for host, (addresses, port) in hosts.items() if addresses}
+        self._ways = {host: _Target(deque(addresses), port) for host, (addresses, port) in hosts.items() if addresses}
         self._known = {address for addresses, _ in hosts.values() for address in addresses}
         self._order = deque(sorted(self._ways))
         self._usual: deque[float] = deque(maxlen=_USUAL)
@@ -159,10 +159,10 @@ class HostProbes:
             self._bell.close()
             self._selector.close()
 
-    def _serve(self, connection: object, data: _Way | _Sink | socket.socket | None, events: int) -> None:
+    def _serve(self, connection: object, data: _Target | _Source | socket.socket | None, events: int) -> None:
         if data is None:
             self._let_in()
-        elif isinstance(data, _Sink):
+        elif isinstance(data, _Source):
             self._take(data)
         elif isinstance(data, socket.socket):
             data.recv(64)
@@ -187,15 +187,15 @@ class HostProbes:
             return
         most = _MOST_EACH * len(self._known) + _MORE
         address = name[0].removeprefix(_MAPPED)
-        others = [key.data.address for key in self._selector.get_map().values() if isinstance(key.data, _Sink)]
+        others = [key.data.address for key in self._selector.get_map().values() if isinstance(key.data, _Source)]
         is_full = others.count(address) >= _MOST_EACH or len(self._selector.get_map()) >= most
         if address not in self._known or is_full:
             connection.close()
             return
         connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ, _Sink(connection, address))
+        self._selector.register(connection, selectors.EVENT_READ, _Source(connection, address))
 
-    def _take(self, sink: _Sink) -> None:
+    def _take(self, sink: _Source) -> None:
         """Throw away what has come; answer at the end of a burst."""
         try:
             if not sink.count:
@@ -247,7 +247,7 @@ class HostProbes:
         else:
             self._send(way, way.connection)
 
-    def _connect(self, way: _Way) -> None:
+    def _connect(self, way: _Target) -> None:
         family = socket.AF_INET6 if ":" in way.addresses[0] else socket.AF_INET
         try:
             connection = way.connection = socket.socket(family, socket.SOCK_STREAM)
@@ -260,12 +260,12 @@ class HostProbes:
         except OSError:  # also where this host has nothing of that family
             self._part(way)
 
-    def _send(self, way: _Way, connection: socket.socket) -> None:
+    def _send(self, way: _Target, connection: socket.socket) -> None:
         way.sent, way.answer = self._carried()[0], b""
         way.left, way.since_s = BURST_BYTES, self._clock()
         self._selector.modify(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, way)
 
-    def _go_on_with(self, way: _Way, connection: socket.socket, events: int) -> None:
+    def _go_on_with(self, way: _Target, connection: socket.socket, events: int) -> None:
         if not way.is_open:
             if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise OSError(error, "the connection was not made")
@@ -280,7 +280,7 @@ class HostProbes:
             if not way.left:
                 self._selector.modify(connection, selectors.EVENT_READ, way)
 
-    def _take_answer(self, way: _Way, connection: socket.socket) -> None:
+    def _take_answer(self, way: _Target, connection: socket.socket) -> None:
         came = connection.recv(_ANSWER.size - len(way.answer))
         if not came or way.left != 0:
             raise OSError("the other end has closed, or answers what nobody sent")
@@ -293,7 +293,7 @@ class HostProbes:
         (received,) = _ANSWER.unpack(way.answer)
         self._on_burst(host, way.since_s, took_s, max(received, self._carried()[0] - way.sent))
 
-    def _part(self, way: _Way) -> None:
+    def _part(self, way: _Target) -> None:
         """Close a connection, and try the host's next address after a while."""
         if way.connection is not None:
             with contextlib.suppress(KeyError, ValueError):

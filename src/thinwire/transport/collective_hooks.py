@@ -33,8 +33,7 @@ import torch.distributed as dist
 
 from thinwire import compat
 from thinwire.errors import TransportError
-from thinwire.transport.cuda_events import EventMark, Mark, is_capturing
-from thinwire.transport.gpu_completion import End, WorkPoller
+from thinwire.transport.gpu_completion import CallEnd, CudaEventMark, StreamMark, WorkPoller, is_capturing
 
 _AT_ONCE = timedelta(milliseconds=1)
 _CLOSE_S = 2.0
@@ -67,11 +66,11 @@ _PASSED_BY = ("recv_any_source_",)  # whose message it is stands in the `Work` t
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Call:
+class GroupCall:
     """One call of a process group.
 
     Attributes:
-        group: Number of the group in this process, see `Watcher.group`.
+        group: Number of the group in this process, see `CallObserver.group`.
         kind: What it does, such as `all_reduce`, `send` or `recv`.
         sequence: Counts the group's collectives; for a message, those of this pair of ranks and tag.
         dtype: Of the elements, as torch calls it; empty where there are none.
@@ -104,7 +103,7 @@ class Call:
 IsPolled = Callable[[str, torch.device], bool]
 
 
-def no_call(kind: str, device: torch.device) -> bool:
+def never_polled(kind: str, device: torch.device) -> bool:
     """Say that the end of no call is learned by asking: calls on a GPU pass by."""
     return False
 
@@ -114,18 +113,18 @@ def calls_on_gpus(kind: str, device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Watcher(Protocol):
+class CallObserver(Protocol):
     """What is told of calls, from whichever thread; each must be quick, and never raise."""
 
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> None:
         """Take note of a group before its first call: its name, the same on all ranks, and its members."""
         ...
 
-    def posted(self, call: Call) -> None:
+    def posted(self, call: GroupCall) -> None:
         """Take note of a call before it is made."""
         ...
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: GroupCall) -> None:
         """Take note that it has ended, well or not."""
         ...
 
@@ -138,7 +137,7 @@ class _Group:
     messages: dict[tuple[str, int, int], itertools.count[int]] = field(default_factory=dict)
 
 
-class WatchedGroups:
+class CollectiveHooks:
     """Watches all process groups of this process from here on, those made later too.
 
     Calls are numbered from here on, so that all ranks must begin at the same call.
@@ -161,22 +160,22 @@ class WatchedGroups:
     _is_in_use = False
 
     def __init__(
-        self, watcher: Watcher, *, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
-        mark: Callable[[torch.device], Mark] = EventMark,
+        self, watcher: CallObserver, *, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = never_polled,
+        mark: Callable[[torch.device], StreamMark] = CudaEventMark,
     ) -> None:  # fmt: skip
         gathering = compat.gathering_groups(dist)
         lacking = compat.missing_names()
-        if gathering is None and is_polled is not no_call:
+        if gathering is None and is_polled is not never_polled:
             lacking.append("the list of groups that gather calls")
         if lacking:
             raise TransportError(
                 f"torch {torch.__version__} lacks {', '.join(lacking)}; watching was tried with torch "
                 f"{', '.join(compat.TRIED_VERSIONS)}"
             )
-        with WatchedGroups._lock:
-            if WatchedGroups._is_in_use:
+        with CollectiveHooks._lock:
+            if CollectiveHooks._is_in_use:
                 raise TransportError("this process is being watched already; close that first")
-            WatchedGroups._is_in_use = True
+            CollectiveHooks._is_in_use = True
         self.num_passed_by = 0
         self._is_paused = False
         self._is_polled = is_polled
@@ -190,7 +189,7 @@ class WatchedGroups:
         operators = sorted(compat.group_operators() & {*_KINDS, *_PASSED_BY})
         self._at = {name: compat.positions(name) for name in operators}
         # A thread that gloo lets go while the interpreter ends would take the process down with it.
-        atexit.register(self._let_go)
+        atexit.register(self._release)
         self._restore = compat.intercept(operators, self._around)
         self._is_closed = False
 
@@ -213,7 +212,7 @@ class WatchedGroups:
             self._is_closed = True
             self._restore()
             self._poller.close(wait_s=_GPU_CLOSE_S)
-            WatchedGroups._is_in_use = False
+            CollectiveHooks._is_in_use = False
 
     def _around(self, operator: str, arguments: tuple[Any, ...], go_on: Callable[[], Any]) -> Any:
         call = self._call(operator, arguments)
@@ -230,7 +229,7 @@ class WatchedGroups:
             return None
         work = compat.unboxed_work(result)
         if call.polled_on is not None:
-            self._ask(call, work, call.polled_on, self._is_asynchronous(operator, arguments))
+            self._watch_end(call, work, call.polled_on, self._is_asynchronous(operator, arguments))
             return result
         if operator not in _MESSAGES and (future := _future_of(work)) is not None:
             future.add_done_callback(partial(self._end_with, call))
@@ -240,7 +239,7 @@ class WatchedGroups:
         waiter.start()
         return compat.with_wait(result, waiter.wait)
 
-    def _call(self, operator: str, arguments: tuple[Any, ...]) -> Call | None:
+    def _call(self, operator: str, arguments: tuple[Any, ...]) -> GroupCall | None:
         """Return a call to be told of; none for one that passes by or while paused, which is numbered all the same."""
         at = self._at[operator]
         kind, brought = _KINDS.get(operator, ("", None))
@@ -264,7 +263,7 @@ class WatchedGroups:
         if is_polled and not self._can_be_asked(device, own):
             self.num_passed_by += 1
             return None
-        call = Call(
+        call = GroupCall(
             group=group.number, kind=kind, sequence=sequence, posted_s=self._clock(), peer=peer, tag=tag,
             polled_on=device if is_polled else None,
         )  # fmt: skip
@@ -282,7 +281,7 @@ class WatchedGroups:
         """Return whether a call's end can be learned by asking, which must be known before it is told of."""
         return group not in self._gathering and self._poller.has_room and not is_capturing(device)
 
-    def _ask(self, call: Call, work: Any, device: torch.device, is_asynchronous: bool) -> None:
+    def _watch_end(self, call: GroupCall, work: Any, device: torch.device, is_asynchronous: bool) -> None:
         """Learn a call's end by asking its `Work`, or else the caller's stream; else it is over when it returned."""
         line: Hashable | None = call.group if call.peer is None else None
         if work is None and call.kind != "barrier":
@@ -293,15 +292,15 @@ class WatchedGroups:
         if work is None:
             self._end(call)
         else:
-            self._poller.ask(work, partial(self._asked, call), group=call.group, line=line)
+            self._poller.watch(work, partial(self._on_polled_end, call), group=call.group, line=line)
 
-    def _marked(self, device: torch.device) -> Mark | None:
+    def _marked(self, device: torch.device) -> StreamMark | None:
         try:
             return self._mark(device)
         except Exception:  # whatever CUDA says: the job goes on, and hears of it from its own calls
             return None
 
-    def _asked(self, call: Call, end: End) -> None:
+    def _on_polled_end(self, call: GroupCall, end: CallEnd) -> None:
         call.done_s, call.error = end.done_s, end.error
         if end.duration_s is not None:
             # seen late, an end may lie further from the beginning than the call took
@@ -312,13 +311,13 @@ class WatchedGroups:
         name = group.group_name
         known = self._groups.get(name)
         if known is None:
-            with WatchedGroups._lock:
+            with CollectiveHooks._lock:
                 ranks = tuple(dist.get_process_group_ranks(group))
                 known = self._groups.setdefault(name, _Group(len(self._groups), ranks))
                 self._watcher.group(known.number, f"{name} {group.group_desc}".strip(), ranks)
         return known
 
-    def _end_with(self, call: Call, future: torch.futures.Future[Any]) -> None:
+    def _end_with(self, call: GroupCall, future: torch.futures.Future[Any]) -> None:
         try:
             future.value()
         except Exception as error:
@@ -326,18 +325,18 @@ class WatchedGroups:
         else:
             self._end(call)
 
-    def _waited(self, call: Call, waiter: _Waiter) -> None:
+    def _waited(self, call: GroupCall, waiter: _Waiter) -> None:
         self._waiting.pop(waiter, None)
         self._end(call, "" if waiter.error is None else str(waiter.error))
 
-    def _end(self, call: Call, error: str = "") -> None:
+    def _end(self, call: GroupCall, error: str = "") -> None:
         call.done_s = self._clock()
         call.error = error
         self._watcher.ended(call)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for waiter in list(self._waiting):
-            waiter.let_go()
+            waiter.release()
         self._poller.close()
 
 
@@ -369,7 +368,7 @@ class _Waiter(threading.Thread):
             raise self.error
         return True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """End the wait of a message that may never come, by a wait with a tiny limit, which closes its connection."""
         if not self._has_ended.is_set():
             try:
@@ -390,3 +389,62 @@ def _tensors(found: Any) -> list[torch.Tensor]:
     if isinstance(found, torch.Tensor):
         return [found]
     return [tensor for part in found for tensor in _tensors(part)]
+
+
+TEXT_BYTES = 512
+
+
+def own_rank(*, gpu_calls: bool = False) -> int:
+    """Return this process's rank in its job.
+
+    Args:
+        gpu_calls: Whether calls on GPUs are to be recorded, so that a process group over nccl alone will do.
+
+    Raises:
+        ValueError: There is no process group yet, or none whose calls are recorded.
+    """
+    if not dist.is_initialized():
+        raise ValueError("there is no process group yet; call torch.distributed.init_process_group before")
+    backend = str(dist.get_backend_config())
+    if "gloo" in backend or (gpu_calls and "nccl" in backend):
+        return dist.get_rank()
+    if "nccl" in backend:
+        raise ValueError(
+            f"calls are recorded on gloo, and this process group is {backend}; gpu_calls=True records calls on GPUs "
+            f"too, which was not tried on a GPU; or let torch's Flight Recorder write JSON, which thinwire diagnose "
+            f"reads too"
+        )
+    raise ValueError(f"calls are recorded on gloo, and on nccl with gpu_calls=True; this process group is {backend}")
+
+
+def all_gather_text(own: str) -> list[str]:
+    """Return what each rank of the default group tells of itself; all ranks call it together.
+
+    Args:
+        own: This rank's word; cut off where it is longer than 512 bytes.
+
+    Raises:
+        RuntimeError: A rank did not come within the group's timeout.
+    """
+    told = own.encode("utf-8", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    mine = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(_text_device())
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [part.cpu().numpy().tobytes().rstrip(b"\0").decode("utf-8", "replace") for part in found]
+
+
+def store_port() -> int:
+    """Return the port of the store that the ranks met at; 0 where it has none, or this torch does not tell."""
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return int(store.port)
+    except (AttributeError, RuntimeError, ValueError):  # a file; no group; another torch
+        return 0
+
+
+def _text_device() -> torch.device:
+    if "cpu" in str(dist.get_backend_config()):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

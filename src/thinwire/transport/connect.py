@@ -24,7 +24,7 @@ from thinwire.events import TransferLog
 from thinwire.transport.addresses import (
     RENDEZVOUS_FILE,
     Address,
-    Station,
+    RankEndpoint,
     address_of,
     firewall_hint,
     first_unreachable,
@@ -34,11 +34,11 @@ from thinwire.transport.addresses import (
     own_address,
     resolve,
 )
-from thinwire.transport.local_sockets import OwnSockets
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
 from thinwire.transport.rendezvous import Meeting, open_file_store, open_store, prefixed
 from thinwire.transport.secret import Secret, need_pyzmq, read_secret
+from thinwire.transport.tcp_stats import LocalSockets
 
 if TYPE_CHECKING:
     from thinwire.transport.wire.wire_transport import WireTransport
@@ -278,7 +278,7 @@ def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: 
             timeout=timedelta(seconds=deadline_s),
         )
         try:
-            sockets = OwnSockets({station.rank: station.address for station in stations})
+            sockets = LocalSockets({station.rank: station.address for station in stations})
             return _own_group(
                 ranks_per_replica, interface, deadline_s=deadline_s, made_default=True, sockets=sockets
             )  # fmt: skip
@@ -327,8 +327,8 @@ def _meet(place: JobPlace, *, ranks_per_replica: int, deadline_s: float) -> tupl
     return meeting, store, prefix
 
 
-def _station(place: JobPlace, address: str, *, port: int, ranks_per_replica: int, secret: str = "") -> Station:
-    return Station(
+def _station(place: JobPlace, address: str, *, port: int, ranks_per_replica: int, secret: str = "") -> RankEndpoint:
+    return RankEndpoint(
         rank=place.rank,
         replica=place.rank // ranks_per_replica,
         hostname=socket.gethostname(),
@@ -339,10 +339,10 @@ def _station(place: JobPlace, address: str, *, port: int, ranks_per_replica: int
     )
 
 
-def _introduce(own: Station, meeting: Meeting, *, ranks_per_replica: int) -> list[Station]:
+def _introduce(own: RankEndpoint, meeting: Meeting, *, ranks_per_replica: int) -> list[RankEndpoint]:
     """Exchange addresses and prove that every host reaches every other, before anything else is tried."""
     meeting.leave("station", own.to_json())
-    stations = [Station.from_json(note, rank=rank) for rank, note in enumerate(meeting.collect("station"))]
+    stations = [RankEndpoint.from_json(note, rank=rank) for rank, note in enumerate(meeting.collect("station"))]
     problem = _odd_one_out(stations, ranks_per_replica=ranks_per_replica) or first_unreachable(
         own, stations, deadline_s=REACH_S
     )
@@ -353,7 +353,7 @@ def _introduce(own: Station, meeting: Meeting, *, ranks_per_replica: int) -> lis
     return stations
 
 
-def _odd_one_out(stations: list[Station], *, ranks_per_replica: int) -> str:
+def _odd_one_out(stations: list[RankEndpoint], *, ranks_per_replica: int) -> str:
     for station in stations:
         if station.replica != station.rank // ranks_per_replica:
             return (
@@ -370,7 +370,7 @@ def _odd_one_out(stations: list[Station], *, ranks_per_replica: int) -> str:
 
 def _own_group(
     ranks_per_replica: int, interface: str | None, *, deadline_s: float, made_default: bool = False,
-    sockets: OwnSockets | None = None,
+    sockets: LocalSockets | None = None,
 ) -> ProcessGroupTransport:  # fmt: skip
     """Make a gloo group for thinwire's messages alone: a user's collectives never meet them."""
     _check_divides(ranks_per_replica, world_size=dist.get_world_size())

@@ -20,7 +20,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from thinwire import compat
 
@@ -31,7 +33,7 @@ _JOIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class CallEnd:
     """How a call ended.
 
     Attributes:
@@ -49,7 +51,7 @@ class End:
 class _Asked:
     work: Any
     group: int
-    on_end: Callable[[End], None]
+    on_end: Callable[[CallEnd], None]
 
 
 class WorkPoller:
@@ -67,7 +69,7 @@ class WorkPoller:
         self._clock = clock
         self._poll_s = poll_s
         self._most = most
-        self._lines: dict[Hashable, deque[_Asked]] = {}
+        self._queues: dict[Hashable, deque[_Asked]] = {}
         self._untimed: set[tuple[int, type]] = set()
         self._num = 0
         self._lock = threading.Lock()
@@ -82,7 +84,7 @@ class WorkPoller:
         """Whether one more call may be under way."""
         return self._num < self._most
 
-    def ask(self, work: Any, on_end: Callable[[End], None], *, group: int, line: Hashable | None = None) -> None:
+    def watch(self, work: Any, on_end: Callable[[CallEnd], None], *, group: int, line: Hashable | None = None) -> None:
         """Ask a `Work`, or a mark behind a call, until it has ended.
 
         Args:
@@ -93,7 +95,7 @@ class WorkPoller:
         """
         asked = _Asked(work, group, on_end)
         with self._lock:
-            self._lines.setdefault(object() if line is None else line, deque()).append(asked)
+            self._queues.setdefault(object() if line is None else line, deque()).append(asked)
             self._num += 1
             self._is_wanted.set()
             if self._thread is None:
@@ -122,43 +124,43 @@ class WorkPoller:
     def _go_on(self) -> None:
         while self._closes_s is None or (self._num and time.monotonic() < self._closes_s):
             if self._is_wanted.wait(_IDLE_S):
-                self._ask_all()
+                self._poll_all()
                 time.sleep(self._poll_s)
-        self._ask_all()
+        self._poll_all()
 
-    def _ask_all(self) -> None:
+    def _poll_all(self) -> None:
         with self._lock:
-            keys = list(self._lines)
+            keys = list(self._queues)
         for key in keys:
             with self._asking:
                 if self._is_held:
                     return
-                self._ask_line(key)
+                self._poll_queue(key)
 
-    def _ask_line(self, key: Hashable) -> None:
+    def _poll_queue(self, key: Hashable) -> None:
         """Ask the calls of one line, oldest first, no further than the first that lasts."""
-        line = self._lines[key]
-        while line and (end := self._look(line[0])) is not None:
+        line = self._queues[key]
+        while line and (end := self._poll_one(line[0])) is not None:
             asked = line.popleft()
             asked.on_end(end)
             with self._lock:
                 self._num -= 1
                 if not line:
-                    del self._lines[key]
+                    del self._queues[key]
                 if not self._num and self._closes_s is None:
                     self._is_wanted.clear()
 
-    def _look(self, asked: _Asked) -> End | None:
+    def _poll_one(self, asked: _Asked) -> CallEnd | None:
         """Return how a call ended; none while it lasts."""
         try:
             if not asked.work.is_completed():
                 return None
         except Exception as error:  # as CUDA has it: after one such error every question fails
-            return End(done_s=self._clock(), error=str(error) or type(error).__name__)
+            return CallEnd(done_s=self._clock(), error=str(error) or type(error).__name__)
         done_s = self._clock()
         if failure := compat.failure_of(asked.work):
-            return End(done_s=done_s, error=failure)
-        return End(done_s=done_s, duration_s=self._duration_s(asked))
+            return CallEnd(done_s=done_s, error=failure)
+        return CallEnd(done_s=done_s, duration_s=self._duration_s(asked))
 
     def _duration_s(self, asked: _Asked) -> float | None:
         """Return how long the GPU was in a call; where a group does not time its calls it is not asked again."""
@@ -169,3 +171,52 @@ class WorkPoller:
         if duration_s is None:
             self._untimed.add(kind)
         return duration_s
+
+
+class StreamMark(Protocol):
+    """A place on a stream; it knows no failure of its own and no duration."""
+
+    @property
+    def stream(self) -> Hashable:
+        """Names the stream: marks of one stream are passed in their order."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether all before it has run, without waiting."""
+        ...
+
+
+class CudaEventMark:
+    """The end of what a device's current stream of this thread holds now.
+
+    Args:
+        device: A GPU.
+
+    Raises:
+        RuntimeError: CUDA could not record the event.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            current = torch.cuda.current_stream(device)
+            self._event = torch.cuda.Event(enable_timing=False)  # type: ignore[no-untyped-call]
+            self._event.record(current)
+        # every device's default stream has the same handle
+        self.stream: Hashable = (current.device_index, current.cuda_stream)
+
+    def is_completed(self) -> bool:
+        """Whether all before it has run, without waiting."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph captures what is put on the device's current stream.
+
+    Example:
+        >>> is_capturing(torch.device("cpu"))
+        False
+    """
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from thinwire.errors import ConnectError
-from thinwire.transport.addresses import Address, Station, host_identity
+from thinwire.transport.addresses import Address, RankEndpoint, host_identity
 from thinwire.transport.connect import REACH_S, address_at, job_place, stores
 from thinwire.transport.rendezvous import POLL_S, prefixed
 from thinwire.transport.secret import SECRET_BYTES, Secret, need_pyzmq, read_secret
@@ -146,7 +146,7 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathering:
+class PartialJob:
     """Ranks that have met.
 
     Attributes:
@@ -162,15 +162,15 @@ class Gathering:
     rank: int
     world_size: int
     board: Board
-    stations: Mapping[int, Station]
+    stations: Mapping[int, RankEndpoint]
     transport: WireTransport
     connected: tuple[int, ...] = field(default=())
     connect_s: float = 0.0
 
 
-def gather(
+def connect_reachable(
     *, interface: str | None = None, address: str | None = None, secret: Path | None = None, deadline_s: float = 60.0
-) -> Gathering:
+) -> PartialJob:
     """Meet the other ranks of torchrun's environment; who does not come, or is not reached, is left out.
 
     Args:
@@ -210,7 +210,7 @@ def gather(
         replica=place.rank, num_replicas=place.world_size, secret=key, address=own_address, is_open=True
     )
     try:
-        own = Station(
+        own = RankEndpoint(
             rank=place.rank, replica=place.rank, hostname=socket.gethostname(), host=host_identity(),
             address=own_address, port=transport.port, secret="" if own_secret is None else own_secret.fingerprint,
         )  # fmt: skip
@@ -219,7 +219,7 @@ def gather(
     except BaseException:
         transport.close()
         raise
-    return Gathering(
+    return PartialJob(
         rank=place.rank, world_size=place.world_size, board=board, stations=stations, transport=transport,
         connected=connected, connect_s=connect_s,
     )  # fmt: skip
@@ -247,7 +247,7 @@ def _from_rank_0(board: Board, key: str, *, deadline_s: float) -> str:
     return text
 
 
-def _introduce(own: Station, board: Board, *, deadline_s: float) -> dict[int, Station]:
+def _introduce(own: RankEndpoint, board: Board, *, deadline_s: float) -> dict[int, RankEndpoint]:
     """Return the stations of all that came in time, as rank 0 saw it."""
     board.leave(f"station/{own.rank}", own.to_json())
     board.promise(2 * deadline_s)
@@ -260,7 +260,7 @@ def _introduce(own: Station, board: Board, *, deadline_s: float) -> dict[int, St
     _from_rank_0(board, "station/0", deadline_s=deadline_s)
     stations = {}
     for rank in _present_ranks(board.wait_for("present", whom=0), world_size=board.world_size):
-        stations[rank] = Station.from_json(board.read(f"station/{rank}") or "", rank=rank)
+        stations[rank] = RankEndpoint.from_json(board.read(f"station/{rank}") or "", rank=rank)
     if own.rank not in stations:
         raise ConnectError(
             f"rank {own.rank} came after the others had begun; start all within {deadline_s:g} s (--deadline)"
@@ -289,7 +289,9 @@ def _present_ranks(text: str, *, world_size: int) -> list[int]:
     return ranks
 
 
-def _reach(transport: WireTransport, stations: Mapping[int, Station], *, rank: int) -> tuple[tuple[int, ...], float]:
+def _reach(
+    transport: WireTransport, stations: Mapping[int, RankEndpoint], *, rank: int
+) -> tuple[tuple[int, ...], float]:
     """Dial all others; nobody is waited for ten times as long as the slowest that answered, and 5 s."""
     others = sorted(set(stations) - {rank})
     began_s, latest_s, count = time.monotonic(), 0.0, 0

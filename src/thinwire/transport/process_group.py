@@ -33,11 +33,9 @@ import torch
 import torch.distributed as dist
 
 from thinwire.errors import PeerLost, TransportError
-from thinwire.transport.base import Envelope, Pending, check_peer
-from thinwire.transport.future import Awaited
-from thinwire.transport.local_sockets import OwnSockets
+from thinwire.transport.base import Envelope, Pending, TransferFuture, check_peer
 from thinwire.transport.message import HEADER_BYTES, pack, unpack
-from thinwire.transport.wire.liveness import TcpReading
+from thinwire.transport.tcp_stats import ConnectionStats, LocalSockets
 
 OPENING_BYTES = 1 << 16
 MOST_PARTS = 64
@@ -76,11 +74,11 @@ def tag_of(envelope: Envelope, *, rest: bool = False) -> int:
     return tag << 1 | rest
 
 
-def part_ends(message_bytes: int) -> list[int]:
+def part_offsets(message_bytes: int) -> list[int]:
     """Return where each part of a message ends: the opening, then up to `MOST_PARTS` even ones, not below its size.
 
     Example:
-        >>> part_ends(100), part_ends(3 * OPENING_BYTES)
+        >>> part_offsets(100), part_offsets(3 * OPENING_BYTES)
         ([100], [65536, 131072, 196608])
     """
     size = max(OPENING_BYTES, -(-(message_bytes - OPENING_BYTES) // MOST_PARTS))
@@ -111,7 +109,7 @@ class ProcessGroupTransport:
 
     def __init__(
         self, group: dist.ProcessGroup, *, ranks_per_replica: int = 1, release: Callable[[], None] | None = None,
-        sockets: OwnSockets | None = None,
+        sockets: LocalSockets | None = None,
     ) -> None:  # fmt: skip
         world_size = dist.get_world_size(group)
         if ranks_per_replica < 1 or world_size % ranks_per_replica:
@@ -148,7 +146,7 @@ class ProcessGroupTransport:
         """The rank's number within its replica."""
         return self._shard
 
-    def reading(self, peer: int) -> TcpReading | None:
+    def reading(self, peer: int) -> ConnectionStats | None:
         """Return what the kernel knows of the connections to a replica, None where nobody can tell which they are."""
         rank = peer * self._ranks_per_replica + self._shard
         return None if self._sockets is None else self._sockets.reading(rank)
@@ -221,7 +219,7 @@ class ProcessGroupTransport:
                 del self._asked[key]
 
 
-class _Transfer(Awaited):
+class _Transfer(TransferFuture):
     """One message on its way, and the thread that waits for it."""
 
     def __init__(self, transport: ProcessGroupTransport, *, peer: int, rank: int, envelope: Envelope, verb: str):
@@ -365,10 +363,22 @@ class _Transfer(Awaited):
 
 
 def _parts(message: torch.Tensor) -> list[torch.Tensor]:
-    ends = part_ends(message.numel())
+    ends = part_offsets(message.numel())
     return [message[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _stated_payload_bytes(opening: torch.Tensor) -> int:
     """Read the size out of a header that was not checked yet; a damaged one only leads to a refusal."""
     return int.from_bytes(bytes(opening[PAYLOAD_BYTES_AT : PAYLOAD_BYTES_AT + 8].numpy()), "little")
+
+
+def available_backends() -> dict[str, bool]:
+    """Return whether gloo and nccl are there.
+
+    Example:
+        >>> sorted(available_backends())
+        ['gloo', 'nccl']
+    """
+    if not dist.is_available():
+        return {"gloo": False, "nccl": False}
+    return {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}

@@ -12,13 +12,13 @@ import torch
 
 from thinwire.errors import DeadlineExceeded, TransportError
 from thinwire.events import Direction, Posted, Transfer, TransferLog
-from thinwire.transport.base import Answer, Ask, AskingTransport, Envelope, Pending, Received, Transport
+from thinwire.transport.base import Envelope, Pending, Received, Request, RequestTransport, Response, Transport
 from thinwire.transport.message import HEADER_BYTES
-from thinwire.transport.wire.liveness import TcpReading
+from thinwire.transport.tcp_stats import ConnectionStats
 
 
 @runtime_checkable
-class Announcing(Protocol):
+class FinishNotifier(Protocol):
     """A pending transfer that says when it ended, so that nobody needs to watch it."""
 
     def on_finish(self, callback: Callable[[], None]) -> None:
@@ -70,10 +70,10 @@ class RecordingTransport:
         """Whether an exchange may be driven from a thread of its own."""
         return self.inner.runs_in_background
 
-    def reading(self, peer: int) -> TcpReading | None:
+    def reading(self, peer: int) -> ConnectionStats | None:
         """Return what the kernel knows of the connection to a replica, None where the transport cannot tell."""
         read = getattr(self.inner, "reading", None)
-        found: TcpReading | None = None if read is None else read(peer)
+        found: ConnectionStats | None = None if read is None else read(peer)
         return found
 
     def send(self, payload: torch.Tensor, *, to: int, envelope: Envelope) -> Pending:
@@ -95,7 +95,7 @@ class RecordingTransport:
         self.inner.close()
 
 
-class RecordingAskingTransport(RecordingTransport):
+class RecordingRequestTransport(RecordingTransport):
     """Wrap a transport on which replicas also ask each other, and record asks and answers too, with kind `library`.
 
     An ask is recorded with the bytes that came, an answer with those that went, and one that nobody waited for any more
@@ -109,35 +109,35 @@ class RecordingAskingTransport(RecordingTransport):
     Attributes:
         inner: The transport that moves the bytes.
         log: The records.
-        on_want: The wrapped transport's.
+        on_request: The wrapped transport's.
         on_cancel: The wrapped transport's.
         on_lost: The wrapped transport's.
     """
 
     def __init__(
-        self, inner: AskingTransport, *, log: TransferLog | None = None, clock: Callable[[], float] = time.monotonic
+        self, inner: RequestTransport, *, log: TransferLog | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(inner, log=log, clock=clock)
-        self._asking = inner
+        self._requests = inner
         # what others ask for under a number, until they are answered
-        self._wanted: dict[tuple[int, int], bytes] = {}
-        self._on_want: Callable[[int, int, bytes], None] | None = None
+        self._open_requests: dict[tuple[int, int], bytes] = {}
+        self._on_request: Callable[[int, int, bytes], None] | None = None
         self._on_lost: Callable[[int], None] | None = None
 
     @property
-    def num_wanted(self) -> int:
+    def num_open_requests(self) -> int:
         """How many asks of others have no answer yet."""
-        return len(self._wanted)
+        return len(self._open_requests)
 
     @property
-    def on_want(self) -> Callable[[int, int, bytes], None] | None:
+    def on_request(self) -> Callable[[int, int, bytes], None] | None:
         """Called with a replica, the number of its ask and the name that it asks for."""
-        return self._on_want
+        return self._on_request
 
-    @on_want.setter
-    def on_want(self, handler: Callable[[int, int, bytes], None] | None) -> None:
-        self._on_want = handler
-        self._asking.on_want = None if handler is None else self._want
+    @on_request.setter
+    def on_request(self, handler: Callable[[int, int, bytes], None] | None) -> None:
+        self._on_request = handler
+        self._requests.on_request = None if handler is None else self._on_peer_request
 
     @property
     def on_cancel(self) -> Callable[[int, int], None] | None:
@@ -147,7 +147,7 @@ class RecordingAskingTransport(RecordingTransport):
     @on_cancel.setter
     def on_cancel(self, handler: Callable[[int, int], None] | None) -> None:
         self._on_cancel = handler
-        self._asking.on_cancel = None if handler is None else self._cancel
+        self._requests.on_cancel = None if handler is None else self._on_peer_cancel
 
     @property
     def on_lost(self) -> Callable[[int], None] | None:
@@ -157,36 +157,36 @@ class RecordingAskingTransport(RecordingTransport):
     @on_lost.setter
     def on_lost(self, handler: Callable[[int], None] | None) -> None:
         self._on_lost = handler
-        self._asking.on_lost = None if handler is None else self._lose
+        self._requests.on_lost = None if handler is None else self._on_peer_lost
 
-    def ask(self, source: int, name: bytes, *, most_bytes: int) -> Ask:
-        """Ask another replica, see `AskingTransport.ask`."""
-        pending = self._asking.ask(source, name, most_bytes=most_bytes)
-        return _RecordedAsk(pending, self._entry("received", source, pending.envelope, name))
+    def request(self, source: int, name: bytes, *, most_bytes: int) -> Request:
+        """Ask another replica, see `RequestTransport.request`."""
+        pending = self._requests.request(source, name, most_bytes=most_bytes)
+        return _RecordedRequest(pending, self._entry("received", source, pending.envelope, name))
 
-    def answer(
+    def respond(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
-    ) -> Answer:
-        """Answer an ask, see `AskingTransport.answer`."""
-        pending = self._asking.answer(peer, number, payload, is_there=is_there, crc=crc)
-        name = self._wanted.pop((peer, number), b"")
-        return _RecordedAnswer(pending, self._entry("sent", peer, pending.envelope, name))
+    ) -> Response:
+        """Answer an ask, see `RequestTransport.respond`."""
+        pending = self._requests.respond(peer, number, payload, is_there=is_there, crc=crc)
+        name = self._open_requests.pop((peer, number), b"")
+        return _RecordedResponse(pending, self._entry("sent", peer, pending.envelope, name))
 
-    def _want(self, peer: int, number: int, name: bytes) -> None:
-        handler = self._on_want  # it may be taken away from another thread
+    def _on_peer_request(self, peer: int, number: int, name: bytes) -> None:
+        handler = self._on_request  # it may be taken away from another thread
         if handler is not None:
-            self._wanted[peer, number] = name
+            self._open_requests[peer, number] = name
             handler(peer, number, name)
 
-    def _cancel(self, peer: int, number: int) -> None:
-        self._wanted.pop((peer, number), None)
+    def _on_peer_cancel(self, peer: int, number: int) -> None:
+        self._open_requests.pop((peer, number), None)
         handler = self._on_cancel
         if handler is not None:
             handler(peer, number)
 
-    def _lose(self, peer: int) -> None:
-        for key in [key for key in list(self._wanted) if key[0] == peer]:
-            self._wanted.pop(key, None)
+    def _on_peer_lost(self, peer: int) -> None:
+        for key in [key for key in list(self._open_requests) if key[0] == peer]:
+            self._open_requests.pop(key, None)
         handler = self._on_lost
         if handler is not None:
             handler(peer)
@@ -294,8 +294,8 @@ class _Recorded:
             self.wait(deadline_s=0.0)
 
 
-class _RecordedWhenItEnds(_Recorded):
-    def __init__(self, inner: Pending, entry: _Entry, announcing: Announcing) -> None:
+class _RecordedOnFinish(_Recorded):
+    def __init__(self, inner: Pending, entry: _Entry, announcing: FinishNotifier) -> None:
         super().__init__(inner, entry)
         self._announcing = announcing
         announcing.on_finish(self.settle)
@@ -304,8 +304,8 @@ class _RecordedWhenItEnds(_Recorded):
         self._announcing.on_finish(callback)
 
 
-class _RecordedAsk(_RecordedWhenItEnds):
-    def __init__(self, inner: Ask, entry: _Entry) -> None:
+class _RecordedRequest(_RecordedOnFinish):
+    def __init__(self, inner: Request, entry: _Entry) -> None:
         super().__init__(inner, entry, inner)
         self.envelope = inner.envelope
         self._ask = inner
@@ -314,8 +314,8 @@ class _RecordedAsk(_RecordedWhenItEnds):
         self._ask.cancel()
 
 
-class _RecordedAnswer(_RecordedWhenItEnds):
-    def __init__(self, inner: Answer, entry: _Entry) -> None:
+class _RecordedResponse(_RecordedOnFinish):
+    def __init__(self, inner: Response, entry: _Entry) -> None:
         super().__init__(inner, entry, inner)
         self.envelope = inner.envelope
 
@@ -326,6 +326,6 @@ def _begin(entry: _Entry, begin: Callable[[], Pending]) -> _Recorded:
     except TransportError as error:
         entry.end(error=str(error))
         raise
-    if isinstance(pending, Announcing):
-        return _RecordedWhenItEnds(pending, entry, pending)
+    if isinstance(pending, FinishNotifier):
+        return _RecordedOnFinish(pending, entry, pending)
     return _Recorded(pending, entry)

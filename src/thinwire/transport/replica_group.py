@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from thinwire.transport.addresses import interface_of
 from thinwire.transport.connect import gloo_on, keep_nccl_on_loopback
+from thinwire.transport.shards import drop_gathered, flatten, local_shard, unflatten_into
 from thinwire.untested import warn_untested
 
 # An order fits into this, or says how much more there is; the first eight bytes are its length.
@@ -30,7 +29,7 @@ _EVER = timedelta(days=7)
 _LEADER = 0
 
 
-class InnerGroup:
+class ReplicaGroup:
     """One rank's end of a replica's own process group, which becomes torch's default group.
 
     Args:
@@ -78,6 +77,8 @@ class InnerGroup:
             self.device = torch.device("cuda", self._gpu)
             torch.cuda.set_device(self.device)
             torch.cuda.synchronize()  # the mesh looks for a context, and else chooses a GPU by itself
+        from torch.distributed.device_mesh import init_device_mesh  # takes a second to import, as FSDP below
+
         self._mesh = init_device_mesh(kind, (self.size,))
 
     @property
@@ -90,8 +91,8 @@ class InnerGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def tell(self, order: bytes) -> None:
-        """Give the others an order; each must `hear` it.
+    def send_order(self, order: bytes) -> None:
+        """Give the others an order; each must `receive_order` it.
 
         Raises:
             ValueError: It is longer than 16 MiB.
@@ -104,7 +105,7 @@ class InnerGroup:
         if len(order) > room:
             dist.broadcast(torch.frombuffer(bytearray(order[room:]), dtype=torch.uint8), src=_LEADER)
 
-    def hear(self) -> bytes:
+    def receive_order(self) -> bytes:
         """Wait for the next order, however long that takes.
 
         Raises:
@@ -120,17 +121,17 @@ class InnerGroup:
             found += rest.numpy().tobytes()
         return found[:length]
 
-    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Fill a tensor with the leading rank's, in place; same shape and dtype on all ranks."""
         dist.broadcast(tensor, src=_LEADER)
         return tensor
 
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a tensor over the ranks, in place."""
         dist.all_reduce(tensor)
         return tensor
 
-    def tell_all(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return every rank's numbers, by rank; as many on each."""
         own = torch.tensor(list(numbers), dtype=torch.int64)
         found = [torch.empty_like(own) for _ in range(self.size)]
@@ -157,7 +158,7 @@ class InnerGroup:
                 dist.recv(part, src=source)
         return parts
 
-    def deal(self, parts: Sequence[torch.Tensor], *, own: torch.Tensor) -> torch.Tensor:
+    def scatter(self, parts: Sequence[torch.Tensor], *, own: torch.Tensor) -> torch.Tensor:
         """Bring a vector of the leading rank's to each rank, bit for bit; see `gather`.
 
         Args:
@@ -186,6 +187,87 @@ class InnerGroup:
         Raises:
             ValueError: A parameter cannot be sharded.
         """
+        from torch.distributed.fsdp import fully_shard
+
         for block in blocks:
             fully_shard(block, mesh=self._mesh)
         fully_shard(model, mesh=self._mesh)
+
+
+class ShardedParameters:
+    """A rank's shards, and what all ranks of its replica do with theirs at the same time.
+
+    Every method is called by all ranks of the replica, in the same order and with the same names. Values travel as
+    float32, which holds every number of the narrower dtypes.
+
+    Args:
+        group: The replica's ranks.
+        model: Sharded by `group.shard`: along the first dimension, in the order of the ranks; a shard may be empty.
+
+    Attributes:
+        names: Of all parameters, as `model.named_parameters()` gives them.
+    """
+
+    def __init__(self, group: ReplicaGroup, model: nn.Module) -> None:
+        self._group = group
+        self._model = model
+        self._tensors = dict(model.named_parameters())
+        self.names = tuple(self._tensors)
+        sizes = group.all_gather([local_shard(tensor).numel() for tensor in self._tensors.values()])
+        self._sizes = {name: [of_rank[index] for of_rank in sizes] for index, name in enumerate(self.names)}
+        self._kept: list[torch.Tensor] = []
+
+    def gather(self, names: Sequence[str]) -> torch.Tensor:
+        """Bring tensors to the rank that leads, bit for bit.
+
+        Returns:
+            The whole tensors, one behind the other: float32, `(numel,)`, on the group's device; elsewhere nothing.
+        """
+        own = flatten([local_shard(self._tensors[name]) for name in names], device=self._group.device)
+        by_rank = self._group.gather(own, sizes=self._rank_sizes(names))
+        starts = [0] * len(by_rank)
+        pieces = []
+        for name in names if by_rank else ():
+            for rank, size in enumerate(self._sizes[name]):
+                pieces.append(by_rank[rank][starts[rank] : starts[rank] + size])
+                starts[rank] += size
+        return torch.cat(pieces) if pieces else own.new_empty(0)
+
+    def scatter(self, names: Sequence[str], values: torch.Tensor | None, *, blend: float = 0.0) -> None:
+        """Set all ranks' shards to `blend * their own + (1 - blend) * values`.
+
+        Args:
+            names: Of the tensors.
+            values: At the rank that leads as `gather` returns them, on any device; elsewhere None.
+            blend: Weight of what is there.
+        """
+        own = [local_shard(self._tensors[name]) for name in names]
+        parts = [] if values is None else self._cut(names, values.to(self._group.device))
+        room = torch.empty(sum(t.numel() for t in own), dtype=torch.float32, device=self._group.device)
+        target = self._group.scatter(parts, own=room)
+        if blend > 0:
+            target = torch.lerp(flatten(own, device=self._group.device), target, 1 - blend)
+        with torch.no_grad():
+            unflatten_into(target, own)
+
+    def keep(self) -> None:
+        """Copy the shards aside."""
+        drop_gathered(self._model)
+        self._kept = [local_shard(tensor).clone() for tensor in self._tensors.values()]
+
+    def restore(self) -> None:
+        """Put back what `keep` copied, bit for bit."""
+        drop_gathered(self._model)
+        with torch.no_grad():
+            for tensor, kept in zip(self._tensors.values(), self._kept, strict=True):
+                local_shard(tensor).copy_(kept)
+        self._kept = []
+
+    def _cut(self, names: Sequence[str], values: torch.Tensor) -> list[torch.Tensor]:
+        """Cut whole tensors, one behind the other, into what each rank holds of them."""
+        pieces = torch.split(values, [size for name in names for size in self._sizes[name]])
+        num_ranks = self._group.size
+        return [torch.cat(pieces[rank::num_ranks]) for rank in range(num_ranks)]
+
+    def _rank_sizes(self, names: Sequence[str]) -> list[int]:
+        return [sum(self._sizes[name][rank] for name in names) for rank in range(self._group.size)]

@@ -24,7 +24,7 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return sharded.to_local().detach() if _is_a("torch.distributed.tensor", "DTensor", tensor) else tensor.detach()
 
 
-def of_all_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torch.Tensor:
+def gather_over_shards(number: torch.Tensor, *, parameter: torch.Tensor) -> torch.Tensor:
     """Gather one number from each rank that holds a shard of a parameter, in the order of the shards.
 
     Every rank that holds one must call it, also where its shard is empty; along axes of the mesh on which the parameter
@@ -97,7 +97,7 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     assert start == flat.numel(), "the vector must have exactly the tensors' elements"
 
 
-def ends_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+def end_offsets(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return where each tensor ends within the vector that `flatten` makes."""
     ends, total = [], 0
     for tensor in tensors:

@@ -24,11 +24,11 @@ from thinwire.monitor.active_test.rank_process import ActiveRank
 from thinwire.monitor.active_test.results import PairTest
 from thinwire.monitor.active_test.wire_tests import Line, follow, lead, quickest_ring, ring_all_reduce
 from thinwire.transport import lossy_rendezvous as boards
-from thinwire.transport.addresses import Address, Station
+from thinwire.transport.addresses import Address, RankEndpoint
 from thinwire.transport.base import Transport
 from thinwire.transport.faulty import Fault, FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport
-from thinwire.transport.lossy_rendezvous import Board, Gathering
+from thinwire.transport.lossy_rendezvous import Board, PartialJob
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.wire_transport import WireTransport
 
@@ -152,7 +152,7 @@ def job(
         for rank in here
     }  # fmt: skip
     stations = {
-        rank: Station(rank=rank, replica=rank, hostname=f"h{rank}", host=str(rank), address="127.0.0.1",
+        rank: RankEndpoint(rank=rank, replica=rank, hostname=f"h{rank}", host=str(rank), address="127.0.0.1",
                       port=wire.port)
         for rank, wire in wires.items()
     }  # fmt: skip
@@ -161,7 +161,7 @@ def job(
         wires[rank].add(peer, address=address if peer < rank else None)
     try:
         gatherings = [
-            Gathering(
+            PartialJob(
                 rank=rank, world_size=RANKS, stations=stations, transport=wrap(wires[rank]),  # type: ignore[arg-type]
                 board=Board(store, rank=rank, world_size=RANKS, place="here"),
                 connected=wires[rank].wait_until_connected([peer for peer in here if peer != rank], deadline_s=10),

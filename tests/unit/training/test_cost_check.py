@@ -29,7 +29,7 @@ from thinwire.training import cost_check, worker
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.cost_check import CodeCost, complain, measure_codes, measure_rate
 from thinwire.training.worker import Place
-from thinwire.transport.all_gather_json import tell_all
+from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.base import Transport
 from thinwire.transport.loopback import LoopbackTransport
 from thinwire.transport.recording import RecordingTransport
@@ -248,7 +248,7 @@ def test_the_rate_is_the_same_on_all_replicas() -> None:
 
 def rates_where_a_replica_says(note: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def lying(told: Mapping[str, Any], *, transport: Transport, **rest: Any) -> list[dict[str, Any]]:
-        return tell_all(note if told and transport.replica == 1 else told, transport=transport, **rest)
+        return all_gather_json(note if told and transport.replica == 1 else told, transport=transport, **rest)
 
     monkeypatch.setattr(cost_check, "tell_all", lying)
     return list(thinwire.run_replicas(2, lambda transport: measure_rate(transport, number=3, deadline_s=10)))

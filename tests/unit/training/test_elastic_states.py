@@ -16,7 +16,7 @@ from thinwire.training.checkpoints.global_state import GlobalState
 from thinwire.training.elastic import states
 from thinwire.training.elastic.state_fetch import state_name
 from thinwire.training.elastic.states import StateKeeper
-from thinwire.transport.blob_store import Library
+from thinwire.transport.blob_store import BlobStore
 
 UNWANTED_S = 1.0
 STEP = 12
@@ -27,8 +27,8 @@ class Shown:
 
     def __init__(self) -> None:
         self.answers: list[bool] = []
-        transport = SimpleNamespace(replica=0, answer=self._answer)
-        self.library, self.told = Library(cast(Any, transport)), threading.Event()
+        transport = SimpleNamespace(replica=0, respond=self._answer)
+        self.library, self.told = BlobStore(cast(Any, transport)), threading.Event()
         council = SimpleNamespace(view=SimpleNamespace(floor_step=0), tell=lambda kind, **fields: self.told.set())
         self.keeper = StateKeeper(
             cast(Any, SimpleNamespace(library=self.library, council=council)), model=cast(Any, None),
@@ -44,7 +44,7 @@ class Shown:
         return SimpleNamespace(on_finish=lambda end: end())
 
     def ask(self, number: int) -> None:
-        self.library._want(1, number, chunk_name(state_name(STEP), 0))
+        self.library._on_peer_request(1, number, chunk_name(state_name(STEP), 0))
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import pytest
 
 from thinwire.errors import ConnectError
 from thinwire.transport import addresses
-from thinwire.transport.addresses import Station
+from thinwire.transport.addresses import RankEndpoint
 
-OWN = Station(rank=0, replica=0, hostname="ada", host="boot-a/1", address="127.0.0.1", port=1)
-OTHER = Station(rank=3, replica=1, hostname="bob", host="boot-b/1", address="192.0.2.7", port=4711)
+OWN = RankEndpoint(rank=0, replica=0, hostname="ada", host="boot-a/1", address="127.0.0.1", port=1)
+OTHER = RankEndpoint(rank=3, replica=1, hostname="bob", host="boot-b/1", address="192.0.2.7", port=4711)
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def test_listening_on_an_address_of_another_host_is_refused() -> None:
 
 
 def test_a_station_survives_its_note() -> None:
-    assert Station.from_json(OTHER.to_json(), rank=3) == OTHER
+    assert RankEndpoint.from_json(OTHER.to_json(), rank=3) == OTHER
 
 
 @pytest.mark.parametrize(
@@ -193,4 +193,4 @@ def test_a_station_survives_its_note() -> None:
 )
 def test_a_foreign_note_is_refused_with_its_rank(note: str) -> None:
     with pytest.raises(ConnectError, match="rank 3 introduced itself in a way"):
-        Station.from_json(note, rank=3)
+        RankEndpoint.from_json(note, rank=3)

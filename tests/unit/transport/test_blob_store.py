@@ -11,7 +11,7 @@ import torch
 from thinwire.errors import DeadlineExceeded, NotThere, TransportError
 from thinwire.transport import blob_store as library_module
 from thinwire.transport.base import Envelope, Kind, Received
-from thinwire.transport.blob_store import Library
+from thinwire.transport.blob_store import BlobStore
 
 
 class Hand:
@@ -50,16 +50,16 @@ class HandTransport:
     replica, num_replicas, runs_in_background = 7, 4, True
 
     def __init__(self) -> None:
-        self.on_want: Callable[[int, int, bytes], None] | None = None
+        self.on_request: Callable[[int, int, bytes], None] | None = None
         self.on_cancel: Callable[[int, int], None] | None = None
         self.on_lost: Callable[[int], None] | None = None
         self.answers: list[Hand] = []
         self.ends_at_once = False
 
-    def ask(self, source: int, name: bytes, *, most_bytes: int) -> Hand:
+    def request(self, source: int, name: bytes, *, most_bytes: int) -> Hand:
         return Hand(source, 0)
 
-    def answer(
+    def respond(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
     ) -> Hand:
         answer = Hand(peer, number, payload, is_there=is_there)
@@ -77,8 +77,8 @@ class HandTransport:
         return
 
     def want(self, peer: int, number: int, name: bytes) -> None:
-        assert self.on_want is not None
-        self.on_want(peer, number, name)
+        assert self.on_request is not None
+        self.on_request(peer, number, name)
 
     @property
     def told(self) -> list[tuple[int, int, bool]]:
@@ -95,7 +95,7 @@ def content(size: int = 3) -> torch.Tensor:
 
 
 def test_an_ask_waits_for_the_publication_and_a_later_one_does_not(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     wire.want(1, 0, b"a")
     wire.want(2, 0, b"a")
     wire.want(2, 1, b"b")
@@ -109,7 +109,7 @@ def test_an_ask_waits_for_the_publication_and_a_later_one_does_not(wire: HandTra
 
 
 def test_what_was_withdrawn_or_is_past_is_gone(wire: HandTransport) -> None:
-    library = Library(wire, is_past=lambda name: name < b"m")
+    library = BlobStore(wire, is_past=lambda name: name < b"m")
     library.publish(b"z", content())
     library.withdraw(b"z")
     library.withdraw(b"never was")
@@ -123,7 +123,7 @@ def test_what_was_withdrawn_or_is_past_is_gone(wire: HandTransport) -> None:
 
 
 def test_who_waits_for_what_becomes_past_is_told_and_what_is_past_is_held_no_longer(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     library.publish(b"a", content())
     library.publish(b"q", content())
     wire.want(1, 0, b"b")
@@ -139,7 +139,7 @@ def test_names_that_were_withdrawn_are_not_remembered_without_an_end(
     wire: HandTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library_module, "MOST_WITHDRAWN", 10)
-    library = Library(wire)
+    library = BlobStore(wire)
     for number in range(30):
         library.withdraw(b"%d" % number)
     assert len(library._withdrawn) == 10
@@ -149,7 +149,7 @@ def test_names_that_were_withdrawn_are_not_remembered_without_an_end(
 
 
 def test_its_own_blobs_need_no_wire(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     early = library.get(7, b"a", most_bytes=9)
     heard: list[str] = []
     early.on_finish(lambda: heard.append("here"))
@@ -174,7 +174,7 @@ def test_its_own_blobs_need_no_wire(wire: HandTransport) -> None:
 
 
 def test_what_comes_is_the_payload_or_the_word_that_it_is_gone(wire: HandTransport) -> None:
-    loan, payload = Library(wire).get(1, b"a", most_bytes=9), content()
+    loan, payload = BlobStore(wire).get(1, b"a", most_bytes=9), content()
     assert isinstance(loan._ask, Hand)
     loan._ask.received = Received(payload=payload, reference_hash=1)
     assert loan.wait(deadline_s=0) is payload
@@ -184,7 +184,7 @@ def test_what_comes_is_the_payload_or_the_word_that_it_is_gone(wire: HandTranspo
 
 
 def test_asks_of_a_lost_replica_are_forgotten_and_cancelled_ones_answered(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     for peer in (1, 2):
         wire.want(peer, 0, b"a")
         wire.want(peer, 1, b"b")
@@ -196,11 +196,11 @@ def test_asks_of_a_lost_replica_are_forgotten_and_cancelled_ones_answered(wire: 
     assert wire.told == [(2, 1, False)] and library.num_waiting == 1
     library.publish(b"a", content())
     assert wire.told == [(2, 1, False), (2, 0, True)]
-    assert library._orders == {}
+    assert library._requests == {}
 
 
 def test_bulk_is_answered_last_and_a_few_at_a_time(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     for number in range(4):
         library.publish(b"state/%d" % number, content(), is_bulk=True)
     library.publish(b"round", content())
@@ -222,7 +222,7 @@ def test_bulk_is_answered_last_and_a_few_at_a_time(wire: HandTransport) -> None:
 
 
 def test_bulk_goes_on_while_others_never_cease(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     library.publish(b"state", content(), is_bulk=True)
     library.publish(b"round", content())
     wire.want(1, 0, b"round")
@@ -235,7 +235,7 @@ def test_bulk_goes_on_while_others_never_cease(wire: HandTransport) -> None:
 
 
 def test_bulk_that_is_withdrawn_while_it_waits_is_gone(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     library.publish(b"state", content(), is_bulk=True)
     library.publish(b"round", content())
     wire.want(1, 0, b"round")
@@ -246,7 +246,7 @@ def test_bulk_that_is_withdrawn_while_it_waits_is_gone(wire: HandTransport) -> N
 
 
 def test_thousands_of_answers_that_end_at_once_do_not_nest(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     wire.ends_at_once = True
     for number in range(4000):
         wire.want(1, number, b"state")
@@ -259,19 +259,19 @@ def test_thousands_of_answers_that_end_at_once_do_not_nest(wire: HandTransport) 
 )
 def test_what_cannot_be_sent_as_it_is_is_refused(wire: HandTransport, wrong: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="must be uint8, one-dimensional, contiguous"):
-        Library(wire).publish(b"a", wrong)
+        BlobStore(wire).publish(b"a", wrong)
 
 
 def test_a_name_stands_for_one_thing(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     library.publish(b"a", content())
     with pytest.raises(ValueError, match="blob 'a' is published already"):
         library.publish(b"a", content())
 
 
 def test_a_closed_library_has_nothing(wire: HandTransport) -> None:
-    library = Library(wire)
+    library = BlobStore(wire)
     wire.want(1, 0, b"a")
     library.publish(b"b", content())
     library.close()
-    assert wire.told == [(1, 0, False)] and library.num_bytes == 0 and wire.on_want is None
+    assert wire.told == [(1, 0, False)] and library.num_bytes == 0 and wire.on_request is None

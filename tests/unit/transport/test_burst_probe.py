@@ -16,9 +16,9 @@ from thinwire.monitor.record.watched_links import RankPlace, WatchedWires
 from thinwire.monitor.runlog.reader import parse_line
 from thinwire.monitor.runlog.records import Flow, Probe
 from thinwire.transport import burst_probe as host_probes
-from thinwire.transport.burst_probe import BURST_BYTES, HostProbes, open_door
-from thinwire.transport.flows import Flows
-from thinwire.transport.watched_job import WORD_BYTES
+from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe, open_probe_port
+from thinwire.transport.collective_hooks import TEXT_BYTES
+from thinwire.transport.tcp_stats import HostFlows
 
 SOON_S = 120.0
 
@@ -38,8 +38,8 @@ class Told:
 def probes_of(
     stack: ExitStack, told: Told, hosts: dict[int, tuple[list[str], int]], door: socket.socket | None = None,
     is_used: Callable[[int], bool] = lambda host: False,
-) -> HostProbes:  # fmt: skip
-    probes = HostProbes(open_door() if door is None else door, hosts, told.take, is_used=is_used)
+) -> BurstProbe:  # fmt: skip
+    probes = BurstProbe(open_probe_port() if door is None else door, hosts, told.take, is_used=is_used)
     stack.callback(probes.close)
     return probes
 
@@ -62,7 +62,7 @@ def wait_for(is_there: Callable[[], bool]) -> None:
 
 
 def test_hosts_time_bursts_to_each_other(stack: ExitStack) -> None:
-    doors = [open_door(), open_door()]
+    doors = [open_probe_port(), open_probe_port()]
     ports = [door.getsockname()[1] for door in doors]
     tolds = [Told(), Told()]
     # the second one's first address leads nowhere
@@ -80,7 +80,7 @@ def test_hosts_time_bursts_to_each_other(stack: ExitStack) -> None:
 
 
 def test_nothing_is_sent_while_a_call_is_open_nor_where_the_job_sends_enough(stack: ExitStack) -> None:
-    doors = [open_door() for _ in range(3)]
+    doors = [open_probe_port() for _ in range(3)]
     ports = [door.getsockname()[1] for door in doors]
     told = Told()
     for door in doors[1:]:
@@ -103,7 +103,7 @@ def test_nothing_is_sent_while_a_call_is_open_nor_where_the_job_sends_enough(sta
 
 
 def test_a_job_that_calls_without_a_pause_is_left_alone(stack: ExitStack) -> None:
-    doors = [open_door(), open_door()]
+    doors = [open_probe_port(), open_probe_port()]
     told = Told()
     probes_of(stack, Told(), {0: ([HERE], 9)}, doors[1])
     probes = probes_of(stack, told, {1: ([HERE], doors[1].getsockname()[1])}, doors[0])
@@ -120,7 +120,7 @@ def test_a_job_that_calls_without_a_pause_is_left_alone(stack: ExitStack) -> Non
 
 
 def test_strangers_are_turned_away_and_a_known_host_that_talks_is_only_counted(stack: ExitStack) -> None:
-    door = open_door()
+    door = open_probe_port()
     port = door.getsockname()[1]
     probes_of(stack, Told(), {1: ([THERE], 9)}, door)
     stranger = stack.enter_context(socket.create_connection((HERE, port), source_address=(HERE, 0)))
@@ -147,7 +147,7 @@ def test_strangers_are_turned_away_and_a_known_host_that_talks_is_only_counted(s
 
 
 def test_who_takes_all_places_of_one_address_takes_none_of_another(stack: ExitStack) -> None:
-    door = open_door()
+    door = open_probe_port()
     port = door.getsockname()[1]
     probes_of(stack, Told(), {1: ([THERE], 9), 2: (["127.0.0.77"], 9)}, door)
     for _ in range(40):
@@ -159,7 +159,7 @@ def test_who_takes_all_places_of_one_address_takes_none_of_another(stack: ExitSt
 
 
 def test_where_no_descriptor_is_left_the_door_closes_and_bursts_go_on(stack: ExitStack) -> None:
-    doors = [open_door(), open_door()]
+    doors = [open_probe_port(), open_probe_port()]
     told = Told()
 
     class NoDoor(socket.socket):
@@ -176,7 +176,7 @@ def test_where_no_descriptor_is_left_the_door_closes_and_bursts_go_on(stack: Exi
 
 
 def test_what_the_job_sends_and_receives_meanwhile_is_told_whichever_is_more(stack: ExitStack) -> None:
-    doors = [open_door(), open_door()]
+    doors = [open_probe_port(), open_probe_port()]
     tolds = [Told(), Told()]
     sent, received = count(step=1000), count(step=70)
 
@@ -185,7 +185,7 @@ def test_what_the_job_sends_and_receives_meanwhile_is_told_whichever_is_more(sta
 
     ports = [door.getsockname()[1] for door in doors]
     for told, door, port in zip(tolds, doors, reversed(ports), strict=True):
-        probes = HostProbes(door, {1: ([HERE], port)}, told.take, carried=carried)
+        probes = BurstProbe(door, {1: ([HERE], port)}, told.take, carried=carried)
         stack.callback(probes.close)
     wait_for(lambda: all(len(told.bursts) >= 2 for told in tolds))
     assert all(num_beside >= 1000 and num_beside % 1000 == 0 for told in tolds for num_beside in told.beside)
@@ -221,7 +221,7 @@ def test_what_a_rank_tells_of_its_place_fits_and_comes_back() -> None:
     many = tuple(f"192.0.2.{number}" for number in range(200))
     place = RankPlace(host="h\u00f6st", clock="c", addresses=many, port=65_535)
     word = place.to_word()
-    assert len(word.encode()) <= WORD_BYTES
+    assert len(word.encode()) <= TEXT_BYTES
     again = RankPlace.of_word(word)
     assert (again.host, again.clock, again.port) == ("h\u00f6st", "c", 65_535)
     assert again.addresses == many[: len(again.addresses)] and len(again.addresses) > 30
@@ -244,7 +244,7 @@ def test_bursts_come_in_over_ipv4_also_where_there_is_no_other(
     has_both: bool, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: has_both)
-    doors, told = [open_door(), open_door()], Told()
+    doors, told = [open_probe_port(), open_probe_port()], Told()
     assert [door.family == socket.AF_INET6 for door in doors] == [has_both] * 2
     probes_of(stack, Told(), {1: ([HERE], doors[0].getsockname()[1])}, doors[1])
     # its first address is one of a network that this machine is not in
@@ -255,7 +255,7 @@ def test_bursts_come_in_over_ipv4_also_where_there_is_no_other(
 
 
 def test_the_lowest_rank_of_a_host_keeps_its_door_and_writes_what_it_times(stack: ExitStack) -> None:
-    doors = [open_door() for _ in range(3)]
+    doors = [open_probe_port() for _ in range(3)]
     ports = [door.getsockname()[1] for door in doors]
     # one host as far as addresses go would be none to probe: they are told apart by name here
     places = [
@@ -282,7 +282,7 @@ def test_the_lowest_rank_of_a_host_keeps_its_door_and_writes_what_it_times(stack
 
 
 def test_what_takes_too_long_to_count_is_counted_no_more(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    doors = [open_door(), open_door()]
+    doors = [open_probe_port(), open_probe_port()]
     places = [
         RankPlace(host=name, clock="c", addresses=(address,), port=door.getsockname()[1])
         for name, address, door in zip("ab", (HERE, THERE), doors, strict=True)
@@ -293,5 +293,5 @@ def test_what_takes_too_long_to_count_is_counted_no_more(stack: ExitStack, monke
         stack.callback(one.close)
     wait_for(lambda: wires[0]._num_long >= 8)
     before = wires[0].num_bursts
-    monkeypatch.setattr(Flows, "read", lambda flows: pytest.fail("it is counted all the same"))
+    monkeypatch.setattr(HostFlows, "read", lambda flows: pytest.fail("it is counted all the same"))
     wait_for(lambda: wires[0].num_bursts > before + 1)

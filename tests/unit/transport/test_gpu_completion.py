@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.transport import watched_job
-from thinwire.transport.cuda_events import EventMark, is_capturing
-from thinwire.transport.gpu_completion import End, WorkPoller
+from thinwire.transport import collective_hooks
+from thinwire.transport.gpu_completion import CallEnd, CudaEventMark, WorkPoller, is_capturing
 
 SOON_S = 120.0
 POLL_S = 0.002
@@ -93,8 +92,8 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 
 def test_an_end_is_seen_soon_after_it_came_and_told_once(poller: WorkPoller) -> None:
-    work, ends = Work(), list[End]()
-    poller.ask(work, ends.append, group=0)
+    work, ends = Work(), list[CallEnd]()
+    poller.watch(work, ends.append, group=0)
     wait_until(lambda: work.num_asked > 3)
     assert not ends
     before_s = time.monotonic()
@@ -116,8 +115,8 @@ def test_calls_of_a_stream_are_asked_oldest_first_and_no_further_than_the_first_
     works, told = [Work() for _ in range(3)], list[int]()
     other = Work()
     for number, work in enumerate(works):
-        poller.ask(work, lambda _, number=number: told.append(number), group=0, line="a")  # type: ignore[misc]
-    poller.ask(other, lambda _: told.append(9), group=0, line="b")
+        poller.watch(work, lambda _, number=number: told.append(number), group=0, line="a")  # type: ignore[misc]
+    poller.watch(other, lambda _: told.append(9), group=0, line="b")
     works[1].has_ended = other.has_ended = True
     wait_until(lambda: told == [9])
     wait_until(lambda: works[0].num_asked > 3)
@@ -129,8 +128,8 @@ def test_calls_of_a_stream_are_asked_oldest_first_and_no_further_than_the_first_
 
 def test_messages_are_asked_whichever_ends_first(poller: WorkPoller) -> None:
     first, second, told = Work(), Work(), list[str]()
-    poller.ask(first, lambda _: told.append("first"), group=0)
-    poller.ask(second, lambda _: told.append("second"), group=0)
+    poller.watch(first, lambda _: told.append("first"), group=0)
+    poller.watch(second, lambda _: told.append("second"), group=0)
     second.has_ended = True
     wait_until(lambda: told == ["second"])
     first.has_ended = True
@@ -150,10 +149,10 @@ def test_messages_are_asked_whichever_ends_first(poller: WorkPoller) -> None:
 def test_a_failure_is_told_as_one_and_a_question_that_is_refused_ends_the_asking(
     poller: WorkPoller, work: Work, says: str
 ) -> None:
-    later, ends = Work(), list[End]()
+    later, ends = Work(), list[CallEnd]()
     work.has_ended = later.has_ended = True
-    poller.ask(work, ends.append, group=0, line=0)
-    poller.ask(later, ends.append, group=0, line=0)
+    poller.watch(work, ends.append, group=0, line=0)
+    poller.watch(later, ends.append, group=0, line=0)
     wait_until(lambda: len(ends) == 2)
     assert [end.error for end in ends] == [says, ""]
     assert work.num_asked == 1
@@ -162,25 +161,25 @@ def test_a_failure_is_told_as_one_and_a_question_that_is_refused_ends_the_asking
 def test_how_long_the_gpu_took_is_told_where_torch_times_calls_and_not_asked_again_where_not(
     poller: WorkPoller,
 ) -> None:
-    timed, untimed, ends = Work(took_ms=250.0), [Work(), Work()], list[End]()
+    timed, untimed, ends = Work(took_ms=250.0), [Work(), Work()], list[CallEnd]()
     timed.has_ended = untimed[0].has_ended = untimed[1].has_ended = True
-    poller.ask(timed, ends.append, group=0)
+    poller.watch(timed, ends.append, group=0)
     wait_until(lambda: ends)
     assert ends[0].duration_s == 0.25
     for work in untimed:
-        poller.ask(work, ends.append, group=1)
+        poller.watch(work, ends.append, group=1)
     wait_until(lambda: len(ends) == 3)
     assert [work.num_timed for work in untimed] == [1, 0]
     assert ends[1].duration_s is ends[2].duration_s is None
 
 
 def test_a_mark_that_knows_no_duration_does_not_keep_its_group_from_telling_it(poller: WorkPoller) -> None:
-    ends, device = list[End](), torch.device("meta")
-    poller.ask(Passed(device), ends.append, group=0)
+    ends, device = list[CallEnd](), torch.device("meta")
+    poller.watch(Passed(device), ends.append, group=0)
     wait_until(lambda: ends)
     timed = Work(took_ms=250.0)
     timed.has_ended = True
-    poller.ask(timed, ends.append, group=0)
+    poller.watch(timed, ends.append, group=0)
     wait_until(lambda: len(ends) == 2)
     assert [(end.error, end.duration_s) for end in ends] == [("", None), ("", 0.25)]
 
@@ -193,7 +192,7 @@ def test_a_mark_is_an_event_behind_what_the_current_stream_of_the_device_holds(m
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.index])
     monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: events.append(Event(enable_timing)) or events[-1])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(seen.append("capturing")) or True)
-    marks = [EventMark(torch.device("cuda", number)) for number in (0, 1, 1)]
+    marks = [CudaEventMark(torch.device("cuda", number)) for number in (0, 1, 1)]
     assert seen == ["on cuda:0", "on cuda:1", "on cuda:1"]
     assert [event.recorded_on for event in events] == [[streams[0]], [streams[1]], [streams[1]]]
     assert not any(event.is_timed for event in events)
@@ -205,10 +204,10 @@ def test_a_mark_is_an_event_behind_what_the_current_stream_of_the_device_holds(m
 
 
 def test_there_is_room_for_as_many_calls_as_said_and_again_once_one_has_ended() -> None:
-    poller, works, ends = WorkPoller(poll_s=POLL_S, most=2), [Work(), Work()], list[End]()
+    poller, works, ends = WorkPoller(poll_s=POLL_S, most=2), [Work(), Work()], list[CallEnd]()
     for work in works:
         assert poller.has_room
-        poller.ask(work, ends.append, group=0)
+        poller.watch(work, ends.append, group=0)
     assert not poller.has_room
     works[0].has_ended = True
     wait_until(lambda: poller.has_room)
@@ -217,10 +216,10 @@ def test_there_is_room_for_as_many_calls_as_said_and_again_once_one_has_ended() 
 
 
 def test_closing_tells_what_has_ended_waits_for_what_ends_soon_and_leaves_the_rest() -> None:
-    poller, works, ends = WorkPoller(poll_s=POLL_S), [Work(), Work(), Work()], list[End]()
+    poller, works, ends = WorkPoller(poll_s=POLL_S), [Work(), Work(), Work()], list[CallEnd]()
     poller.hold()
     for work in works:
-        poller.ask(work, ends.append, group=0)
+        poller.watch(work, ends.append, group=0)
     works[0].has_ended = True
     soon = threading.Timer(0.1, lambda: setattr(works[1], "has_ended", True))
     soon.start()
@@ -232,16 +231,16 @@ def test_closing_tells_what_has_ended_waits_for_what_ends_soon_and_leaves_the_re
 
 
 def test_closing_does_not_wait_where_all_calls_have_ended() -> None:
-    poller, work, ends = WorkPoller(poll_s=POLL_S), Work(), list[End]()
+    poller, work, ends = WorkPoller(poll_s=POLL_S), Work(), list[CallEnd]()
     work.has_ended = True
-    poller.ask(work, ends.append, group=0)
+    poller.watch(work, ends.append, group=0)
     poller.close(wait_s=SOON_S * 6)
     assert len(ends) == 1 and not threads()
 
 
 def test_while_it_is_held_nobody_is_asked(poller: WorkPoller) -> None:
-    work, ends = Work(), list[End]()
-    poller.ask(work, ends.append, group=0)
+    work, ends = Work(), list[CallEnd]()
+    poller.watch(work, ends.append, group=0)
     wait_until(lambda: work.num_asked)
     poller.hold()
     asked, work.has_ended = work.num_asked, True
@@ -263,23 +262,23 @@ def test_a_group_whose_calls_are_not_recorded_is_refused_and_the_switch_named(
     monkeypatch: pytest.MonkeyPatch, backend: str, gpu_calls: bool, says: str
 ) -> None:
     # a group over nccl or MPI cannot be made without them, so only its name is here
-    monkeypatch.setattr(watched_job.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(watched_job.dist, "get_backend_config", lambda: backend)
-    monkeypatch.setattr(watched_job.dist, "get_rank", lambda: 3)
+    monkeypatch.setattr(collective_hooks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(collective_hooks.dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(collective_hooks.dist, "get_rank", lambda: 3)
     with pytest.raises(ValueError, match=says):
-        watched_job.own_rank(gpu_calls=gpu_calls)
+        collective_hooks.own_rank(gpu_calls=gpu_calls)
 
 
 @pytest.mark.parametrize(("backend", "gpu_calls"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", False)])
 def test_a_group_over_nccl_alone_is_taken_with_the_switch(
     monkeypatch: pytest.MonkeyPatch, backend: str, gpu_calls: bool
 ) -> None:
-    monkeypatch.setattr(watched_job.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(watched_job.dist, "get_backend_config", lambda: backend)
-    monkeypatch.setattr(watched_job.dist, "get_rank", lambda: 3)
-    assert watched_job.own_rank(gpu_calls=gpu_calls) == 3
+    monkeypatch.setattr(collective_hooks.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(collective_hooks.dist, "get_backend_config", lambda: backend)
+    monkeypatch.setattr(collective_hooks.dist, "get_rank", lambda: 3)
+    assert collective_hooks.own_rank(gpu_calls=gpu_calls) == 3
 
 
 def test_without_any_group_it_is_refused() -> None:
     with pytest.raises(ValueError, match=r"call torch\.distributed\.init_process_group before"):
-        watched_job.own_rank(gpu_calls=True)
+        collective_hooks.own_rank(gpu_calls=True)

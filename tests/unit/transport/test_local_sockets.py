@@ -9,14 +9,14 @@ from pathlib import Path
 from loopback_connections import HERE, OTHER, THERE, connection
 
 from thinwire.events import TransferLog
-from thinwire.transport.local_sockets import OwnSockets
 from thinwire.transport.loopback import LoopbackWorld
 from thinwire.transport.recording import RecordingTransport
+from thinwire.transport.tcp_stats import LocalSockets
 
 OPEN = Path("/proc/self/fd")
 
 
-def received(sockets: OwnSockets, rank: int, wanted: int) -> int:
+def received(sockets: LocalSockets, rank: int, wanted: int) -> int:
     """Return what has come, as soon as it is as much as wanted: the kernel takes a moment."""
     until_s = time.monotonic() + 5.0
     while True:
@@ -29,7 +29,7 @@ def received(sockets: OwnSockets, rank: int, wanted: int) -> int:
 
 def test_all_connections_to_a_rank_count_together_and_nobody_else_s(stack: ExitStack, tmp_path: Path) -> None:
     now_s = 0.0
-    sockets = OwnSockets({0: HERE, 1: THERE, 2: OTHER}, now=lambda: now_s)
+    sockets = LocalSockets({0: HERE, 1: THERE, 2: OTHER}, now=lambda: now_s)
     assert sockets.reading(1) is None, "nothing leads there yet"
     num_open = len(list(OPEN.iterdir()))
     pairs = [connection(stack, address) for address in (THERE, THERE, OTHER)]
@@ -57,9 +57,9 @@ def test_all_connections_to_a_rank_count_together_and_nobody_else_s(stack: ExitS
 
 def test_ranks_with_one_address_cannot_be_told_apart(stack: ExitStack) -> None:
     connection(stack, THERE)
-    sockets = OwnSockets({0: HERE, 1: THERE, 2: THERE, 3: OTHER})
+    sockets = LocalSockets({0: HERE, 1: THERE, 2: THERE, 3: OTHER})
     assert sockets.reading(1) is None and sockets.reading(2) is None
-    assert OwnSockets({0: HERE, 1: THERE}).reading(1) is not None
+    assert LocalSockets({0: HERE, 1: THERE}).reading(1) is not None
 
 
 def test_a_transport_that_cannot_tell_says_nothing() -> None:

@@ -9,7 +9,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from thinwire.errors import ConnectError
 from thinwire.transport import lossy_rendezvous as boards
-from thinwire.transport.addresses import Station
+from thinwire.transport.addresses import RankEndpoint
 from thinwire.transport.lossy_rendezvous import Board
 from thinwire.transport.rendezvous import MOST_NOTE_BYTES, Meeting
 
@@ -18,12 +18,12 @@ def board_of(store: HashStore, rank: int, *, count: int = 2) -> Board:
     return Board(store, rank=rank, world_size=count, place="here")
 
 
-def station(rank: int, **changes: str) -> Station:
+def station(rank: int, **changes: str) -> RankEndpoint:
     fields = {"hostname": f"h{rank}", "host": "x", "address": "127.0.0.1", "secret": "", **changes}
-    return Station(rank=rank, replica=rank, port=1, **fields)  # type: ignore[arg-type]
+    return RankEndpoint(rank=rank, replica=rank, port=1, **fields)  # type: ignore[arg-type]
 
 
-def meet(store: HashStore, *stations: Station, count: int) -> list[dict[int, Station]]:
+def meet(store: HashStore, *stations: RankEndpoint, count: int) -> list[dict[int, RankEndpoint]]:
     with ThreadPoolExecutor() as threads:
         runs = [
             threads.submit(boards._introduce, one, board_of(store, one.rank, count=count), deadline_s=0.3)

@@ -7,15 +7,22 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.transport.send_scheduler import LEAST_BULK, LONGEST_HOLD_S, LONGEST_PLACE_S, MOST_BULK, Lanes, Order
+from thinwire.transport.blob_store import (
+    LEAST_BULK,
+    LONGEST_HOLD_S,
+    LONGEST_PLACE_S,
+    MOST_BULK,
+    BlobRequest,
+    SendScheduler,
+)
 
 
-def order(number: int, *, peer: int = 1) -> Order:
-    return Order(peer=peer, number=number, name=b"state/%d" % number)
+def order(number: int, *, peer: int = 1) -> BlobRequest:
+    return BlobRequest(peer=peer, number=number, name=b"state/%d" % number)
 
 
 def test_no_more_bulk_is_on_its_way_than_may_be_and_the_next_begins_when_one_ends() -> None:
-    lanes = Lanes()
+    lanes = SendScheduler()
     for number in range(5):
         lanes.add(order(number), now_s=0)
     begun = [lanes.next_bulk(now_s=0) for _ in range(4)]
@@ -27,10 +34,10 @@ def test_no_more_bulk_is_on_its_way_than_may_be_and_the_next_begins_when_one_end
 
 def most_at_once(seconds_of: Callable[[int], float]) -> int:
     """Have bulk go out for long, each taking what it takes beside so many; return how many go at a time in the end."""
-    lanes, now_s, going = Lanes(), 0.0, 0
+    lanes, now_s, going = SendScheduler(), 0.0, 0
     for number in range(400):
         lanes.add(order(number), now_s=0)
-    ends: list[tuple[float, Order]] = []
+    ends: list[tuple[float, BlobRequest]] = []
     for _ in range(300):
         while (found := lanes.next_bulk(now_s=now_s)) is not None:
             ends.append((now_s, found))
@@ -47,7 +54,7 @@ def test_more_bulk_goes_at_once_only_where_that_makes_it_come_faster() -> None:
 
 
 def test_replicas_take_turns() -> None:
-    lanes = Lanes()
+    lanes = SendScheduler()
     for number in range(3):
         lanes.add(order(number, peer=1), now_s=0)
     lanes.add(order(0, peer=2), now_s=0)
@@ -59,7 +66,7 @@ def test_replicas_take_turns() -> None:
 
 
 def test_bulk_gives_way_to_others_but_one_at_a_time_goes_after_a_second() -> None:
-    lanes = Lanes()
+    lanes = SendScheduler()
     lanes.begin_other()
     for number in range(3):
         lanes.add(order(number), now_s=10)
@@ -73,7 +80,7 @@ def test_bulk_gives_way_to_others_but_one_at_a_time_goes_after_a_second() -> Non
 
 
 def test_a_replica_that_does_not_take_its_answers_keeps_nobody_else_waiting_for_long() -> None:
-    lanes = Lanes()
+    lanes = SendScheduler()
     for number in range(4):
         lanes.add(order(number), now_s=0)
     assert lanes.next_bulk(now_s=0) and lanes.next_bulk(now_s=1)
@@ -83,7 +90,7 @@ def test_a_replica_that_does_not_take_its_answers_keeps_nobody_else_waiting_for_
 
 
 def test_what_waits_can_be_dropped() -> None:
-    lanes = Lanes()
+    lanes = SendScheduler()
     for number in range(3):
         lanes.add(order(number), now_s=0)
     assert lanes.drop(order(1)) and not lanes.drop(order(1)) and not lanes.drop(order(0, peer=9))
@@ -107,9 +114,9 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_all_bulk_begins_in_the_end_once_and_within_its_bounds(events: list[tuple[str, int]]) -> None:
-    lanes, now_s, added, others = Lanes(), 0.0, 0, 0
-    begun: list[Order] = []
-    going: list[tuple[float, Order]] = []
+    lanes, now_s, added, others = SendScheduler(), 0.0, 0, 0
+    begun: list[BlobRequest] = []
+    going: list[tuple[float, BlobRequest]] = []
 
     def begin_all() -> None:
         while (found := lanes.next_bulk(now_s=now_s)) is not None:

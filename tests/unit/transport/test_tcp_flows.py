@@ -16,13 +16,13 @@ from loopback_connections import HERE, OTHER, THERE, connection
 from thinwire.monitor.record.connection_records import FlowLines, PeerFlows
 from thinwire.monitor.record.watched_links import RankPlace, WatchedWires
 from thinwire.monitor.runlog.records import Flow
-from thinwire.transport.flows import FlowReading, Flows
-from thinwire.transport.watched_job import store_port
+from thinwire.transport.collective_hooks import store_port
+from thinwire.transport.tcp_stats import HostFlow, HostFlows
 
 SOON_S = 120.0
 
 
-def soon(read: Callable[[], dict[int, FlowReading]], rank: int, wanted: Callable[[FlowReading], bool]) -> FlowReading:
+def soon(read: Callable[[], dict[int, HostFlow]], rank: int, wanted: Callable[[HostFlow], bool]) -> HostFlow:
     """Return what is read as soon as it is as wanted: the kernel takes a moment."""
     until_s = time.monotonic() + SOON_S
     while True:
@@ -35,7 +35,7 @@ def soon(read: Callable[[], dict[int, FlowReading]], rank: int, wanted: Callable
 
 def test_what_is_acknowledged_over_all_connections_to_a_host_counts_together(stack: ExitStack) -> None:
     pairs = [connection(stack, address) for address in (THERE, THERE, OTHER)]
-    flows = Flows({1: (THERE, "127.0.0.9"), 2: (OTHER,), 3: ("127.0.0.8",)})
+    flows = HostFlows({1: (THERE, "127.0.0.9"), 2: (OTHER,), 3: ("127.0.0.8",)})
     for (own, _), count in zip(pairs, (1000, 200, 30), strict=True):
         own.sendall(bytes(count))
     # the first segment, which makes the connection, counts as one byte
@@ -43,13 +43,13 @@ def test_what_is_acknowledged_over_all_connections_to_a_host_counts_together(sta
     assert soon(flows.read, 2, lambda one: one.num_bytes == 31).held_s == 0.0
     assert found.busy_s >= 0.0 and found.unanswered == 0 and found.silence_s is None
     assert sorted(flows.read()) == [1, 2]
-    assert Flows({}).read() == {}
+    assert HostFlows({}).read() == {}
 
 
 def test_time_in_which_the_other_end_does_not_read_is_known(stack: ExitStack) -> None:
     own, _ = connection(stack, THERE)
     own.setblocking(False)
-    flows = Flows({1: (THERE,)})
+    flows = HostFlows({1: (THERE,)})
     with pytest.raises(BlockingIOError):
         while True:
             own.send(bytes(1 << 20))
@@ -59,7 +59,7 @@ def test_time_in_which_the_other_end_does_not_read_is_known(stack: ExitStack) ->
 
 def test_an_idle_end_is_asked_only_while_somebody_waits_and_answers(stack: ExitStack) -> None:
     own, _ = connection(stack, THERE)
-    flows = Flows({1: (THERE,)})
+    flows = HostFlows({1: (THERE,)})
     assert flows.read()[1].silence_s is None
     assert flows.read(is_asking=True)[1].silence_s is None, "it cannot have answered yet"
     assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
@@ -79,7 +79,7 @@ def test_an_idle_end_is_asked_only_while_somebody_waits_and_answers(stack: ExitS
 def test_who_looks_rarely_says_nothing_of_a_silence(stack: ExitStack) -> None:
     connection(stack, THERE)
     now_s = 0.0
-    flows = Flows({1: (THERE,)}, now=lambda: now_s)
+    flows = HostFlows({1: (THERE,)}, now=lambda: now_s)
     found = []
     for now_s in (0.0, 0.5, 1.0, 3.0, 3.5):  # noqa: B007 (the clock reads it)
         found.append(flows.read(is_asking=True)[1].silence_s is not None)
@@ -93,7 +93,7 @@ def test_where_a_job_has_rules_of_its_own_nothing_is_asked(stack: ExitStack, rul
     own, _ = connection(stack, THERE)
     own.setsockopt(*rule)
     idle = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
-    flows = Flows({1: (THERE,)})
+    flows = HostFlows({1: (THERE,)})
     flows.read(is_asking=True)
     time.sleep(0.5)
     assert flows.read(is_asking=True)[1].silence_s is None
@@ -110,7 +110,7 @@ def test_the_store_s_connections_are_none_of_the_job_s(stack: ExitStack) -> None
     store = stack.enter_context(socket.socket(socket.AF_INET6))
     store.connect((f"::ffff:{THERE}", mapped.getsockname()[1]))
     store.sendall(bytes(4000))
-    assert soon(Flows({1: (THERE,)}).read, 1, lambda one: one.num_bytes > 0).num_bytes == 1
+    assert soon(HostFlows({1: (THERE,)}).read, 1, lambda one: one.num_bytes > 0).num_bytes == 1
     places = [RankPlace(host="a", clock="c", addresses=(HERE,)), RankPlace(host="b", clock="c", addresses=(THERE,))]
     assert WatchedWires(0, places, store=port).lines(is_waiting=True) == []
     assert len(WatchedWires(0, places).lines(is_waiting=True)) == 1

@@ -8,9 +8,9 @@ from typing import Any
 import zmq
 
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.dialer import Dial
+from thinwire.transport.wire.connection import key_pair
+from thinwire.transport.wire.dialer import DialedConnection
 from thinwire.transport.wire.framing import Hello
-from thinwire.transport.wire.keys import key_pair
 
 
 class FullSocket(zmq.Socket[bytes]):
@@ -27,10 +27,10 @@ def test_a_connection_that_was_refused_before_its_first_word_is_a_problem_and_no
         port = closed.getsockname()[1]
         context._socket_class = FullSocket
         hello = Hello(replica=1, num_replicas=2, incarnation=bytes(16))
-        dial = Dial(
+        dial = DialedConnection(
             context, address="127.0.0.1", port=port, own=key_pair(secret, replica=1, role="dialler"),
             other=key_pair(secret, replica=0, role="door").public, hello=hello,
         )  # fmt: skip
-        dial.listen()
+        dial.read_events()
         assert dial.problem == "it takes no connection, or a firewall drops it" and not dial.is_mistrusted
-        dial.hang_up()
+        dial.close()

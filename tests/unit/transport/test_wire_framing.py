@@ -12,17 +12,17 @@ from thinwire.transport.wire.framing import (
     MOST_NAME_BYTES,
     OPENING_BYTES,
     PART_BYTES,
-    Ask,
-    Bye,
-    Cancel,
+    CancelFrame,
+    Credit,
     FrameError,
-    Got,
+    Goodbye,
     Hello,
-    Matched,
-    Opening,
-    Part,
-    Refused,
-    Want,
+    MessagePart,
+    MessageRefused,
+    MessageStart,
+    Receipt,
+    ReceivePosted,
+    RequestFrame,
     read,
     write,
 )
@@ -32,12 +32,12 @@ SMALL = st.integers(0, 2**32 - 1)
 KEYS = st.tuples(st.integers(0, 255), NUMBERS, SMALL, st.integers(0, 255))
 FRAMES = st.one_of(
     st.builds(Hello, replica=SMALL, num_replicas=SMALL, incarnation=st.binary(min_size=16, max_size=INCARNATION_BYTES)),
-    st.builds(Ask, number=NUMBERS, end=NUMBERS),
-    st.builds(Got, number=NUMBERS, is_matched=st.booleans()),
-    st.builds(Matched, number=NUMBERS),
-    st.builds(Refused, number=NUMBERS),
-    st.builds(Bye),
-    st.builds(Cancel, number=NUMBERS),
+    st.builds(Credit, number=NUMBERS, end=NUMBERS),
+    st.builds(Receipt, number=NUMBERS, is_matched=st.booleans()),
+    st.builds(ReceivePosted, number=NUMBERS),
+    st.builds(MessageRefused, number=NUMBERS),
+    st.builds(Goodbye),
+    st.builds(CancelFrame, number=NUMBERS),
 )
 
 
@@ -50,23 +50,23 @@ def test_a_frame_is_read_as_it_was_written(frame):
 @given(key=KEYS, number=NUMBERS)
 def test_an_opening_brings_its_body(size, key, number):
     body = bytes(min(size, OPENING_BYTES))
-    raw = write(Opening(number=number, key=key, message_bytes=size, body=memoryview(body)))
+    raw = write(MessageStart(number=number, key=key, message_bytes=size, body=memoryview(body)))
     assert len(raw) <= MOST_FRAME_BYTES
     found = read(memoryview(raw))
-    assert isinstance(found, Opening) and (found.number, found.key, found.message_bytes) == (number, key, size)
+    assert isinstance(found, MessageStart) and (found.number, found.key, found.message_bytes) == (number, key, size)
     assert bytes(found.body) == body
 
 
 @given(number=NUMBERS, name=st.binary(min_size=1, max_size=MOST_NAME_BYTES))
 def test_a_want_brings_its_name(number, name):
-    want = Want(number=number, name=name)
+    want = RequestFrame(number=number, name=name)
     assert read(memoryview(write(want))) == want
 
 
 @pytest.mark.parametrize("size", [1, PART_BYTES - 1, PART_BYTES])
 def test_a_part_brings_its_body(size):
-    found = read(memoryview(write(Part(number=3, start=5, body=memoryview(bytes([7]) * size)))))
-    assert isinstance(found, Part) and (found.number, found.start, len(found.body)) == (3, 5, size)
+    found = read(memoryview(write(MessagePart(number=3, start=5, body=memoryview(bytes([7]) * size)))))
+    assert isinstance(found, MessagePart) and (found.number, found.start, len(found.body)) == (3, 5, size)
     assert set(found.body) == {7}
 
 
@@ -80,16 +80,16 @@ def test_a_part_brings_its_body(size):
         b"tw\x01\x00",
         b"tw\x01\x0b",
         b"tw\x01\x09",
-        write(Want(number=0, name=b"")),
-        write(Want(number=0, name=bytes(MOST_NAME_BYTES + 1))),
+        write(RequestFrame(number=0, name=b"")),
+        write(RequestFrame(number=0, name=bytes(MOST_NAME_BYTES + 1))),
         b"tw\x01\x08 ",
         bytes(MOST_FRAME_BYTES + 1),
-        write(Part(number=0, start=0, body=memoryview(b""))),
-        write(Part(number=0, start=0, body=memoryview(bytes(PART_BYTES + 1)))),
-        write(Opening(number=0, key=(1, 0, 0, 0), message_bytes=2, body=memoryview(b"a"))),
-        write(Opening(number=0, key=(1, 0, 0, 0), message_bytes=1, body=memoryview(b"ab"))),
-        write(Opening(number=0, key=(1, 0, 0, 0), message_bytes=2**60, body=memoryview(bytes(OPENING_BYTES)))),
-        bytes(write(Got(number=0, is_matched=True)))[:-1] + b"\x02",
+        write(MessagePart(number=0, start=0, body=memoryview(b""))),
+        write(MessagePart(number=0, start=0, body=memoryview(bytes(PART_BYTES + 1)))),
+        write(MessageStart(number=0, key=(1, 0, 0, 0), message_bytes=2, body=memoryview(b"a"))),
+        write(MessageStart(number=0, key=(1, 0, 0, 0), message_bytes=1, body=memoryview(b"ab"))),
+        write(MessageStart(number=0, key=(1, 0, 0, 0), message_bytes=2**60, body=memoryview(bytes(OPENING_BYTES)))),
+        bytes(write(Receipt(number=0, is_matched=True)))[:-1] + b"\x02",
     ],
 )
 def test_what_is_no_frame_is_refused(raw):

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.transport.wire.connection import borrowed, endpoint_of, unseen_limit_bytes
-from thinwire.transport.wire.liveness import LEAST_SILENCE_S, MOST_SILENCE_S, Liveness, read_tcp
+from thinwire.transport.tcp_stats import connection_stats
+from thinwire.transport.wire.connection import (
+    LEAST_SILENCE_S,
+    MOST_SILENCE_S,
+    Liveness,
+    borrow_socket,
+    endpoint_of,
+    unseen_limit_bytes,
+)
 
 
 @given(st.lists(st.floats(0, 1e4), max_size=100))
@@ -39,17 +46,17 @@ def test_a_connection_is_looked_at_only_where_the_descriptor_is_still_its_own() 
         with two:
             one.sendall(b"12345")
             peer = endpoint_of(two)
-            with borrowed(two.fileno(), peer=peer) as found:
+            with borrow_socket(two.fileno(), peer=peer) as found:
                 assert found is not None
-                reading = read_tcp(found)
+                reading = connection_stats(found)
                 assert reading is not None and reading.received_bytes == 5 and reading.silence_s < 60
-            with borrowed(two.fileno(), peer=("127.0.0.1", 1)) as found:
+            with borrow_socket(two.fileno(), peer=("127.0.0.1", 1)) as found:
                 assert found is None
-            with borrowed(server.fileno(), peer=peer) as found:
+            with borrow_socket(server.fileno(), peer=peer) as found:
                 assert found is None
-        with open(os.devnull) as file, borrowed(file.fileno(), peer=None) as found:  # noqa: PTH123
+        with open(os.devnull) as file, borrow_socket(file.fileno(), peer=None) as found:  # noqa: PTH123
             assert found is None
-        with borrowed(10_000, peer=peer) as found:
+        with borrow_socket(10_000, peer=peer) as found:
             assert found is None
 
 
@@ -66,7 +73,7 @@ class Told:
 @pytest.mark.parametrize("num_bytes", [0, 135, 136, 160, 191, 192, 400])
 def test_a_kernel_that_tells_less_is_read_as_far_as_it_tells(num_bytes: int) -> None:
     whole = struct.pack("<8x24I4Q6I4Q", *range(1, 25), 7, 7, 5000, 6000, *[9] * 6, 8, 2_500_000, 500_000, 0).ljust(400)
-    reading = read_tcp(Told(whole[:num_bytes]))  # type: ignore[arg-type]
+    reading = connection_stats(Told(whole[:num_bytes]))  # type: ignore[arg-type]
     assert (reading is None) == (num_bytes < 136)
     if reading is not None:
         assert (reading.sent_bytes, reading.received_bytes, reading.silence_s) == (5000, 6000, 0.012)
@@ -82,7 +89,7 @@ def test_time_in_which_there_was_something_to_send_is_read_from_this_kernel() ->
                 while True:
                     one.send(bytes(1 << 20))
             end_s = time.monotonic() + 10
-            while (reading := read_tcp(one)) is None or reading.held_s < 0.2:
+            while (reading := connection_stats(one)) is None or reading.held_s < 0.2:
                 assert time.monotonic() < end_s, reading
                 time.sleep(0.02)
             assert reading.busy_s >= reading.held_s

@@ -11,9 +11,17 @@ import torch
 from thinwire.errors import PeerLost, TransportError
 from thinwire.transport.base import MOST_REPLICAS
 from thinwire.transport.message import HEADER_BYTES, header_of, pack
-from thinwire.transport.wire.framing import Cancel, FrameError, Hello, Part, Want, write
-from thinwire.transport.wire.peer import Link
-from thinwire.transport.wire.requests import MOST_WANTS, AnswerTransfer, AskTransfer
+from thinwire.transport.wire.framing import (
+    MAX_REQUESTS,
+    CancelFrame,
+    FrameError,
+    Hello,
+    MessagePart,
+    RequestFrame,
+    write,
+)
+from thinwire.transport.wire.peer import Peer
+from thinwire.transport.wire.transfer import RequestTransfer, ResponseTransfer
 
 
 class FakeLine:
@@ -24,13 +32,13 @@ class FakeLine:
         self.sent.append(bytes(raw))
         return True
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         return
 
     def reading(self) -> None:
         return None
 
-    def is_gone(self) -> bool:
+    def is_closed(self) -> bool:
         return False
 
 
@@ -38,10 +46,15 @@ class Ends:
     """Replicas 0 and 1 and the connection between them, whose frames go over when they are told to."""
 
     def __init__(self) -> None:
-        self.heard: list[list[Want | Cancel | None]] = [[], []]
+        self.heard: list[list[RequestFrame | CancelFrame | None]] = [[], []]
         self.hellos = [Hello(replica=n, num_replicas=MOST_REPLICAS, incarnation=bytes(16)) for n in range(2)]
         self.links = [
-            Link(peer=1 - n, own=self.hellos[n], is_open=True, heard=lambda _, frame, n=n: self.heard[n].append(frame))
+            Peer(
+                peer=1 - n,
+                own=self.hellos[n],
+                is_open=True,
+                on_request=lambda _, frame, n=n: self.heard[n].append(frame),
+            )
             for n in range(2)
         ]
         self.numbers = 0
@@ -68,21 +81,21 @@ class Ends:
                     self.links[1 - n].take(memoryview(raw))
         return num_bytes
 
-    def ask(self, name: bytes = b"x", *, most_bytes: int = 1 << 20) -> AskTransfer:
-        ask = AskTransfer(
+    def ask(self, name: bytes = b"x", *, most_bytes: int = 1 << 20) -> RequestTransfer:
+        ask = RequestTransfer(
             peer=1, number=self.numbers, name=name, most_bytes=most_bytes, later=lambda task: task(),
             withdraw=self.links[0].post_cancel,
         )  # fmt: skip
         self.numbers += 1
-        self.links[0].post_ask(ask)
+        self.links[0].post_request(ask)
         return ask
 
-    def answer(self, number: int, payload: torch.Tensor, *, is_there: bool = True) -> AnswerTransfer:
-        answer = AnswerTransfer(
+    def answer(self, number: int, payload: torch.Tensor, *, is_there: bool = True) -> ResponseTransfer:
+        answer = ResponseTransfer(
             peer=0, number=number, num_bytes=payload.numel(), is_there=is_there, later=lambda task: task()
         )
         message = pack(payload, sender=1, envelope=answer.envelope)
-        self.links[1].post_answer(answer, message[HEADER_BYTES:], header=bytes(message[:HEADER_BYTES].numpy().data))
+        self.links[1].post_response(answer, message[HEADER_BYTES:], header=bytes(message[:HEADER_BYTES].numpy().data))
         return answer
 
 
@@ -92,7 +105,7 @@ def content(size: int) -> torch.Tensor:
 
 def test_a_header_alone_is_that_of_the_whole_message() -> None:
     payload = content(1009)
-    answer = AnswerTransfer(peer=0, number=3, num_bytes=1009, is_there=True, later=lambda task: task())
+    answer = ResponseTransfer(peer=0, number=3, num_bytes=1009, is_there=True, later=lambda task: task())
     whole = pack(payload, sender=1, envelope=answer.envelope)
     assert bytes(whole[:HEADER_BYTES].numpy().data) == header_of(
         zlib.crc32(payload.numpy().data), sender=1, envelope=answer.envelope
@@ -104,7 +117,7 @@ def test_an_answer_arrives_whole_and_says_that_it_is_one(size: int) -> None:
     ends = Ends()
     ask = ends.ask(b"round/3")
     ends.carry()
-    assert ends.heard[1] == [Want(number=0, name=b"round/3")] and not ask.done()
+    assert ends.heard[1] == [RequestFrame(number=0, name=b"round/3")] and not ask.done()
     answer = ends.answer(0, content(size))
     ends.carry()
     received = ask.wait(deadline_s=0)
@@ -146,7 +159,7 @@ def test_an_ask_of_an_earlier_connection_is_never_answered_over_the_next() -> No
     ends.carry()
     for link in ends.links:
         link.drop("closed its connection")
-    assert ends.heard[1] == [Want(number=0, name=b"x"), None]
+    assert ends.heard[1] == [RequestFrame(number=0, name=b"x"), None]
     with pytest.raises(PeerLost, match=r"replica 1 closed its connection during blob 'x'; .* the others go on"):
         ask.wait(deadline_s=0)
     ends.connect()
@@ -174,13 +187,13 @@ def test_nobody_is_answered_twice_or_unasked() -> None:
 
 def test_asks_are_bounded_at_both_ends_and_answers_make_room() -> None:
     ends = Ends()
-    asks = [ends.ask() for _ in range(MOST_WANTS)]
-    with pytest.raises(TransportError, match=f"{MOST_WANTS} asks of replica 1 wait"):
+    asks = [ends.ask() for _ in range(MAX_REQUESTS)]
+    with pytest.raises(TransportError, match=f"{MAX_REQUESTS} requests to replica 1"):
         ends.ask().wait(deadline_s=0)
     ends.carry()
-    assert len(ends.heard[1]) == MOST_WANTS
-    with pytest.raises(FrameError, match=f"more than {MOST_WANTS} asks"):
-        ends.links[1].take(memoryview(write(Want(number=1 << 40, name=b"x"))))
+    assert len(ends.heard[1]) == MAX_REQUESTS
+    with pytest.raises(FrameError, match=f"more than {MAX_REQUESTS} asks"):
+        ends.links[1].take(memoryview(write(RequestFrame(number=1 << 40, name=b"x"))))
     for number in range(3):
         ends.answer(number, content(1))
     ends.carry()
@@ -188,12 +201,12 @@ def test_asks_are_bounded_at_both_ends_and_answers_make_room() -> None:
     for _ in range(3):
         ends.ask()
     ends.carry()
-    assert len(ends.heard[1]) == MOST_WANTS + 3
+    assert len(ends.heard[1]) == MAX_REQUESTS + 3
 
 
 def test_a_cancelled_ask_frees_its_place_by_its_answer_which_is_thrown_away() -> None:
     ends = Ends()
-    asks = [ends.ask() for _ in range(MOST_WANTS)]
+    asks = [ends.ask() for _ in range(MAX_REQUESTS)]
     ends.carry()
     ends.answer(0, content(100_000))  # crosses the cancel
     for ask in asks:
@@ -202,12 +215,12 @@ def test_a_cancelled_ask_frees_its_place_by_its_answer_which_is_thrown_away() ->
         with pytest.raises(TransportError, match="is not wanted any more"):
             ask.wait(deadline_s=0)
     ends.carry()
-    cancelled = [frame.number for frame in ends.heard[1] if isinstance(frame, Cancel)]
-    assert cancelled in ([*range(MOST_WANTS)], [*range(1, MOST_WANTS)])
-    for number in range(1, MOST_WANTS):
+    cancelled = [frame.number for frame in ends.heard[1] if isinstance(frame, CancelFrame)]
+    assert cancelled in ([*range(MAX_REQUESTS)], [*range(1, MAX_REQUESTS)])
+    for number in range(1, MAX_REQUESTS):
         ends.answer(number, content(0), is_there=False)
     ends.carry()
-    for _ in range(MOST_WANTS):
+    for _ in range(MAX_REQUESTS):
         ends.ask()
     ends.carry()  # no more than there may be, or this would be a FrameError
     asks[0].cancel()
@@ -219,7 +232,7 @@ def test_a_cancelled_ask_frees_its_place_by_its_answer_which_is_thrown_away() ->
 def test_a_cancel_in_the_middle_of_an_answer_ends_it_and_no_other() -> None:
     size = 20_000_000
     ends = Ends()
-    asks = [ends.ask(most_bytes=size) for _ in range(MOST_WANTS)]
+    asks = [ends.ask(most_bytes=size) for _ in range(MAX_REQUESTS)]
     ends.carry()
     long, short = ends.answer(0, content(size)), ends.answer(1, content(300_000))
     came = ends.carry(turns=2)
@@ -230,11 +243,11 @@ def test_a_cancel_in_the_middle_of_an_answer_ends_it_and_no_other() -> None:
         long.wait(deadline_s=0)
     received = asks[1].wait(deadline_s=0)
     assert short.done() and received is not None and torch.equal(received.payload, content(300_000))
-    assert not any(isinstance(frame, Cancel) for frame in ends.heard[1]), "the answer's end says it already"
+    assert not any(isinstance(frame, CancelFrame) for frame in ends.heard[1]), "the answer's end says it already"
     for _ in range(2):  # both have given their places back
         ends.ask()
     ends.carry()
-    assert len(ends.heard[1]) == MOST_WANTS + 2
+    assert len(ends.heard[1]) == MAX_REQUESTS + 2
 
 
 def test_an_answer_that_begins_after_its_cancel_is_not_asked_for_further() -> None:
@@ -257,11 +270,11 @@ def test_no_more_comes_of_a_cancelled_answer_than_was_asked_for() -> None:
     ask.cancel()
     ends.links[0].flush()
     with pytest.raises(FrameError, match="bytes 19000000 to 19000003 of a message"):
-        ends.links[0].take(memoryview(write(Part(number=0, start=19_000_000, body=memoryview(b"abc")))))
+        ends.links[0].take(memoryview(write(MessagePart(number=0, start=19_000_000, body=memoryview(b"abc")))))
 
 
-@pytest.mark.parametrize("wrong", [[Want(number=0, name=b"y")], [Cancel(number=0), Cancel(number=0)]])
-def test_who_asks_or_cancels_twice_under_one_number_breaks_the_rules(wrong: list[Want | Cancel]) -> None:
+@pytest.mark.parametrize("wrong", [[RequestFrame(number=0, name=b"y")], [CancelFrame(number=0), CancelFrame(number=0)]])
+def test_who_asks_or_cancels_twice_under_one_number_breaks_the_rules(wrong: list[RequestFrame | CancelFrame]) -> None:
     ends = Ends()
     ends.ask()
     ends.carry()
@@ -272,15 +285,15 @@ def test_who_asks_or_cancels_twice_under_one_number_breaks_the_rules(wrong: list
 
 def test_a_cancel_of_what_is_over_or_never_was_is_harmless() -> None:
     ends = Ends()
-    ends.links[1].take(memoryview(write(Cancel(number=5))))
-    ends.links[1].take(memoryview(write(Cancel(number=5))))
+    ends.links[1].take(memoryview(write(CancelFrame(number=5))))
+    ends.links[1].take(memoryview(write(CancelFrame(number=5))))
     assert ends.heard[1] == []
 
 
 def test_the_dialler_of_an_open_set_does_not_lose_patience() -> None:
     ends = Ends()
     for _ in range(20):
-        ends.links[1].postpone()
+        ends.links[1].back_off()
     before = ends.links[1].redial_s
-    ends.links[1].postpone()
+    ends.links[1].back_off()
     assert before - time.monotonic() < 1.0

@@ -45,7 +45,7 @@ from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_b
 from thinwire.training.models import PRESETS, build_model
 from thinwire.training.models.presets import preset
 from thinwire.training.summary import describe_machine, parameters_sha256
-from thinwire.transport.all_gather_json import tell_all
+from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.connect import connect
 from thinwire.transport.recording import RecordingTransport
 from thinwire.version import __version__
@@ -405,7 +405,7 @@ class _Run:
         return self._meter.read(stalled_s=trainer.stalled_s)
 
     def _tell(self, note: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return tell_all(
+        return all_gather_json(
             note, transport=self._transport, number=next(self._note_numbers), deadline_s=self._options.timeout_s
         )
 

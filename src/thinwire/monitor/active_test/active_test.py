@@ -39,7 +39,7 @@ from thinwire.monitor.active_test.wire_tests import (
     quickest_ring,
 )
 from thinwire.monitor.findings import Finding
-from thinwire.transport.lossy_rendezvous import Gathering
+from thinwire.transport.lossy_rendezvous import PartialJob
 
 _LEAST_S, _MOST_S = 0.05, 0.3
 _LATER = 10.0
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def run_test(
-    gathering: Gathering, *, budget_s: float = 10.0, expect_bits_per_s: float | None = None,
+    gathering: PartialJob, *, budget_s: float = 10.0, expect_bits_per_s: float | None = None,
     tell: Callable[[str], None] = lambda line: None, show: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:  # fmt: skip
     """Test all wires of a job that has met; all ranks must call this together.
@@ -104,7 +104,7 @@ class _Leader:
     """Plans one test after the other by what came out of those before."""
 
     def __init__(
-        self, gathering: Gathering, rank: ActiveRank, *, budget_s: float, expect_bits_per_s: float | None,
+        self, gathering: PartialJob, rank: ActiveRank, *, budget_s: float, expect_bits_per_s: float | None,
         tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._gathering, self._rank, self._tell = gathering, rank, tell

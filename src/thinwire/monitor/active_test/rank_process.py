@@ -20,7 +20,7 @@ from thinwire.monitor.active_test.wire_tests import (
     together,
 )
 from thinwire.transport.addresses import Address, clock_name
-from thinwire.transport.lossy_rendezvous import Gathering
+from thinwire.transport.lossy_rendezvous import PartialJob
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _NUMBERS = 1 << 16
@@ -30,7 +30,7 @@ _ALL_REDUCES = 3
 class ActiveRank:
     """Does what the plans say, and says what came out."""
 
-    def __init__(self, gathering: Gathering) -> None:
+    def __init__(self, gathering: PartialJob) -> None:
         self._own, self._board, self._transport = gathering.rank, gathering.board, gathering.transport
         self._gathering = gathering
 

@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from thinwire.monitor.doctor.check import Check, ok, skipped, warning, wrong, wrong_by
-from thinwire.transport.backends import backends
+from thinwire.transport.process_group import available_backends
 from thinwire.transport.secret import read_secret
 from thinwire.units import format_bytes, format_seconds
 from thinwire.version import __version__
@@ -63,7 +63,7 @@ def installed() -> Builds:
     return Builds(
         python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda or "",
         num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0, has_gpu=_NVIDIA.exists(),
-        pyzmq=_version_of("pyzmq"), backends=backends(),
+        pyzmq=_version_of("pyzmq"), backends=available_backends(),
     )  # fmt: skip
 
 

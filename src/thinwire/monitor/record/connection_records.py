@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from thinwire.monitor.runlog.records import Flow, to_line
-from thinwire.transport.flows import FlowReading, Flows
+from thinwire.transport.tcp_stats import HostFlow, HostFlows
 
 # Of so much time only one part goes into asking the kernel, however many connections there are.
 _PARTS = 200.0
@@ -55,7 +55,7 @@ class FlowLines:
         timer: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._rank, self._clock, self._pace = rank, clock, _Pace(timer)
-        self._flows = Flows(addresses_of_others(rank, hosts, addresses), without=without, now=clock)
+        self._flows = HostFlows(addresses_of_others(rank, hosts, addresses), without=without, now=clock)
         self._told: dict[int, int] = {}
         self._before: dict[int, int] = {}
         self.used: frozenset[int] = frozenset()
@@ -144,7 +144,7 @@ class PeerFlows:
         ]  # fmt: skip
 
 
-def _flow(rank: int, peer: int, one: FlowReading, at_s: float) -> Flow:
+def _flow(rank: int, peer: int, one: HostFlow, at_s: float) -> Flow:
     return Flow(
         rank=rank, peer=peer, at_s=round(at_s, 6), num_bytes=one.num_bytes, busy_s=round(one.busy_s, 6),
         held_s=round(one.held_s, 6), silence_s=one.silence_s, unanswered=one.unanswered,

@@ -22,9 +22,17 @@ from types import TracebackType
 from thinwire.monitor.record.watched_links import RankPlace, WatchedWires, own_place
 from thinwire.monitor.runlog.record_file import MOST_FILE_BYTES, RecordFile
 from thinwire.monitor.runlog.records import Beat, Communicator, Span, to_line
-from thinwire.transport.burst_probe import open_door
-from thinwire.transport.collective_hooks import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
-from thinwire.transport.watched_job import own_rank, store_port, words_of_all
+from thinwire.transport.burst_probe import open_probe_port
+from thinwire.transport.collective_hooks import (
+    CollectiveHooks,
+    GroupCall,
+    IsPolled,
+    all_gather_text,
+    calls_on_gpus,
+    never_polled,
+    own_rank,
+    store_port,
+)
 from thinwire.untested import warn_untested
 
 WRITE_S = 0.25
@@ -45,7 +53,7 @@ class Watching:
         store: The port of the store that the ranks met at; 0 where it is not known.
         door: Where bursts that probe the wires come in; none where they are not probed.
         clock: Seconds that only grow.
-        is_polled: Which calls' ends are learned by asking, see `WatchedGroups`.
+        is_polled: Which calls' ends are learned by asking, see `CollectiveHooks`.
 
     Attributes:
         lost: Why nothing is recorded any more, such as a full disk; empty while all is well.
@@ -53,7 +61,8 @@ class Watching:
 
     def __init__(
         self, file: RecordFile, *, rank: int, places: Sequence[RankPlace], store: int = 0,
-        door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
+        door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
+        is_polled: IsPolled = never_polled,
     ) -> None:  # fmt: skip
         self.lost = ""
         self._file = file
@@ -63,14 +72,14 @@ class Watching:
         self._communicators: dict[str, str] = {}
         self._lock = threading.Lock()
         self._wires = WatchedWires(rank, places, store=store, door=door, clock=clock)
-        self._open: dict[Call, None] = {}
-        self._ended: deque[Call] = deque()
+        self._open: dict[GroupCall, None] = {}
+        self._ended: deque[GroupCall] = deque()
         self._errors: deque[str] = deque(maxlen=4)
         self._num_steps = 0
         self._step_began_s = clock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, name="thinwire-watch", daemon=True)
-        self._groups = WatchedGroups(self, clock=clock, is_polled=is_polled)
+        self._groups = CollectiveHooks(self, clock=clock, is_polled=is_polled)
         self._thread.start()
         # also where a process was forked or spawned by multiprocessing, which runs nothing of atexit
         self._at_exit = Finalize(None, self.close, exitpriority=10)
@@ -142,13 +151,13 @@ class Watching:
         self._names[number] = name
         self._tell_communicator(name, ranks)
 
-    def posted(self, call: Call) -> None:
+    def posted(self, call: GroupCall) -> None:
         """Write down a call before it is made, and what has ended since the last one: one write for both."""
         self._open[call] = None
         self._wires.note_call(is_open=True)
         self._put([*self._lines_of_ended(), *self._lines(call)])
 
-    def ended(self, call: Call) -> None:
+    def ended(self, call: GroupCall) -> None:
         """Take note of a call's end, which is written soon; that it failed at once, since the process may end by it."""
         self._open.pop(call, None)
         if not self._open:
@@ -204,7 +213,7 @@ class Watching:
             return ""
         return f"{type(error).__name__}: {error}"[:_MOST_ERROR]
 
-    def _lines(self, call: Call) -> Iterator[str]:
+    def _lines(self, call: GroupCall) -> Iterator[str]:
         """Yield a call's records. Made by hand: `to_line` takes several times as long, and the job waits meanwhile."""
         name, kind = self._names[call.group], call.kind
         if call.peer is not None:
@@ -228,7 +237,7 @@ class Watching:
                 f'"posted_s":{call.posted_s:.6f}{end}{error}}}'
             )
 
-    def _message_name(self, group: str, call: Call) -> str:
+    def _message_name(self, group: str, call: GroupCall) -> str:
         """Return the communicator of messages one way between two ranks: each pair counts its own."""
         assert call.peer is not None
         ends = (self._rank, call.peer) if call.kind == "send" else (call.peer, self._rank)
@@ -282,14 +291,14 @@ def watch(
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
     file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
-    door = open_door() if probe_wires else None
+    door = open_probe_port() if probe_wires else None
     try:
-        words = words_of_all(own_place(port=0 if door is None else door.getsockname()[1]).to_word())
+        words = all_gather_text(own_place(port=0 if door is None else door.getsockname()[1]).to_word())
     except BaseException:
         if door is not None:
             door.close()
         raise
     return Watching(
         file, rank=rank, places=[RankPlace.of_word(word) for word in words], store=store_port(), door=door,
-        is_polled=calls_on_gpus if gpu_calls else no_call,
+        is_polled=calls_on_gpus if gpu_calls else never_polled,
     )  # fmt: skip

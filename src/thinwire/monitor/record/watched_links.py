@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from thinwire.monitor.record.connection_records import FlowLines, addresses_of_others
 from thinwire.monitor.runlog.records import Probe, to_line
 from thinwire.transport.addresses import clock_name, host_name, outer_addresses
-from thinwire.transport.burst_probe import BURST_BYTES, HostProbes
-from thinwire.transport.flows import Flows
-from thinwire.transport.watched_job import WORD_BYTES
+from thinwire.transport.burst_probe import BURST_BYTES, BurstProbe
+from thinwire.transport.collective_hooks import TEXT_BYTES
+from thinwire.transport.tcp_stats import HostFlows
 
 _MOST_UNTOLD = 256
 # Where it takes so long so often in a row to count what the job sends, this is not done any more.
@@ -39,11 +39,11 @@ class RankPlace:
     port: int = 0
 
     def to_word(self) -> str:
-        """Return a text of at most `WORD_BYTES` bytes."""
+        """Return a text of at most `TEXT_BYTES` bytes."""
         word = f"{self.host}\n{self.clock}\n{self.port}\n"
         for address in self.addresses:
             longer = f"{word}{address} "
-            word = longer if len(longer.encode()) <= WORD_BYTES else word
+            word = longer if len(longer.encode()) <= TEXT_BYTES else word
         return word
 
     @classmethod
@@ -110,10 +110,10 @@ class WatchedWires:
         self._bursts: deque[str] = deque(maxlen=_MOST_UNTOLD)
         others = addresses_of_others(rank, hosts, addresses)
         told = {peer: (own, places[peer].port) for peer, own in others.items() if places[peer].port}
-        self._probes: HostProbes | None = None
+        self._probes: BurstProbe | None = None
         if door is not None and told and hosts.index(hosts[rank]) == rank:
-            self._beside = Flows(others, without=ports, now=clock)
-            self._probes = HostProbes(
+            self._beside = HostFlows(others, without=ports, now=clock)
+            self._probes = BurstProbe(
                 door, told, self._take_burst, is_used=lambda host: host in self._flows.used, carried=self._carried,
                 clock=clock,
             )  # fmt: skip

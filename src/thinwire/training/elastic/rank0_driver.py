@@ -18,7 +18,7 @@ from thinwire.training.elastic.rank_shard import ModelShard
 from thinwire.training.step_timing import Passes
 
 if TYPE_CHECKING:
-    from thinwire.transport.replica_group import InnerGroup  # imports FSDP, which takes a second
+    from thinwire.transport.replica_group import ReplicaGroup  # imports FSDP, which takes a second
 
 # Models are made, and weights read, in different times on ranks that share a disk.
 _ASSEMBLY_S = 900.0
@@ -36,7 +36,7 @@ class Crew:
         find_out: Called where a message between ranks failed: waits a moment until it is known why.
     """
 
-    def __init__(self, group: InnerGroup) -> None:
+    def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
         self._shard: ModelShard | None = None
         self._indices: dict[str, int] = {}
@@ -82,7 +82,7 @@ class Crew:
         """
         with self._during("a step"):
             self._tell("step", shape=list(tokens.shape), factor=factor)
-            return self._made.backward(*self._group.spread(torch.stack([tokens, targets])))
+            return self._made.backward(*self._group.broadcast(torch.stack([tokens, targets])))
 
     def clip(self) -> None:
         """Shorten the gradient as the other ranks do; see `ModelShard.clip`."""
@@ -93,7 +93,7 @@ class Crew:
         """Return the mean nll of a batch that nobody trains on; see `ModelShard.held_out`."""
         with self._during("an evaluation"):
             self._tell("held_out", shape=list(tokens.shape))
-            return self._made.held_out(*self._group.spread(torch.stack([tokens, targets])))
+            return self._made.held_out(*self._group.broadcast(torch.stack([tokens, targets])))
 
     def gather(self, names: Sequence[str]) -> Tensor:
         """See `ReplicaShards.gather`."""
@@ -130,7 +130,7 @@ class Crew:
         return [self._indices[name] for name in names]
 
     def _tell(self, what: str, **more: Any) -> None:
-        self._group.tell(json.dumps({"do": what, **more}, separators=(",", ":")).encode())
+        self._group.send_order(json.dumps({"do": what, **more}, separators=(",", ":")).encode())
 
     @contextlib.contextmanager
     def _during(self, what: str, *, limit_s: float | None = None) -> Iterator[None]:

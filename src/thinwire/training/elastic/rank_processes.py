@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from thinwire.training.elastic.rank0_driver import Crew
-from thinwire.transport.replica_group import InnerGroup
+from thinwire.transport.replica_group import ReplicaGroup
 
 _LOOK_S = 0.1
 _JOINING = ("joining its ranks", 300.0)
@@ -156,6 +156,6 @@ def crew_of(
         processes.close()
 
 
-def join_ranks(meeting: Path, *, index: int, rank: int, num_ranks: int) -> InnerGroup:
+def join_ranks(meeting: Path, *, index: int, rank: int, num_ranks: int) -> ReplicaGroup:
     """Join the ranks of a replica of this host; its rank r takes the host's GPU `index * num_ranks + r`."""
-    return InnerGroup(rank=rank, size=num_ranks, meeting=meeting, gpu=index * num_ranks + rank)
+    return ReplicaGroup(rank=rank, size=num_ranks, meeting=meeting, gpu=index * num_ranks + rank)

@@ -15,10 +15,10 @@ from thinwire.sync.blocks import find_blocks
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, from_json
 from thinwire.training.step_timing import Passes
-from thinwire.transport.sharded_parameters import ShardedParameters
+from thinwire.transport.replica_group import ShardedParameters
 
 if TYPE_CHECKING:
-    from thinwire.transport.replica_group import InnerGroup
+    from thinwire.transport.replica_group import ReplicaGroup
 
 
 class ModelShard:
@@ -38,7 +38,7 @@ class ModelShard:
         passes: What times this rank's passes, its waits for other ranks' shards among them.
     """
 
-    def __init__(self, group: InnerGroup, config: TrainConfig, *, vocab_size: int) -> None:
+    def __init__(self, group: ReplicaGroup, config: TrainConfig, *, vocab_size: int) -> None:
         self._group = group
         self._config = config
         group.use(config.device)
@@ -69,7 +69,7 @@ class ModelShard:
         # FSDP2 averages the ranks' gradients alike, so each weighs its own by its rows
         with self.passes.backward():
             (loss * (share * self._group.size)).backward()  # type: ignore[no-untyped-call]
-        both = self._group.add_up(torch.stack([loss.detach() * share, nll.detach() * share]))
+        both = self._group.all_reduce(torch.stack([loss.detach() * share, nll.detach() * share]))
         return both[0], both[1]
 
     def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class ModelShard:
         self.model.eval()
         with torch.no_grad(), self._autocast():
             nll = self._loss(tokens[rows], targets[rows])[1]
-        return self._group.add_up(nll.detach() * share)
+        return self._group.all_reduce(nll.detach() * share)
 
     def step(self, factor: float, *, base_lrs: Sequence[float]) -> None:
         """Clip, step and clear, as the training loop does at the rank that leads."""
@@ -130,7 +130,7 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def follow(group: InnerGroup) -> None:
+def follow(group: ReplicaGroup) -> None:
     """Do what the rank that leads says, until it says that this is the end or is gone.
 
     Raises:
@@ -138,7 +138,7 @@ def follow(group: InnerGroup) -> None:
     """
     shard: ModelShard | None = None
     base_lrs: list[float] = []
-    while (order := json.loads(group.hear()))["do"] != "end":
+    while (order := json.loads(group.receive_order()))["do"] != "end":
         if order["do"] == "assemble":
             del shard
             shard = ModelShard(group, from_json(order["config"]), vocab_size=order["vocab_size"])
@@ -148,7 +148,7 @@ def follow(group: InnerGroup) -> None:
             _obey(order, shard, group=group, base_lrs=base_lrs)
 
 
-def _obey(order: dict[str, Any], shard: ModelShard, *, group: InnerGroup, base_lrs: Sequence[float]) -> None:
+def _obey(order: dict[str, Any], shard: ModelShard, *, group: ReplicaGroup, base_lrs: Sequence[float]) -> None:
     names = [shard.parameters.names[index] for index in order.get("which", ())]
     match order["do"]:
         case "step":
@@ -166,6 +166,6 @@ def _obey(order: dict[str, Any], shard: ModelShard, *, group: InnerGroup, base_l
             shard.parameters.restore()
 
 
-def hear_batch(order: dict[str, Any], *, group: InnerGroup) -> Sequence[Tensor]:
+def hear_batch(order: dict[str, Any], *, group: ReplicaGroup) -> Sequence[Tensor]:
     """Take over the batch that comes with an order: tokens and targets, (batch, seq) int64 each."""
-    return group.spread(torch.empty((2, *order["shape"]), dtype=torch.int64, device=group.device)).unbind()
+    return group.broadcast(torch.empty((2, *order["shape"]), dtype=torch.int64, device=group.device)).unbind()

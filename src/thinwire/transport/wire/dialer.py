@@ -10,11 +10,10 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from thinwire.transport.wire.connection import HANDSHAKE_S, Tapped, set_up
+from thinwire.transport.tcp_stats import ConnectionStats
+from thinwire.transport.wire.connection import HANDSHAKE_S, KernelConnection, KeyPair, set_socket_options
 from thinwire.transport.wire.framing import Frame, write
-from thinwire.transport.wire.keys import KeyPair
 from thinwire.transport.wire.listener import TAKEN
-from thinwire.transport.wire.liveness import TcpReading
 
 _BURST = 256
 _NUMBERS = itertools.count()
@@ -28,7 +27,7 @@ _NO_CONNECTION = zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _FAILED_HANDSHAKE | _NO_CONNECTION
 
 
-class Dial:
+class DialedConnection:
     """The connection to a replica that this one dialled; it is a `Line` once the other has said who it is.
 
     Args:
@@ -59,7 +58,7 @@ class Dial:
         self.problem = ""
         self.is_mistrusted = False
         self._where = f"{address}:{port}"
-        self._tap: Tapped | None = None
+        self._tap: KernelConnection | None = None
         self.plug = context.socket(zmq.DEALER)
         try:
             self._begin(address=address, port=port, own=own, other=other, hello=hello)
@@ -68,7 +67,7 @@ class Dial:
             raise
 
     def _begin(self, *, address: str, port: int, own: KeyPair, other: bytes, hello: Frame) -> None:
-        set_up(self.plug)
+        set_socket_options(self.plug)
         self.plug.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         self.plug.setsockopt(zmq.CONNECT_TIMEOUT, round(HANDSHAKE_S * 1000))
         self.plug.setsockopt(zmq.CURVE_SERVERKEY, other)
@@ -82,12 +81,12 @@ class Dial:
         if not self.send(write(hello)):
             self.problem = _REFUSED
 
-    def listen(self) -> None:
+    def read_events(self) -> None:
         """Note what became of the connection."""
         with contextlib.suppress(zmq.Again):
             while True:
                 told = recv_monitor_message(self.monitor, zmq.DONTWAIT)
-                self._hear(told["event"], told["value"])
+                self._on_event(told["event"], told["value"])
 
     def delivered(self) -> Iterator[memoryview | None]:
         """Yield the frames that came, a burst at most; None for what was not one frame."""
@@ -104,24 +103,24 @@ class Dial:
             return False
         return True
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """End the connection at once and give the sockets back."""
         if not self.plug.closed:
             self.plug.disable_monitor()
             self.monitor.close()
             self.plug.close()
 
-    def reading(self) -> TcpReading | None:
+    def reading(self) -> ConnectionStats | None:
         """Return what the kernel knows of it."""
         return None if self._tap is None else self._tap.reading()
 
-    def is_gone(self) -> bool:
+    def is_closed(self) -> bool:
         """Tell whether the kernel has no such connection any more."""
-        return self._tap is not None and self._tap.is_gone()
+        return self._tap is not None and self._tap.is_closed()
 
-    def _hear(self, event: int, value: int) -> None:
+    def _on_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
-            self._tap = Tapped(value)
+            self._tap = KernelConnection(value)
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             is_taken = value == int(TAKEN)
             self.is_mistrusted = not is_taken

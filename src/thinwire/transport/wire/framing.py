@@ -64,7 +64,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class MessageStart:
     """The beginning of a message.
 
     Attributes:
@@ -81,7 +81,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Credit:
     """A request for a message's bytes up to `end`."""
 
     number: int
@@ -89,7 +89,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MessagePart:
     """Bytes of a message from `start` on."""
 
     number: int
@@ -98,7 +98,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Got:
+class Receipt:
     """A message is there as a whole."""
 
     number: int
@@ -106,26 +106,26 @@ class Got:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matched:
+class ReceivePosted:
     """A receive was posted for a message that had arrived before it."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class MessageRefused:
     """A message is not what was expected."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bye:
+class Goodbye:
     """Nothing follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
+class RequestFrame:
     """A request for what the other side has, or will have, under a name."""
 
     number: int
@@ -133,40 +133,62 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """Nobody wants the answer to a `Want` any more."""
+class CancelFrame:
+    """Nobody wants the answer to a `RequestFrame` any more."""
 
     number: int
 
 
-Frame = Hello | Opening | Ask | Part | Got | Matched | Refused | Bye | Want | Cancel
-_KINDS: tuple[type, ...] = (Hello, Opening, Ask, Part, Got, Matched, Refused, Bye, Want, Cancel)
-_NUMBERED: tuple[type[Matched | Refused | Cancel], ...] = (Matched, Refused, Cancel)
+Frame = (
+    Hello
+    | MessageStart
+    | Credit
+    | MessagePart
+    | Receipt
+    | ReceivePosted
+    | MessageRefused
+    | Goodbye
+    | RequestFrame
+    | CancelFrame
+)
+_KINDS: tuple[type, ...] = (
+    Hello,
+    MessageStart,
+    Credit,
+    MessagePart,
+    Receipt,
+    ReceivePosted,
+    MessageRefused,
+    Goodbye,
+    RequestFrame,
+    CancelFrame,
+)
+_NUMBERED: tuple[type[ReceivePosted | MessageRefused | CancelFrame], ...] = (ReceivePosted, MessageRefused, CancelFrame)
 
 
 def write(frame: Frame) -> bytearray:
     """Return a frame's bytes.
 
     Example:
-        >>> read(memoryview(write(Ask(number=3, end=70_000))))
+        >>> read(memoryview(write(Credit(number=3, end=70_000))))
         Ask(number=3, end=70000)
     """
     body: memoryview | None = None
     if isinstance(frame, Hello):
         fields = _HELLO.pack(frame.replica, frame.num_replicas, frame.incarnation)
-    elif isinstance(frame, Opening):
+    elif isinstance(frame, MessageStart):
         kind, round_id, fragment, phase = frame.key
         fields = _OPENING.pack(frame.number, kind, phase, 0, fragment, round_id, frame.message_bytes)
         body = frame.body
-    elif isinstance(frame, Part):
+    elif isinstance(frame, MessagePart):
         fields, body = _PART.pack(frame.number, frame.start), frame.body
-    elif isinstance(frame, Ask):
+    elif isinstance(frame, Credit):
         fields = _ASK.pack(frame.number, frame.end)
-    elif isinstance(frame, Got):
+    elif isinstance(frame, Receipt):
         fields = _GOT.pack(frame.number, frame.is_matched)
-    elif isinstance(frame, Want):
+    elif isinstance(frame, RequestFrame):
         fields = _NUMBER.pack(frame.number) + frame.name
-    elif isinstance(frame, Bye):
+    elif isinstance(frame, Goodbye):
         fields = b""
     else:
         fields = _NUMBER.pack(frame.number)
@@ -199,46 +221,46 @@ def _read_fields(kind: type, rest: memoryview) -> Frame:
     if kind is Hello:
         replica, num_replicas, incarnation = _exactly(_HELLO, rest)
         return Hello(replica=replica, num_replicas=num_replicas, incarnation=incarnation)
-    if kind is Opening:
+    if kind is MessageStart:
         return _read_opening(rest)
-    if kind is Part:
+    if kind is MessagePart:
         (number, start), body = _at_least(_PART, rest), rest[_PART.size :]
         if not 1 <= len(body) <= PART_BYTES:
             raise FrameError(f"a part of {len(body)} bytes, expected 1 to {PART_BYTES}")
-        return Part(number=number, start=start, body=body)
-    if kind is Ask:
+        return MessagePart(number=number, start=start, body=body)
+    if kind is Credit:
         number, end = _exactly(_ASK, rest)
-        return Ask(number=number, end=end)
-    if kind is Got:
+        return Credit(number=number, end=end)
+    if kind is Receipt:
         number, is_matched = _exactly(_GOT, rest)
         if is_matched > 1:
             raise FrameError(f"a flag of {is_matched}, expected 0 or 1")
-        return Got(number=number, is_matched=bool(is_matched))
-    if kind is Bye:
+        return Receipt(number=number, is_matched=bool(is_matched))
+    if kind is Goodbye:
         if len(rest):
             raise FrameError(f"a bye with {len(rest)} bytes, expected none")
-        return Bye()
+        return Goodbye()
     return _read_number(kind, rest)
 
 
 def _read_number(kind: type, rest: memoryview) -> Frame:
-    if kind is Want:
+    if kind is RequestFrame:
         (number,), name = _at_least(_NUMBER, rest), bytes(rest[_NUMBER.size :])
         if not 1 <= len(name) <= MOST_NAME_BYTES:
             raise FrameError(f"a name of {len(name)} bytes, expected 1 to {MOST_NAME_BYTES}")
-        return Want(number=number, name=name)
+        return RequestFrame(number=number, name=name)
     (number,) = _exactly(_NUMBER, rest)
     return next(numbered for numbered in _NUMBERED if numbered is kind)(number=number)
 
 
-def _read_opening(rest: memoryview) -> Opening:
+def _read_opening(rest: memoryview) -> MessageStart:
     number, kind, phase, zero, fragment, round_id, message_bytes = _at_least(_OPENING, rest)
     body = rest[_OPENING.size :]
     if zero or message_bytes > MOST_MESSAGE_BYTES:
         raise FrameError(f"an opening of a message of {message_bytes} bytes, expected at most {MOST_MESSAGE_BYTES}")
     if len(body) != min(message_bytes, OPENING_BYTES):
         raise FrameError(f"an opening with {len(body)} of {message_bytes} bytes, expected the first {OPENING_BYTES}")
-    return Opening(number=number, key=(kind, round_id, fragment, phase), message_bytes=message_bytes, body=body)
+    return MessageStart(number=number, key=(kind, round_id, fragment, phase), message_bytes=message_bytes, body=body)
 
 
 def _exactly(fields: struct.Struct, raw: memoryview) -> tuple[Any, ...]:
@@ -251,3 +273,10 @@ def _at_least(fields: struct.Struct, raw: memoryview) -> tuple[int, ...]:
     if len(raw) < fields.size:
         raise FrameError(f"{len(raw)} bytes of fields, expected at least {fields.size}")
     return fields.unpack_from(raw)
+
+
+# What a receiver keeps of messages that it has posted no receive for yet, for each peer.
+MAX_UNEXPECTED = 1024
+MAX_UNEXPECTED_BYTES = 1 << 25
+# Asks of one peer that wait for their answers.
+MAX_REQUESTS = 4096

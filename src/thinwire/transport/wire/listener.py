@@ -17,13 +17,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from thinwire.errors import ConnectError
 from thinwire.transport.admission import PendingConnections
-from thinwire.transport.wire.connection import HANDSHAKE_S, Tapped, set_up
-from thinwire.transport.wire.keys import KeyPair
-from thinwire.transport.wire.liveness import TcpReading
+from thinwire.transport.tcp_stats import ConnectionStats
+from thinwire.transport.wire.connection import HANDSHAKE_S, KernelConnection, KeyPair, set_socket_options
 
-WELCOME, TAKEN, UNKNOWN = b"200", b"400", b"500"
+ACCEPTED, TAKEN, UNKNOWN = b"200", b"400", b"500"
 # Connections without a proved key, from one address and in all. Many replicas of one host dial at the same time.
-MOST_STRANGERS_EACH, MOST_STRANGERS = 64, 256
+MAX_UNPROVEN_EACH, MAX_UNPROVEN = 64, 256
 # What the kernel accepts beforehand: a flood must not fill it within the milliseconds that this process is busy.
 _BACKLOG = 1024
 _BURST = 256
@@ -32,7 +31,7 @@ _DOMAIN = b"thinwire"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivered:
+class ReceivedFrame:
     """A frame that came in.
 
     Attributes:
@@ -48,10 +47,10 @@ class Delivered:
     frame: memoryview | None
 
 
-class DoorLine:
+class AcceptedConnection:
     """The connection to a replica that dialled this one."""
 
-    def __init__(self, door: Door, *, caller: bytes, tap: Tapped) -> None:
+    def __init__(self, door: Listener, *, caller: bytes, tap: KernelConnection) -> None:
         self._door = door
         self.caller = caller
         self.tap = tap
@@ -60,20 +59,20 @@ class DoorLine:
         """Hand one frame over; where the connection is gone, it is lost, and the door tells so soon."""
         return self._door.send(self.caller, raw)
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """End the connection at once."""
         self.tap.shut()
 
-    def reading(self) -> TcpReading | None:
+    def reading(self) -> ConnectionStats | None:
         """Return what the kernel knows of it."""
         return self.tap.reading()
 
-    def is_gone(self) -> bool:
+    def is_closed(self) -> bool:
         """Tell whether the kernel has no such connection any more."""
-        return self.tap.is_gone()
+        return self.tap.is_closed()
 
 
-class Door:
+class Listener:
     """A bound ROUTER with its monitor and its decider; all of it is used from one thread.
 
     Args:
@@ -81,7 +80,7 @@ class Door:
         address: The IPv4 address to listen on.
         keys: This replica's.
         callers: Replicas by the public keys with which they may dial.
-        decide: Says `WELCOME`, `TAKEN` or `UNKNOWN` of a replica whose key was proved.
+        decide: Says `ACCEPTED`, `TAKEN` or `UNKNOWN` of a replica whose key was proved.
         port: The port, 0 for a free one.
         prepare: Sets the socket's bounds and times.
 
@@ -98,12 +97,12 @@ class Door:
         callers: Mapping[bytes, int],
         decide: Callable[[int], bytes],
         port: int = 0,
-        prepare: Callable[[zmq.Socket[bytes]], None] = set_up,
+        prepare: Callable[[zmq.Socket[bytes]], None] = set_socket_options,
     ) -> None:
         self._callers = callers
         self._decide = decide
-        self._strangers: dict[int, tuple[float, Tapped]] = {}
-        self._places = PendingConnections(most_each=MOST_STRANGERS_EACH, most=MOST_STRANGERS)
+        self._unproven: dict[int, tuple[float, KernelConnection]] = {}
+        self._pending = PendingConnections(most_each=MAX_UNPROVEN_EACH, most=MAX_UNPROVEN)
         self.decider = context.socket(zmq.ROUTER)
         self.decider.setsockopt(zmq.LINGER, 0)
         self.decider.bind("inproc://zeromq.zap.01")
@@ -145,55 +144,56 @@ class Door:
             while True:
                 told = recv_monitor_message(self.monitor, zmq.DONTWAIT)
                 if told["event"] == zmq.EVENT_ACCEPTED:
-                    self._note(told["value"])
+                    self._on_accept(told["value"])
                 elif told["event"] == zmq.EVENT_DISCONNECTED:
                     self._forget(told["value"])
                     yield told["value"]
 
-    def _note(self, fd: int) -> None:
-        tap = Tapped(fd)
-        self._strangers[fd] = (time.monotonic(), tap)
+    def _on_accept(self, fd: int) -> None:
+        tap = KernelConnection(fd)
+        self._unproven[fd] = (time.monotonic(), tap)
         # not by closing the port: libzmq ends all connections that came through it with it
-        ending = self._places.add(fd, "" if tap.peer is None else tap.peer[0])
+        ending = self._pending.add(fd, "" if tap.peer is None else tap.peer[0])
         if ending is not None:
-            self._strangers.pop(ending)[1].shut()
+            self._unproven.pop(ending)[1].shut()
 
-    def _forget(self, fd: int) -> Tapped | None:
-        self._places.remove(fd)
-        _, tap = self._strangers.pop(fd, (0.0, None))
+    def _forget(self, fd: int) -> KernelConnection | None:
+        self._pending.remove(fd)
+        _, tap = self._unproven.pop(fd, (0.0, None))
         return tap
 
-    def delivered(self) -> Iterator[Delivered]:
+    def delivered(self) -> Iterator[ReceivedFrame]:
         """Yield what came in, a burst at most."""
         with contextlib.suppress(zmq.Again):
             for _ in range(_BURST):
                 caller, *frames = self.plug.recv_multipart(zmq.DONTWAIT, copy=False)
                 if frames:
-                    yield Delivered(
+                    yield ReceivedFrame(
                         caller=caller.bytes,
                         replica=int(frames[0].get("User-Id")),
                         fd=int(frames[0].get(zmq.SRCFD)),
                         frame=frames[0].buffer if len(frames) == 1 else None,
                     )
 
-    def admit(self, found: Delivered) -> DoorLine:
-        """Return the line to one that said who it is."""
-        return DoorLine(self, caller=found.caller, tap=self._trust(found.fd) or Tapped(found.fd))
+    def admit(self, found: ReceivedFrame) -> AcceptedConnection:
+        """Return the connection of a replica that sent its hello."""
+        kernel = self._take_pending(found.fd) or KernelConnection(found.fd)
+        return AcceptedConnection(self, caller=found.caller, tap=kernel)
 
     def know(self, fd: int) -> None:
         """Count a connection no longer among those that never said who they are."""
-        self._trust(fd)
+        self._take_pending(fd)
 
-    def _trust(self, fd: int) -> Tapped | None:
+    def _take_pending(self, fd: int) -> KernelConnection | None:
         tap = self._forget(fd)
         if tap is not None and tap.peer is not None:
-            self._places.trust(tap.peer[0])
+            self._pending.trust(tap.peer[0])
         return tap
 
-    def turn_away(self, found: Delivered) -> None:
+    def turn_away(self, found: ReceivedFrame) -> None:
         """End the connection of one that proved a key but does not behave."""
-        _, tap = self._strangers.get(found.fd, (0.0, None))
-        (tap or Tapped(found.fd)).shut()
+        _, tap = self._unproven.get(found.fd, (0.0, None))
+        (tap or KernelConnection(found.fd)).shut()
 
     def send(self, caller: bytes, raw: bytearray) -> bool:
         """Hand one frame to a connection; tell whether there was room for it."""
@@ -210,7 +210,7 @@ class Door:
     def guard(self) -> None:
         """End connections that never said who they are."""
         now_s = time.monotonic()
-        for since_s, tap in list(self._strangers.values()):
+        for since_s, tap in list(self._unproven.values()):
             # libzmq ends those that do not shake hands; this is for those that did and then say nothing
             if now_s - since_s > 2 * HANDSHAKE_S:
                 tap.shut()

@@ -9,28 +9,25 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.errors import PeerLost, TransportError
-from thinwire.transport.wire.bounds import MOST_WANTS
-from thinwire.transport.wire.connection import Line, unseen_limit_bytes
+from thinwire.transport.wire.connection import Connection, Liveness, unseen_limit_bytes
+from thinwire.transport.wire.flow_control import IncomingMessages, OutgoingMessages
 from thinwire.transport.wire.framing import (
-    Ask,
-    Bye,
-    Cancel,
+    MAX_REQUESTS,
+    CancelFrame,
+    Credit,
     FrameError,
-    Got,
+    Goodbye,
     Hello,
-    Matched,
-    Opening,
-    Part,
-    Refused,
-    Want,
+    MessagePart,
+    MessageRefused,
+    MessageStart,
+    Receipt,
+    ReceivePosted,
+    RequestFrame,
     read,
     write,
 )
-from thinwire.transport.wire.liveness import Liveness
-from thinwire.transport.wire.receiving import Receiving
-from thinwire.transport.wire.requests import AnswerTransfer, Asking, AskTransfer
-from thinwire.transport.wire.sending import Sending
-from thinwire.transport.wire.transfer import WireTransfer
+from thinwire.transport.wire.transfer import RequestTable, RequestTransfer, ResponseTransfer, WireTransfer
 
 # Answers that a peer has not taken; one that sends and never reads is not to be answered without an end.
 _MOST_REPLIES = 8192
@@ -42,10 +39,10 @@ _HELP = "see its log; restart it and resume from the last checkpoint"
 _OPEN_HELP = "see its log; the others go on without it"
 
 
-Heard = Callable[[int, "Want | Cancel | None"], None]
+OnRequest = Callable[[int, "RequestFrame | CancelFrame | None"], None]
 
 
-def left_out(transfer: WireTransfer) -> PeerLost:
+def not_a_member(transfer: WireTransfer) -> PeerLost:
     """Say of a replica that it is none of those that this one was told of, or is none any more."""
     return PeerLost(
         f"replica {transfer.peer} does not take part during {transfer.describe()}: it has left, or has not come yet; "
@@ -54,7 +51,7 @@ def left_out(transfer: WireTransfer) -> PeerLost:
 
 
 @dataclass(slots=True, kw_only=True)
-class Seen:
+class ReceivedTraffic:
     """What came over a connection.
 
     Attributes:
@@ -68,14 +65,14 @@ class Seen:
     num_frames: int = 0
 
 
-class Link:
+class Peer:
     """The state of one peer; all of it is used from the thread that owns the sockets.
 
     Args:
         peer: The other replica.
         own: What this replica says first.
         is_open: Whether replicas come and go, and the others go on without this one.
-        heard: Told what the peer asks for and cancels, and None when the connection ends.
+        on_request: Told what the peer asks for and cancels, and None when the connection ends.
 
     Attributes:
         line: The connection, None where there is none.
@@ -85,26 +82,26 @@ class Link:
     """
 
     def __init__(
-        self, *, peer: int, own: Hello, is_open: bool = False, heard: Heard = lambda peer, frame: None
+        self, *, peer: int, own: Hello, is_open: bool = False, on_request: OnRequest = lambda peer, frame: None
     ) -> None:
         self.peer = peer
-        self.line: Line | None = None
+        self.connection: Connection | None = None
         self.reason = "is not connected"
         self.is_over = False
         self.redial_s = 0.0
         self._own = own
         self._is_open = is_open
-        self._heard = heard
+        self._on_request = on_request
         self._incarnation: bytes | None = None
-        self._patience_s = _REDIAL_S
+        self._redial_delay_s = _REDIAL_S
         self._held: bytearray | None = None
-        self._has_said_bye = self._has_heard_bye = False
+        self._has_sent_goodbye = self._has_received_goodbye = False
         self._begin()
 
     @property
     def is_up(self) -> bool:
         """Whether messages can go over it."""
-        return self.line is not None and not self.is_over
+        return self.connection is not None and not self.is_over
 
     @property
     def is_held(self) -> bool:
@@ -112,11 +109,13 @@ class Link:
         return self._held is not None
 
     @property
-    def has_parted(self) -> bool:
-        """Whether nothing has to be waited for before the sockets go: the peer is gone, or has heard our goodbye."""
-        return self.line is None or (self._has_heard_bye and not self._receiving.replies and not self.is_held)
+    def has_drained(self) -> bool:
+        """Whether the sockets can close now: the peer is gone, or has answered our goodbye."""
+        if self.connection is None:
+            return True
+        return self._has_received_goodbye and not self._incoming.replies and not self.is_held
 
-    def greet(self, hello: Hello) -> None:
+    def check_hello(self, hello: Hello) -> None:
         """Check who speaks at the other end.
 
         Raises:
@@ -129,51 +128,51 @@ class Link:
         if self._incarnation not in (None, hello.incarnation):
             raise FrameError("a hello of another process than the one that this run began with")
 
-    def open(self, line: Line, hello: Hello) -> None:
+    def open(self, line: Connection, hello: Hello) -> None:
         """Begin to use a connection whose other end was greeted."""
         self._begin()
-        self.line = line
+        self.connection = line
         self._incarnation = hello.incarnation
-        self._patience_s = _REDIAL_S
+        self._redial_delay_s = _REDIAL_S
 
     def post_send(self, transfer: WireTransfer, message: torch.Tensor) -> None:
         """Send a message, or fail it where there is no connection."""
         if self.is_up:
-            self._sending.post(transfer, message, now_s=time.monotonic())
+            self._outgoing.post(transfer, message, now_s=time.monotonic())
         else:
             transfer.fail(self._lost(transfer))
 
     def post_receive(self, transfer: WireTransfer) -> None:
         """Wait for a message; where there is no connection, take what came before it ended, or fail."""
         if self.is_up:
-            self._receiving.post(transfer)
-        elif not self._receiving.hand_over(transfer):
+            self._incoming.post(transfer)
+        elif not self._incoming.take_unexpected(transfer):
             transfer.fail(self._lost(transfer))
 
-    def post_ask(self, transfer: AskTransfer) -> None:
+    def post_request(self, transfer: RequestTransfer) -> None:
         """Ask for something by its name, or fail where there is no connection."""
         if not self.is_up:
             transfer.fail(self._lost(transfer))
-        elif not self._asking.has_room:
+        elif not self._requests.has_room:
             transfer.fail(
                 TransportError(
-                    f"{transfer.describe()}: {MOST_WANTS} asks of replica {self.peer} wait for their answers; ask for "
-                    f"more when some have come"
+                    f"{transfer.describe()}: {MAX_REQUESTS} requests to replica {self.peer} are unanswered; send more "
+                    f"when some have been answered"
                 )
             )
         else:
-            self._receiving.post(transfer)
-            self._asking.ask(transfer)
+            self._incoming.post(transfer)
+            self._requests.ask(transfer)
 
-    def post_cancel(self, transfer: AskTransfer) -> None:
+    def post_cancel(self, transfer: RequestTransfer) -> None:
         """Let the peer know that nobody waits for an answer any more, also where some of it has come."""
-        if not self._receiving.give_up(transfer):
-            self._asking.cancel(transfer)
+        if not self._incoming.cancel_receive(transfer):
+            self._requests.cancel(transfer)
 
-    def post_answer(self, transfer: AnswerTransfer, message: torch.Tensor, *, header: bytes = b"") -> None:
+    def post_response(self, transfer: ResponseTransfer, message: torch.Tensor, *, header: bytes = b"") -> None:
         """Answer an ask that came over this connection; one of an earlier connection has nobody who waits."""
-        if self.is_up and self._asking.answer(transfer):
-            self._sending.post(transfer, message, now_s=time.monotonic(), header=header)
+        if self.is_up and self._requests.answer(transfer):
+            self._outgoing.post(transfer, message, now_s=time.monotonic(), header=header)
         else:
             transfer.fail(PeerLost(f"replica {self.peer} does not wait for the answer to its ask any more"))
 
@@ -188,29 +187,29 @@ class Link:
         self._seen.num_bytes += len(raw)
         self._seen.num_frames += 1
         frame = read(raw)
-        if isinstance(frame, Bye):
-            self._has_heard_bye = True
+        if isinstance(frame, Goodbye):
+            self._has_received_goodbye = True
         if self.is_over:
             return
-        if isinstance(frame, Opening | Part):
-            self._receiving.take(frame, now_s=time.monotonic())
-            if len(self._receiving.replies) > _MOST_REPLIES:
+        if isinstance(frame, MessageStart | MessagePart):
+            self._incoming.take(frame, now_s=time.monotonic())
+            if len(self._incoming.replies) > _MOST_REPLIES:
                 raise FrameError(f"messages without an end while it leaves {_MOST_REPLIES} answers unread")
-        elif isinstance(frame, Ask | Got | Matched | Refused):
-            self._sending.take(frame)
-        elif isinstance(frame, Want | Cancel):
-            if self._asking.take(frame):
-                self._heard(self.peer, frame)
-        elif isinstance(frame, Bye):
+        elif isinstance(frame, Credit | Receipt | ReceivePosted | MessageRefused):
+            self._outgoing.take(frame)
+        elif isinstance(frame, RequestFrame | CancelFrame):
+            if self._requests.take(frame):
+                self._on_request(self.peer, frame)
+        elif isinstance(frame, Goodbye):
             self._end("closed its connection", error_of=self._lost)
             self.is_over = True
-            self.say_bye()
+            self.send_goodbye()
         else:
             raise FrameError("a second hello")
 
     def flush(self) -> bool:
         """Hand out what may go now, a burst at most; tell whether more may."""
-        line = self.line
+        line = self.connection
         for _ in range(_BURST):
             raw = self._held or self._next()
             if raw is None or line is None:
@@ -223,13 +222,13 @@ class Link:
 
     def due_s(self) -> float | None:
         """When the next paced part may go."""
-        return self._sending.due_s() if self.is_up else None
+        return self._outgoing.due_s() if self.is_up else None
 
-    def say_bye(self) -> None:
+    def send_goodbye(self) -> None:
         """Tell the peer, behind all else, that nothing follows."""
-        if not self._has_said_bye:
-            self._has_said_bye = True
-            self._receiving.replies.append(Bye())
+        if not self._has_sent_goodbye:
+            self._has_sent_goodbye = True
+            self._incoming.replies.append(Goodbye())
 
     def drop(self, reason: str, *, for_good: bool = False) -> None:
         """Lose the connection: all that was on its way fails with the reason.
@@ -238,21 +237,21 @@ class Link:
             reason: As the end of "replica 3 ...".
             for_good: Whether there will be no other.
         """
-        line, self.line, self._held = self.line, None, None
+        line, self.connection, self._held = self.connection, None, None
         if line is not None:
-            line.hang_up()
-        self.postpone()
+            line.close()
+        self.back_off()
         if not self.is_over:
             self._end(reason, error_of=self._lost)
         self.is_over = self.is_over or for_good
 
-    def postpone(self) -> None:
+    def back_off(self) -> None:
         """Wait before it is dialled again, longer each time."""
         if self._is_open:
             self.redial_s = time.monotonic() + _OPEN_REDIAL_S
             return
-        self.redial_s = time.monotonic() + self._patience_s
-        self._patience_s = min(2 * self._patience_s, _LONGEST_REDIAL_S)
+        self.redial_s = time.monotonic() + self._redial_delay_s
+        self._redial_delay_s = min(2 * self._redial_delay_s, _LONGEST_REDIAL_S)
 
     def close(self) -> None:
         """End what is on its way because this side closes."""
@@ -262,19 +261,19 @@ class Link:
                 f"the transport was closed with {transfer.describe()} of replica {self.peer} in flight"
             )
 
-        receipts = tuple(self._receiving.replies)  # for what did arrive
+        receipts = tuple(self._incoming.replies)  # for what did arrive
         self._end(self.reason, error_of=closed)
-        self._receiving.replies.extend(receipts)
+        self._incoming.replies.extend(receipts)
         self.is_over = True
-        self.say_bye()
+        self.send_goodbye()
 
     def check(self) -> str:
         """Look at the connection with the kernel's eyes; return what is wrong with it."""
-        if self.line is None:
+        if self.connection is None:
             return ""
-        if self.line.is_gone():  # libzmq should have told; whatever the reason that it did not, nothing comes any more
+        if self.connection.is_closed():  # libzmq should have reported it; nothing arrives any more in any case
             return "closed its connection"
-        reading = self.line.reading()
+        reading = self.connection.reading()
         if reading is None:
             return ""
         self._liveness.observe(reading.rtt_s)
@@ -290,29 +289,29 @@ class Link:
         return ""
 
     def _begin(self) -> None:
-        self._sending, self._receiving, self._asking = Sending(), Receiving(), Asking()
+        self._outgoing, self._incoming, self._requests = OutgoingMessages(), IncomingMessages(), RequestTable()
         self._liveness = Liveness()
-        self._seen = Seen(since_s=time.monotonic())
+        self._seen = ReceivedTraffic(since_s=time.monotonic())
         self._held = None
-        self._has_said_bye = self._has_heard_bye = False
+        self._has_sent_goodbye = self._has_received_goodbye = False
 
     def _next(self) -> bytearray | None:
-        if self._receiving.replies:
-            return write(self._receiving.replies.popleft())
+        if self._incoming.replies:
+            return write(self._incoming.replies.popleft())
         if self.is_over:
             return None
-        if self._asking.frames:
-            return write(self._asking.frames.popleft())
-        frame = self._sending.next_frame(now_s=time.monotonic())
+        if self._requests.frames:
+            return write(self._requests.frames.popleft())
+        frame = self._outgoing.next_frame(now_s=time.monotonic())
         return None if frame is None else write(frame)
 
     def _end(self, reason: str, *, error_of: Callable[[WireTransfer], TransportError]) -> None:
         self.reason = reason
-        sending, self._sending = self._sending, Sending()
+        sending, self._outgoing = self._outgoing, OutgoingMessages()
         sending.fail(error_of)
-        self._receiving.fail(error_of)
-        self._asking = Asking()
-        self._heard(self.peer, None)
+        self._incoming.fail(error_of)
+        self._requests = RequestTable()
+        self._on_request(self.peer, None)
 
     def _lost(self, transfer: WireTransfer) -> PeerLost:
         return PeerLost(

@@ -23,7 +23,7 @@ forward secrecy against a secret that leaks while connections last, and sizes an
   received until then.
 - The replicas are a fixed set, or an open one: there, whoever knows who takes part calls `add` and `remove`, one port
   takes all callers, and a replica that was removed never comes back under its number.
-- A replica may `ask` another for what that has under a name, or will have; the answer is a message like any other.
+- A replica may `request` another for what that has under a name, or will have; the answer is a message like any other.
 - Bytes are those of `message.py`, as over a process group. CURVE, ZMTP and the wire's own frames add 125 bytes to a
   small message and 0.2 % to a large one, heartbeats 80 bytes a second each way
   (`benchmarks/transport/wire_overhead.py`).
@@ -41,19 +41,17 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from thinwire.errors import TransportError
+from thinwire.errors import ConnectError, TransportError
 from thinwire.transport.addresses import Address
 from thinwire.transport.base import MOST_REPLICAS, Envelope, Pending, check_peer
 from thinwire.transport.message import header_of, pack
 from thinwire.transport.secret import Secret
-from thinwire.transport.wire.framing import MOST_NAME_BYTES, Cancel, Want
-from thinwire.transport.wire.io_loop import WireLoop
-from thinwire.transport.wire.liveness import TcpReading
-from thinwire.transport.wire.peer import Link, left_out
-from thinwire.transport.wire.requests import AnswerTransfer, AskTransfer
-from thinwire.transport.wire.sending import key_of
-from thinwire.transport.wire.start import wait_for_all
-from thinwire.transport.wire.transfer import WireTransfer
+from thinwire.transport.tcp_stats import ConnectionStats
+from thinwire.transport.wire.flow_control import key_of
+from thinwire.transport.wire.framing import MOST_NAME_BYTES, CancelFrame, RequestFrame
+from thinwire.transport.wire.io_loop import IoLoop
+from thinwire.transport.wire.peer import Peer, not_a_member
+from thinwire.transport.wire.transfer import RequestTransfer, ResponseTransfer, WireTransfer
 
 CLOSE_S = 10.0
 Tamper = Callable[[torch.Tensor], "torch.Tensor | None"]
@@ -78,8 +76,8 @@ class WireTransport:
     Attributes:
         tamper: Called with each packed message that this replica sends; returns what goes on the wire, or None to lose
             the message. For tests of faults.
-        on_want: Called with the number of a replica, the number of its ask and the name that it asks for; whoever is
-            called has `answer` called some day. Without it, nothing is there. It is set before others can ask.
+        on_request: Called with the number of a replica, the number of its ask and the name that it asks for; whoever is
+            called has `respond` called some day. Without it, nothing is there. It is set before others can ask.
         on_cancel: Called with a replica and the number of an ask that has no answer yet and that nobody waits for any
             more; it is still to be answered, best at once with nothing.
         on_lost: Called with a replica whose connection ended, or that was removed before it had one; the asks that it
@@ -107,7 +105,7 @@ class WireTransport:
         if not 0 <= replica < self._most_replicas:
             raise ValueError(f"replica must be in 0..{self._most_replicas - 1}, got {replica}")
         self.tamper: Tamper | None = None
-        self.on_want: Callable[[int, int, bytes], None] | None = None
+        self.on_request: Callable[[int, int, bytes], None] | None = None
         self.on_cancel: Callable[[int, int], None] | None = None
         self.on_lost: Callable[[int], None] | None = None
         self._replica = replica
@@ -118,12 +116,12 @@ class WireTransport:
         self._asks = itertools.count()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._loop = WireLoop(
+        self._loop = IoLoop(
             replica=replica,
             num_replicas=None if is_open else num_replicas,
             secret=secret,
             address=address,
-            heard=self._hear,
+            on_request=self._on_request,
         )
         # libzmq's threads must end before the interpreter does
         atexit.register(self.close)
@@ -141,7 +139,7 @@ class WireTransport:
     @property
     def port(self) -> int:
         """The TCP port on which this replica is dialled."""
-        return self._loop.door.port
+        return self._loop.listener.port
 
     def dial(self, addresses: Mapping[int, Address], *, deadline_s: float) -> None:
         """Connect to replicas with lower numbers and wait until all of them have answered.
@@ -181,7 +179,7 @@ class WireTransport:
             transfer.succeed()
             return transfer
         packed = message
-        self._over_link(transfer, lambda link: link.post_send(transfer, packed))
+        self._on_peer(transfer, lambda link: link.post_send(transfer, packed))
         return transfer
 
     def receive(self, *, source: int, envelope: Envelope) -> Pending:
@@ -191,7 +189,7 @@ class WireTransport:
             ValueError: There is no other replica of that number, or a number of the envelope is out of range.
         """
         transfer = self._transfer(source, envelope, verb="send")
-        self._over_link(transfer, lambda link: link.post_receive(transfer))
+        self._on_peer(transfer, lambda link: link.post_receive(transfer))
         return transfer
 
     def add(self, peer: int, *, address: Address | None = None) -> bool:
@@ -238,7 +236,7 @@ class WireTransport:
 
     def is_connected(self, peer: int) -> bool:
         """Tell whether there is a connection to a replica now."""
-        link = self._loop.links.get(peer)
+        link = self._loop.peers.get(peer)
         return link is not None and link.is_up
 
     def wait_until_connected(self, peers: Iterable[int], *, deadline_s: float) -> tuple[int, ...]:
@@ -260,7 +258,7 @@ class WireTransport:
                     return there
                 self._loop.changed.wait(min(left_s, 0.2))
 
-    def ask(self, source: int, name: bytes, *, most_bytes: int) -> AskTransfer:
+    def request(self, source: int, name: bytes, *, most_bytes: int) -> RequestTransfer:
         """Ask another replica for what it has, or will have, under a name.
 
         Args:
@@ -278,20 +276,20 @@ class WireTransport:
         check_peer(source, replica=self._replica, num_replicas=self._most_replicas)
         if not 1 <= len(name) <= MOST_NAME_BYTES:
             raise ValueError(f"a name has 1 to {MOST_NAME_BYTES} bytes, got {len(name)}")
-        transfer = AskTransfer(
+        transfer = RequestTransfer(
             peer=source,
             number=next(self._asks),
             name=name,
             most_bytes=most_bytes,
-            later=self._loop.finisher.later,
-            withdraw=lambda transfer: self._over_link(transfer, lambda link: link.post_cancel(transfer)),
+            later=self._loop.completion.later,
+            withdraw=lambda transfer: self._on_peer(transfer, lambda link: link.post_cancel(transfer)),
         )
-        self._over_link(transfer, lambda link: link.post_ask(transfer))
+        self._on_peer(transfer, lambda link: link.post_request(transfer))
         return transfer
 
-    def answer(
+    def respond(
         self, peer: int, number: int, payload: torch.Tensor, *, is_there: bool = True, crc: int | None = None
-    ) -> AnswerTransfer:
+    ) -> ResponseTransfer:
         """Answer an ask; the payload is not copied, and must stay as it is until the transfer ends.
 
         Args:
@@ -305,12 +303,12 @@ class WireTransport:
             What is on its way. It is a `PeerLost` where nobody waits for it any more, also when the asker's connection
             broke and came back.
         """
-        transfer = AnswerTransfer(
+        transfer = ResponseTransfer(
             peer=peer,
             number=number,
             num_bytes=payload.numel(),
             is_there=is_there,
-            later=self._loop.finisher.later,
+            later=self._loop.completion.later,
         )
         if self.tamper is not None:
             message = self.tamper(pack(payload, sender=self._replica, envelope=transfer.envelope))
@@ -321,7 +319,7 @@ class WireTransport:
         else:
             crc = zlib.crc32(payload.numpy().data) if crc is None else crc
             whole, header = payload, header_of(crc, sender=self._replica, envelope=transfer.envelope)
-        self._over_link(transfer, lambda link: link.post_answer(transfer, whole, header=header))
+        self._on_peer(transfer, lambda link: link.post_response(transfer, whole, header=header))
         return transfer
 
     def close(self) -> None:
@@ -333,43 +331,43 @@ class WireTransport:
         atexit.unregister(self.close)
         self._loop.close(deadline_s=CLOSE_S)
 
-    def reading(self, peer: int) -> TcpReading | None:
+    def reading(self, peer: int) -> ConnectionStats | None:
         """Return what the kernel knows of the connection to a replica, None where there is none."""
-        link = self._loop.links.get(peer)
-        line = None if link is None else link.line
+        link = self._loop.peers.get(peer)
+        line = None if link is None else link.connection
         return None if line is None else line.reading()
 
     def _transfer(self, peer: int, envelope: Envelope, *, verb: str) -> WireTransfer:
         check_peer(peer, replica=self._replica, num_replicas=self._most_replicas)
         key_of(envelope)
-        return WireTransfer(peer=peer, envelope=envelope, verb=verb, later=self._loop.finisher.later)
+        return WireTransfer(peer=peer, envelope=envelope, verb=verb, later=self._loop.completion.later)
 
-    def _over_link(self, transfer: WireTransfer, command: Callable[[Link], None]) -> None:
+    def _on_peer(self, transfer: WireTransfer, command: Callable[[Peer], None]) -> None:
         def find() -> None:
-            link = self._loop.links.get(transfer.peer)
+            link = self._loop.peers.get(transfer.peer)
             if link is None:
-                transfer.fail(left_out(transfer))
+                transfer.fail(not_a_member(transfer))
             else:
                 command(link)
 
-        self._do(transfer, find)
+        self._call_soon(transfer, find)
 
-    def _do(self, transfer: WireTransfer, command: Callable[[], None]) -> None:
-        if self._is_closed or not self._loop.do(command):
-            transfer.refuse(
+    def _call_soon(self, transfer: WireTransfer, command: Callable[[], None]) -> None:
+        if self._is_closed or not self._loop.call_soon(command):
+            transfer.fail_now(
                 TransportError(
                     f"the transport was closed with {transfer.describe()} of replica {transfer.peer} in flight"
                 )
             )
 
-    def _hear(self, peer: int, frame: Want | Cancel | None) -> None:
+    def _on_request(self, peer: int, frame: RequestFrame | CancelFrame | None) -> None:
         try:
-            if isinstance(frame, Want):
-                if self.on_want is None:
-                    self.answer(peer, frame.number, torch.empty(0, dtype=torch.uint8), is_there=False)
+            if isinstance(frame, RequestFrame):
+                if self.on_request is None:
+                    self.respond(peer, frame.number, torch.empty(0, dtype=torch.uint8), is_there=False)
                 else:
-                    self.on_want(peer, frame.number, frame.name)
-            elif isinstance(frame, Cancel):
+                    self.on_request(peer, frame.number, frame.name)
+            elif isinstance(frame, CancelFrame):
                 if self.on_cancel is not None:
                     self.on_cancel(peer, frame.number)
             elif self.on_lost is not None:
@@ -381,3 +379,44 @@ class WireTransport:
         if not self._is_open:
             raise ValueError("only an open set of replicas has some that come and go; make it with is_open=True")
         check_peer(peer, replica=self._replica, num_replicas=MOST_REPLICAS)
+
+
+# One failed handshake may be a connection that broke at the wrong moment.
+_HANDSHAKES = 2
+
+
+def wait_for_all(loop: IoLoop, addresses: Mapping[int, Address], *, replica: int, deadline_s: float) -> None:
+    """Wait until all replicas that are being dialled have answered.
+
+    Args:
+        loop: Which dials them.
+        addresses: By replica.
+        replica: This one.
+        deadline_s: Seconds to wait.
+
+    Raises:
+        ConnectError: A replica did not answer in time, or one end did not prove to have the secret.
+    """
+    end = time.monotonic() + deadline_s
+    problems: dict[int, str] = {}
+    failed_handshakes = dict.fromkeys(addresses, 0)
+
+    def no_way(peer: int, problem: str) -> ConnectError:
+        address = addresses[peer]
+        return ConnectError(
+            f"replica {replica} could not connect to replica {peer} at {address.host}, port {address.port}: {problem}; "
+            f"see its log"
+        )
+
+    with loop.changed:
+        while missing := [peer for peer in addresses if not loop.peers[peer].is_up]:
+            left_s = end - time.monotonic()
+            for peer in missing:
+                problem, is_mistrusted = loop.problems.pop(peer, ("", False))
+                problems[peer] = problem or problems.get(peer, f"it did not answer within {deadline_s:g} s")
+                failed_handshakes[peer] += is_mistrusted
+                if loop.peers[peer].is_over:
+                    raise no_way(peer, f"it {loop.peers[peer].reason}")
+                if left_s <= 0 or failed_handshakes[peer] >= _HANDSHAKES:
+                    raise no_way(peer, problems[peer])
+            loop.changed.wait(min(left_s, 0.2))

@@ -1,0 +1,355 @@
+"""TCP statistics from the Linux kernel (`TCP_INFO`), of connections that thinwire or another library opened.
+
+gloo and NCCL do not report how their connections do, nor which of them leads where; the kernel does. A connection is
+found by the address of its other end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import struct
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# struct tcp_info of Linux: 8 bytes of flags and counts, 24 numbers of 32 bits, 4 of 64. The kernel only ever adds at
+# its end: since 4.10 also 6 of 32 bits, and 4 of 64.
+_EARLY, _LATER = struct.Struct("<2x2B4x24I4Q"), struct.Struct("<2x2B4x24I4Q6I4Q")
+_SENT_AGAIN, _ASKED_AGAIN, _LAST_DATA_MS, _LAST_ACK_MS, _RTT_US = 0, 1, 13, 14, 17
+_ACKED, _RECEIVED, _BUSY_US, _HELD_US = 28, 29, 37, 38
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpInfo:
+    """What the kernel knows of a connection.
+
+    Attributes:
+        sent_again: How often in a row the same was sent again without an answer.
+        asked_again: How often in a row it was asked whether the other end is there.
+        last_data_s: Since the last byte of data came.
+        last_ack_s: Since the last acknowledgement came.
+        rtt_s: The smoothed round-trip time.
+        acked_bytes: That the other end has acknowledged.
+        received_bytes: That have come.
+        busy_s: For how long there was something to send, or that was not acknowledged; none where the kernel is old.
+        held_s: For how much of that the other end would take no more, since its process did not read.
+    """
+
+    sent_again: int
+    asked_again: int
+    last_data_s: float
+    last_ack_s: float
+    rtt_s: float
+    acked_bytes: int
+    received_bytes: int
+    busy_s: float | None
+    held_s: float | None
+
+
+def tcp_info(connection: socket.socket) -> TcpInfo | None:
+    """Ask the kernel about a TCP connection; None where it does not tell: it is very old, or not Linux.
+
+    Raises:
+        OSError: The connection is gone.
+    """
+    name = getattr(socket, "TCP_INFO", None)
+    if name is None:
+        return None
+    raw = connection.getsockopt(socket.IPPROTO_TCP, name, _LATER.size)
+    if len(raw) < _EARLY.size:
+        return None
+    is_new = len(raw) >= _LATER.size
+    found = _LATER.unpack(raw) if is_new else _EARLY.unpack(raw[: _EARLY.size])
+    return TcpInfo(
+        sent_again=found[_SENT_AGAIN], asked_again=found[_ASKED_AGAIN],
+        last_data_s=found[_LAST_DATA_MS] / 1e3, last_ack_s=found[_LAST_ACK_MS] / 1e3, rtt_s=found[_RTT_US] / 1e6,
+        acked_bytes=found[_ACKED], received_bytes=found[_RECEIVED],
+        busy_s=found[_BUSY_US] / 1e6 if is_new else None, held_s=found[_HELD_US] / 1e6 if is_new else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionStats:
+    """What the kernel knows of a connection.
+
+    Attributes:
+        silence_s: Since the last byte came.
+        rtt_s: Its smoothed round-trip time.
+        sent_bytes: That the other end has acknowledged.
+        received_bytes: That have come.
+        busy_s: For how long there was something to send, or that was not acknowledged yet; 0 where the kernel is old.
+        held_s: For how much of that the other end would take no more, since its process did not read.
+        has_signs: Whether a sign of life comes over it once a second while it is well, also when nothing is sent.
+    """
+
+    silence_s: float
+    rtt_s: float
+    sent_bytes: int
+    received_bytes: int
+    busy_s: float = 0.0
+    held_s: float = 0.0
+    has_signs: bool = True
+
+
+def connection_stats(connection: socket.socket) -> ConnectionStats | None:
+    """Ask the kernel about a TCP connection; None where it does not tell (it is gone, or this is not Linux)."""
+    try:
+        found = tcp_info(connection)
+    except OSError:
+        return None
+    if found is None:
+        return None
+    return ConnectionStats(
+        silence_s=found.last_data_s, rtt_s=found.rtt_s, sent_bytes=found.acked_bytes,
+        received_bytes=found.received_bytes, busy_s=found.busy_s or 0.0, held_s=found.held_s or 0.0,
+    )  # fmt: skip
+
+
+_OPEN = Path("/proc/self/fd")
+_AGAIN_S = 5.0
+
+
+class LocalSockets:
+    """Reads this process's connections by the address of their other end.
+
+    Args:
+        addresses: The IPv4 address of each rank, this one's too.
+        now: Gives seconds that only grow.
+
+    Example:
+        >>> LocalSockets({0: "192.0.2.1", 1: "192.0.2.2"}).reading(1) is None  # nothing leads there
+        True
+    """
+
+    def __init__(self, addresses: Mapping[int, str], *, now: Callable[[], float] = time.monotonic) -> None:
+        shared = Counter(addresses.values())
+        self._addresses = {rank: address for rank, address in addresses.items() if shared[address] == 1}
+        self._now = now
+        self._numbers: defaultdict[str, list[int]] = defaultdict(list)
+        self._found_s = -math.inf
+
+    def reading(self, rank: int) -> ConnectionStats | None:
+        """Return what the kernel knows of all connections to a rank together.
+
+        None where there is none, where others have the same address, and where the kernel does not tell.
+        """
+        address = self._addresses.get(rank)
+        found = (
+            []
+            if address is None
+            else [one for one in map(connection_stats, self._connections(address)) if one is not None]
+        )
+        if not found:
+            return None
+        return ConnectionStats(
+            silence_s=min(one.silence_s for one in found), rtt_s=max(one.rtt_s for one in found),
+            sent_bytes=sum(one.sent_bytes for one in found), received_bytes=sum(one.received_bytes for one in found),
+            busy_s=sum(one.busy_s for one in found), held_s=sum(one.held_s for one in found), has_signs=False,
+        )  # fmt: skip
+
+    def _connections(self, address: str) -> Iterator[socket.socket]:
+        """Yield copies of the IPv4 connections to an address, each until the next one is asked for."""
+        now_s = self._now()
+        if now_s - self._found_s > _AGAIN_S:  # to look at all that is open takes a hundred times as long
+            self._found_s = now_s
+            self._numbers = defaultdict(list)
+            for number in open_sockets():
+                if (copy := duplicate_socket(number)) is not None:
+                    with contextlib.suppress(OSError), copy:
+                        self._numbers[_address_of(copy)].append(number)
+        for number in self._numbers.get(address, ()):
+            if (copy := duplicate_socket(number)) is not None:
+                with contextlib.suppress(OSError), copy:
+                    if _address_of(copy) == address:  # and not something else that has the number by now
+                        yield copy
+
+
+def _address_of(connection: socket.socket) -> str:
+    """Return the IPv4 address of the other end; a socket over IPv6 is torch's store."""
+    return str(connection.getpeername()[0]) if connection.family == socket.AF_INET else ""
+
+
+def duplicate_socket(number: int) -> socket.socket | None:
+    """Return another descriptor of a socket; None where that number is none any more."""
+    try:
+        copy = os.dup(number)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # something else than a socket has the number by now
+        os.close(copy)
+        return None
+
+
+def open_sockets() -> Iterator[int]:
+    """Yield this process's descriptors that are sockets now; what has such a number later may be something else."""
+    with contextlib.suppress(OSError):
+        for path in list(_OPEN.iterdir()):
+            with contextlib.suppress(OSError):
+                if str(path.readlink()).startswith("socket:"):
+                    yield int(path.name)
+
+
+# What is silent for a second is asked again at each look, until so many were not answered: after 127 the kernel would
+# end the connection. It asks on every 30 s by itself, which ends it after an hour, when any process group has given up.
+_IDLE_S, _BETWEEN_S, _MOST_UNANSWERED, _MOST_AGAIN = 1, 30, 127, 20
+# So long after the first question an answer may be expected; or after two round trips.
+_ANSWER_S = 0.4
+# Who looks more rarely than this asks more rarely than once a second, and so does not know what a silence means.
+_LONGEST_GAP_S = 0.8
+# More connections are not asked, which would be as many packets a second.
+_MOST_ASKED = 64
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_Ends = tuple[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFlow:
+    """What the kernel knows of all connections to one host together.
+
+    Attributes:
+        num_bytes: That the other end has acknowledged.
+        num_received: Bytes that have come from there.
+        busy_s: For how long there was something to send, or that was not acknowledged yet.
+        held_s: For how much of that the other end would take no more, since its process did not read.
+        silence_s: Since anything came from the other end, which is asked once a second; none where it is not asked, or
+            may not have answered yet.
+        unanswered: How often in a row the same was sent, or asked, again without an answer.
+    """
+
+    num_bytes: int
+    num_received: int
+    busy_s: float
+    held_s: float
+    silence_s: float | None
+    unanswered: int
+
+
+class HostFlows:
+    """Reads this process's connections by the host they lead to.
+
+    Args:
+        addresses: For each other host, known by the number of a rank there, its addresses.
+        without: Ports; connections from or to these are left out.
+        now: Gives seconds that only grow.
+
+    Example:
+        >>> HostFlows({1: ("192.0.2.1",)}).read()  # nothing leads there
+        {}
+    """
+
+    def __init__(
+        self, addresses: Mapping[int, Sequence[str]], *, without: Collection[int] = (),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._host_of = {address: rank for rank, own in addresses.items() for address in own}
+        self._without = frozenset(without)
+        self._now = now
+        self._numbers: list[int] = []
+        self._found_s = self._looked_s = -math.inf
+        self._is_close = False
+        # since when the kernel asks, by both ends of a connection
+        self._asked_s: dict[_Ends, float] = {}
+
+    def read(self, *, is_asking: bool = False) -> dict[int, HostFlow]:
+        """Return what is known of each host that a connection leads to, by the rank it is known by.
+
+        Args:
+            is_asking: Let the kernel ask whether the other ends of idle connections are there, until this is called
+                without it.
+        """
+        now_s = self._now()
+        if self._host_of and now_s - self._found_s > _AGAIN_S:
+            self._numbers, self._found_s = list(open_sockets()), now_s
+        self._is_close, self._looked_s = now_s - self._looked_s <= _LONGEST_GAP_S, now_s
+        before, found = self._asked_s, dict[int, list[HostFlow]]()
+        self._asked_s = {}  # those that are there still
+        for number in self._numbers:
+            if (copy := duplicate_socket(number)) is not None:
+                with contextlib.suppress(OSError), copy:
+                    self._take(copy, found, before, now_s if is_asking else None)
+        return {rank: _together(readings) for rank, readings in sorted(found.items())}
+
+    def close(self) -> None:
+        """Leave the connections as they were: nobody is asked any more."""
+        if self._asked_s:
+            self.read()
+
+    def _take(
+        self, copy: socket.socket, found: dict[int, list[HostFlow]], before: Mapping[_Ends, float],
+        asking_s: float | None,
+    ) -> None:  # fmt: skip
+        # torch's store reaches an address of IPv4 by a socket of IPv6, whose text is another one
+        rank = self._host_of.get(copy.getpeername()[0]) if copy.family in _FAMILIES else None
+        if rank is None:
+            return
+        ends = (copy.getsockname(), copy.getpeername())
+        if not self._without.isdisjoint((ends[0][1], ends[1][1])):
+            return
+        since_s = before.get(ends)
+        if asking_s is None:
+            if since_s is not None:
+                copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
+            since_s = None
+        elif since_s is None and len(self._asked_s) < _MOST_ASKED and _may_be_asked(copy):
+            since_s = asking_s
+        asked_s = None if since_s is None or asking_s is None or not self._is_close else asking_s - since_s
+        reading = _read(copy, asked_s=asked_s)
+        if since_s is not None:
+            self._asked_s[ends] = since_s
+            if reading is None or reading.unanswered < _MOST_AGAIN:
+                _ask(copy)
+        if reading is not None:
+            found.setdefault(rank, []).append(reading)
+
+
+def _read(connection: socket.socket, *, asked_s: float | None) -> HostFlow | None:
+    """Ask the kernel about a connection; None where it does not tell: it is old, or not Linux."""
+    known = tcp_info(connection)
+    if known is None or known.busy_s is None or known.held_s is None:
+        return None
+    is_answered = asked_s is not None and asked_s >= max(_ANSWER_S, 2 * known.rtt_s)
+    return HostFlow(
+        num_bytes=known.acked_bytes, num_received=known.received_bytes, busy_s=known.busy_s, held_s=known.held_s,
+        silence_s=min(known.last_data_s, known.last_ack_s) if is_answered else None,
+        unanswered=max(known.sent_again, known.asked_again),
+    )  # fmt: skip
+
+
+def _may_be_asked(connection: socket.socket) -> bool:
+    """Return whether the job has no rules of its own for when a silent connection ends."""
+    timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
+    return (
+        timeout is not None
+        and not connection.getsockopt(socket.IPPROTO_TCP, timeout)
+        and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    )
+
+
+def _ask(connection: socket.socket) -> None:
+    """Let the kernel ask the other end as soon as nothing has come for a second."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _BETWEEN_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_UNANSWERED)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # sets the kernel's timer anew, from when something came last
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_S)
+
+
+def _together(readings: Sequence[HostFlow]) -> HostFlow:
+    """Return what several connections to one host show: it is there while one of them answers."""
+    silences = [one.silence_s for one in readings if one.silence_s is not None]
+    return HostFlow(
+        num_bytes=sum(one.num_bytes for one in readings),
+        num_received=sum(one.num_received for one in readings),
+        busy_s=sum(one.busy_s for one in readings),
+        held_s=sum(one.held_s for one in readings),
+        silence_s=min(silences, default=None),
+        unanswered=max(one.unanswered for one in readings),
+    )

@@ -1,0 +1,465 @@
+"""Flow control of one connection: credit-based sending, bounded receiving, and the adaptive receive window."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from thinwire.errors import PayloadError, TransportError
+from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.message import HEADER_BYTES, check_header
+from thinwire.transport.wire.framing import (
+    MAX_UNEXPECTED,
+    MAX_UNEXPECTED_BYTES,
+    OPENING_BYTES,
+    PART_BYTES,
+    Credit,
+    Frame,
+    FrameError,
+    Key,
+    MessagePart,
+    MessageRefused,
+    MessageStart,
+    Receipt,
+    ReceivePosted,
+)
+from thinwire.transport.wire.transfer import WireTransfer
+
+LEAST_BYTES = 1 << 17
+MOST_BYTES = 1 << 24
+_GAIN = 1.2
+_EPOCHS_UNTIL_RETRY = 64
+
+
+class ReceiveWindow:
+    """Grows for as long as growing makes the bytes come faster, so that neither a fast wire nor a far one idles.
+
+    On a thin wire it stays small: what is on its way stands in a queue there, and a short message waits behind it.
+
+    Args:
+        least: Bytes at the start, and always.
+        most: Bytes at the most.
+
+    Attributes:
+        num_bytes: How many may be on their way now.
+
+    Example:
+        >>> window, now_s = ReceiveWindow(), 0.0
+        >>> for _ in range(8):  # a wire of 10 MB/s whatever the window
+        ...     now_s += window.num_bytes / 10e6
+        ...     window.observe(window.num_bytes, now_s=now_s)
+        >>> window.num_bytes == LEAST_BYTES
+        True
+    """
+
+    def __init__(self, *, least: int = LEAST_BYTES, most: int = MOST_BYTES) -> None:
+        self.num_bytes = least
+        self._least, self._most = least, most
+        self._arrived_bytes = 0
+        self._began_s: float | None = None
+        self._smaller_bytes_per_s: float | None = None
+        self._left_epochs = 1
+
+    def pause(self) -> None:
+        """Forget when the current epoch began: nothing is being waited for."""
+        self._began_s, self._arrived_bytes = None, 0
+
+    def observe(self, num_bytes: int, *, now_s: float) -> None:
+        """Count what arrived; an epoch ends when a whole window has.
+
+        Args:
+            num_bytes: How many.
+            now_s: Seconds that only grow.
+        """
+        if self._began_s is None:
+            self._began_s = now_s  # what came first was sent before
+            return
+        self._arrived_bytes += num_bytes
+        if self._arrived_bytes < self.num_bytes:
+            return
+        rate = self._arrived_bytes / max(1e-6, now_s - self._began_s)
+        self._began_s, self._arrived_bytes = now_s, 0
+        self._adapt(rate)
+
+    def _adapt(self, bytes_per_s: float) -> None:
+        before, self._smaller_bytes_per_s = self._smaller_bytes_per_s, None
+        if before is not None and bytes_per_s < _GAIN * before:
+            self.num_bytes = max(self._least, self.num_bytes // 2)
+            self._left_epochs = _EPOCHS_UNTIL_RETRY
+            return
+        if before is None:
+            self._left_epochs -= 1
+            if self._left_epochs > 0:
+                return
+        if self.num_bytes < self._most:
+            self._smaller_bytes_per_s = bytes_per_s
+            self.num_bytes *= 2
+
+
+def key_of(envelope: Envelope) -> Key:
+    """Return what a receive is matched by.
+
+    Raises:
+        ValueError: A number does not fit its field.
+    """
+    bounds = (("fragment", envelope.fragment, 32), ("phase", envelope.phase, 8), ("round_id", envelope.round_id, 64))
+    for name, value, bits in bounds:
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} must be in 0..{(1 << bits) - 1}, got {value}")
+    return (int(envelope.kind), envelope.round_id, envelope.fragment, envelope.phase)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Outgoing:
+    transfer: WireTransfer
+    header: bytes
+    rest: memoryview
+    posted_s: float
+    number: int = 0
+    sent: int = 0
+    asked: int = 0
+    is_matched: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + len(self.rest)
+
+    def piece(self, start: int, end: int) -> memoryview:
+        """Return some of its bytes; a copy only where they lie in two places."""
+        skipped = len(self.header)
+        if start >= skipped:
+            return self.rest[start - skipped : end - skipped]
+        return memoryview(self.header[start:end] + self.rest[: max(0, end - skipped)])
+
+    def due_s(self) -> float | None:
+        """When its next part may go, None where none is asked for."""
+        end = min(self.sent + PART_BYTES, self.asked)
+        if end <= self.sent:
+            return None
+        spread_s = self.transfer.envelope.spread_s
+        if spread_s <= 0:
+            return self.posted_s
+        return self.posted_s + spread_s * (end - OPENING_BYTES) / (self.num_bytes - OPENING_BYTES)
+
+
+class OutgoingMessages:
+    """The messages that go out over one connection, in the order in which they were posted; parts take turns."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Outgoing] = deque()
+        self._known: dict[int, _Outgoing] = {}
+        self._turns: deque[_Outgoing] = deque()
+        self._unmatched: dict[int, int] = {}
+        self._unmatched_bytes = 0
+        self._next_number = 0
+
+    def post(self, transfer: WireTransfer, message: torch.Tensor, *, now_s: float, header: bytes = b"") -> None:
+        """Add a packed message, or a payload and its header; the bytes are read until the transfer ends."""
+        self._waiting.append(_Outgoing(transfer=transfer, header=header, rest=message.numpy().data, posted_s=now_s))
+
+    def next_frame(self, *, now_s: float) -> MessageStart | MessagePart | None:
+        """Return what may go out now."""
+        if self._waiting and self._has_room(min(self._waiting[0].num_bytes, OPENING_BYTES)):
+            return self._open(self._waiting.popleft())
+        for _ in range(len(self._turns)):
+            outgoing = self._turns[0]
+            self._turns.rotate(-1)
+            due_s = outgoing.due_s()
+            if due_s is not None and due_s <= now_s:
+                start, outgoing.sent = outgoing.sent, min(outgoing.sent + PART_BYTES, outgoing.asked)
+                return MessagePart(number=outgoing.number, start=start, body=outgoing.piece(start, outgoing.sent))
+        return None
+
+    def due_s(self) -> float | None:
+        """Return when the next part may go, None where none is asked for."""
+        return min((due_s for outgoing in self._turns if (due_s := outgoing.due_s()) is not None), default=None)
+
+    def take(self, frame: Frame) -> None:
+        """Act on what the receiver says of a message.
+
+        Raises:
+            FrameError: It says what cannot be.
+        """
+        if isinstance(frame, ReceivePosted):
+            if frame.number not in self._unmatched or frame.number in self._known:
+                raise FrameError(f"a word on message {frame.number}, which is not waiting for a receive")
+            self._match(frame.number)
+            return
+        assert isinstance(frame, Credit | Receipt | MessageRefused)
+        outgoing = self._known.get(frame.number)
+        if outgoing is None:
+            raise FrameError(f"a word on message {frame.number}, which is not on its way")
+        if isinstance(frame, Credit):
+            if not outgoing.asked < frame.end <= outgoing.num_bytes:
+                raise FrameError(f"a request up to byte {frame.end} of {outgoing.num_bytes}, after {outgoing.asked}")
+            outgoing.asked = frame.end
+            self._match(frame.number)
+        elif isinstance(frame, Receipt):
+            if outgoing.sent < outgoing.num_bytes:
+                raise FrameError(f"a receipt for message {frame.number}, of which only {outgoing.sent} bytes were sent")
+            self._end(outgoing, error=None)
+            if frame.is_matched:
+                self._match(frame.number)
+        else:
+            self._match(frame.number)
+            self._end(outgoing, error=_refusal(outgoing.transfer))
+
+    def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
+        """End all that has not ended; nothing may be added after."""
+        for outgoing in (*self._known.values(), *self._waiting):
+            outgoing.transfer.fail(error_of(outgoing.transfer))
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return len(self._unmatched) < MAX_UNEXPECTED and self._unmatched_bytes + num_bytes <= MAX_UNEXPECTED_BYTES
+
+    def _open(self, outgoing: _Outgoing) -> MessageStart:
+        outgoing.number, self._next_number = self._next_number, self._next_number + 1
+        outgoing.sent = outgoing.asked = min(outgoing.num_bytes, OPENING_BYTES)
+        self._known[outgoing.number] = outgoing
+        if outgoing.sent < outgoing.num_bytes:
+            self._turns.append(outgoing)
+        self._unmatched[outgoing.number] = outgoing.sent
+        self._unmatched_bytes += outgoing.sent
+        return MessageStart(
+            number=outgoing.number,
+            key=key_of(outgoing.transfer.envelope),
+            message_bytes=outgoing.num_bytes,
+            body=outgoing.piece(0, outgoing.sent),
+        )
+
+    def _match(self, number: int) -> None:
+        self._unmatched_bytes -= self._unmatched.pop(number, 0)
+
+    def _end(self, outgoing: _Outgoing, *, error: TransportError | None) -> None:
+        del self._known[outgoing.number]
+        if outgoing in self._turns:
+            self._turns.remove(outgoing)
+        if error is None:
+            outgoing.transfer.succeed()
+        else:
+            outgoing.transfer.fail(error)
+
+
+def _refusal(transfer: WireTransfer) -> TransportError:
+    who, what = f"replica {transfer.peer}", transfer.describe()
+    if transfer.envelope.kind is Kind.LIBRARY:
+        return TransportError(f"{who} took {what} no further: it does not want it any more, or asked for less")
+    return PayloadError(
+        f"{who} refused {what}, because it expected another message there; the replicas run different set-ups: see its "
+        f"log"
+    )
+
+
+# Messages that are not wanted any more, of which some may still be on its way; the oldest are long since over.
+_MOST_REFUSED = 4096
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Unexpected:
+    number: int
+    message_bytes: int
+    body: torch.Tensor
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Incoming:
+    transfer: WireTransfer
+    message: torch.Tensor
+    view: memoryview
+    arrived: int
+    asked: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rest:
+    """What may still come of a message that is not wanted any more: it was asked for, and is on its way."""
+
+    arrived: int
+    asked: int
+
+
+class IncomingMessages:
+    """The messages that come in over one connection.
+
+    A message is matched with the posted receives of its key, in posting order. The start of an unexpected message is
+    kept, up to `MAX_UNEXPECTED` of them and `MAX_UNEXPECTED_BYTES`. Credit for the rest is sent only after the start's
+    header states the message that a receive expects. All such messages share one window.
+
+    Attributes:
+        replies: What is to be sent back, oldest first; whoever sends it takes it out.
+    """
+
+    def __init__(self) -> None:
+        self.replies: deque[Frame] = deque()
+        self._posted: dict[Key, deque[WireTransfer]] = {}
+        self._unexpected: dict[Key, deque[_Unexpected]] = {}
+        self._num_unexpected = 0
+        self._unexpected_bytes = 0
+        self._arriving: dict[int, _Incoming] = {}
+        self._refused: dict[int, _Rest] = {}
+        self._window = ReceiveWindow()
+        self._next_number = 0
+
+    def post(self, transfer: WireTransfer) -> None:
+        """Add a receive; a message that came before it is taken at once."""
+        found = self._pop_unexpected(transfer)
+        if found is None:
+            self._posted.setdefault(key_of(transfer.envelope), deque()).append(transfer)
+        elif found.body.numel() == found.message_bytes:
+            self.replies.append(ReceivePosted(number=found.number))
+            transfer.succeed(found.body)
+        else:
+            self._begin(transfer, number=found.number, message_bytes=found.message_bytes, opening=found.body)
+
+    def cancel_receive(self, transfer: WireTransfer) -> bool:
+        """Ask for no more of a message that is not wanted any more; tell whether some of it had come."""
+        number = next((number for number, room in self._arriving.items() if room.transfer is transfer), None)
+        if number is None:
+            return False
+        room = self._arriving.pop(number)
+        if not self._arriving:
+            self._window.pause()
+        self._refused[number] = _Rest(arrived=room.arrived, asked=room.asked)
+        while len(self._refused) > _MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self.replies.append(MessageRefused(number=number))
+        transfer.fail(TransportError(f"{transfer.describe()} is not wanted any more"))
+        return True
+
+    def take_unexpected(self, transfer: WireTransfer) -> bool:
+        """Give a receive what came before the connection ended; tell whether there was a whole message."""
+        while (found := self._pop_unexpected(transfer)) is not None:
+            if found.body.numel() == found.message_bytes:
+                transfer.succeed(found.body)
+                return True
+        return False
+
+    def take(self, frame: MessageStart | MessagePart, *, now_s: float) -> None:
+        """Take in what came.
+
+        Raises:
+            FrameError: It is out of order, out of bounds, or nobody asked for it.
+        """
+        if isinstance(frame, MessageStart):
+            self._open(frame)
+        else:
+            self._add(frame, now_s=now_s)
+
+    def fail(self, error_of: Callable[[WireTransfer], TransportError]) -> None:
+        """End all that has not ended; what came whole before is kept for `take_unexpected`."""
+        rooms = (room.transfer for room in self._arriving.values())
+        for transfer in (*rooms, *chain.from_iterable(self._posted.values())):
+            transfer.fail(error_of(transfer))
+        self._arriving, self._posted = {}, {}
+        self.replies.clear()
+
+    def _pop_unexpected(self, transfer: WireTransfer) -> _Unexpected | None:
+        key = key_of(transfer.envelope)
+        early = self._unexpected.get(key)
+        if not early:
+            return None
+        found = early.popleft()
+        if not early:
+            del self._unexpected[key]
+        self._num_unexpected -= 1
+        self._unexpected_bytes -= found.body.numel()
+        return found
+
+    def _open(self, frame: MessageStart) -> None:
+        if frame.number != self._next_number:
+            raise FrameError(f"message {frame.number} where {self._next_number} was next")
+        self._next_number += 1
+        is_whole = len(frame.body) == frame.message_bytes
+        posted = self._posted.get(frame.key)
+        if posted:
+            transfer = posted.popleft()
+            if not posted:
+                del self._posted[frame.key]
+            if is_whole:
+                self.replies.append(Receipt(number=frame.number, is_matched=True))
+                transfer.succeed(_copy(frame.body))
+            else:
+                self._begin(transfer, number=frame.number, message_bytes=frame.message_bytes, opening=_copy(frame.body))
+            return
+        if self._num_unexpected >= MAX_UNEXPECTED or self._unexpected_bytes + len(frame.body) > MAX_UNEXPECTED_BYTES:
+            raise FrameError(
+                f"more unexpected messages than the {MAX_UNEXPECTED}, of {MAX_UNEXPECTED_BYTES} bytes, that are kept"
+            )
+        self._num_unexpected += 1
+        self._unexpected_bytes += len(frame.body)
+        found = _Unexpected(number=frame.number, message_bytes=frame.message_bytes, body=_copy(frame.body))
+        self._unexpected.setdefault(frame.key, deque()).append(found)
+        if is_whole:
+            self.replies.append(Receipt(number=frame.number, is_matched=False))
+
+    def _begin(self, transfer: WireTransfer, *, number: int, message_bytes: int, opening: torch.Tensor) -> None:
+        """Check the opening of a message that is longer, and ask for its rest."""
+        if transfer.done():  # nobody wants it any more
+            self.replies.append(MessageRefused(number=number))
+            transfer.fail(TransportError(f"{transfer.describe()} is not wanted any more"))
+            return
+        try:
+            header = check_header(opening.numpy().data, source=transfer.peer, envelope=transfer.envelope)
+            if HEADER_BYTES + header.payload_bytes != message_bytes:
+                raise PayloadError(
+                    f"{transfer.envelope.describe()} from replica {transfer.peer}: a message of {message_bytes} bytes "
+                    f"was announced, expected {HEADER_BYTES + header.payload_bytes}"
+                )
+        except PayloadError as error:
+            self.replies.append(MessageRefused(number=number))
+            transfer.fail(error)
+            return
+        message = torch.empty(message_bytes, dtype=torch.uint8)
+        message[: opening.numel()] = opening
+        room = _Incoming(
+            transfer=transfer, message=message, view=message.numpy().data, arrived=OPENING_BYTES, asked=OPENING_BYTES
+        )
+        self._arriving[number] = room
+        self._send_credit(number, room)
+
+    def _add(self, frame: MessagePart, *, now_s: float) -> None:
+        room = self._arriving.get(frame.number)
+        if room is None and (rest := self._refused.get(frame.number)) is not None:
+            _check_order(frame, arrived=rest.arrived, asked=rest.asked)
+            rest.arrived += len(frame.body)
+            if rest.arrived == rest.asked:
+                del self._refused[frame.number]
+            return
+        if room is None:
+            raise FrameError(f"a part of message {frame.number}, which nobody asked for")
+        _check_order(frame, arrived=room.arrived, asked=room.asked)
+        end = frame.start + len(frame.body)
+        room.view[frame.start : end] = frame.body
+        room.arrived = end
+        self._window.observe(len(frame.body), now_s=now_s)
+        if room.arrived < len(room.view):
+            self._send_credit(frame.number, room)
+            return
+        del self._arriving[frame.number]
+        if not self._arriving:
+            self._window.pause()
+        self.replies.append(Receipt(number=frame.number, is_matched=True))
+        room.transfer.succeed(room.message)
+
+    def _send_credit(self, number: int, room: _Incoming) -> None:
+        share = max(2 * PART_BYTES, self._window.num_bytes // len(self._arriving))
+        if room.asked < len(room.view) and room.asked - room.arrived <= share // 2:
+            room.asked = min(len(room.view), room.arrived + share)
+            self.replies.append(Credit(number=number, end=room.asked))
+
+
+def _check_order(frame: MessagePart, *, arrived: int, asked: int) -> None:
+    end = frame.start + len(frame.body)
+    if frame.start != arrived or end > asked:
+        raise FrameError(f"bytes {frame.start} to {end} of a message, expected {arrived} to {asked}")
+
+
+def _copy(body: memoryview) -> torch.Tensor:
+    copied = torch.empty(len(body), dtype=torch.uint8)
+    if len(body):
+        copied.numpy().data[:] = body
+    return copied
