@@ -28,8 +28,8 @@ from long_report import report
 from thinwire.lab import Lab
 from thinwire.monitor.detect.live import LiveJudge, News
 from thinwire.monitor.live_diagnosis import LOOK_S, SOON_S
-from thinwire.monitor.runlog.record_tailer import RecordTail
 from thinwire.monitor.runlog.records import Operation, Record
+from thinwire.monitor.runlog.tailer import RecordTail
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_long.jsonl"
 START_S, FIRST_ROUNDS, FIRST_S = 120.0, 30, 60.0

@@ -14,7 +14,7 @@ import pytest
 
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
-from thinwire.monitor.dashboard.page_template import document
+from thinwire.monitor.dashboard.server import document
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.findings import Place
 from thinwire.monitor.scenes import Fault

@@ -23,7 +23,7 @@ from thinwire import compat
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.record import torch_recorder as watching_module
 from thinwire.monitor.runlog.records import Operation
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.transport.collective_hooks import Call, WatchedGroups
 
 pytestmark = pytest.mark.multiprocess

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from thinwire.monitor.detect.live import LiveJudge, News
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.remediation import Action, Steering
-from thinwire.monitor.runlog.line_file import LineFile
-from thinwire.monitor.runlog.record_tailer import RecordTail
-from thinwire.monitor.runlog.run_files import MEMBERS_FILE
+from thinwire.monitor.runlog.run_folder import MEMBERS_FILE
+from thinwire.monitor.runlog.tailer import RecordTail
+from thinwire.monitor.runlog.writer import LineFile
 from thinwire.transport.addresses import host_name
 from thinwire.units import format_bytes, format_moment
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.files import write_whole
-from thinwire.monitor.report.axes import Axis
-from thinwire.monitor.report.chart import Chart, Point, Series, image_file, line_chart
+from thinwire.monitor.report.charts import Axis, Chart, Point, Series, image_file, line_chart
 from thinwire.planning.plan import Outlook, Plan, pareto
 
 

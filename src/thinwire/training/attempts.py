@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from thinwire.files import write_whole
 from thinwire.monitor.downtime import Downtime, Incident, account
-from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.monitor.runlog.writer import LineFile
 from thinwire.training.checkpoints.interval import interval_steps, mtbf_s
 
 PARTS_FILE = "parts.jsonl"

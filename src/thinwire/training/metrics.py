@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Totals, Transfer, TransferLog
-from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.monitor.runlog.writer import LineFile
 
 WINDOW_S = 0.1
 _MAX_WINDOWS = 20_000

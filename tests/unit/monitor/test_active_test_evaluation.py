@@ -9,16 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from thinwire.monitor.active_test.evaluation import judge, slow_loopbacks, suspects
-from thinwire.monitor.active_test.results import (
+from thinwire.monitor.active_test.evaluation import (
     AllReduce,
     Flow,
     Measured,
     PairTest,
     all_reduce_s,
     expected_s,
+    judge,
     rate_of,
     reference_rate,
+    slow_loopbacks,
+    suspects,
 )
 from thinwire.monitor.findings import Place
 

@@ -18,11 +18,21 @@ import thinwire
 from thinwire.errors import ConnectError, PayloadError
 from thinwire.monitor.active_test import active_test
 from thinwire.monitor.active_test import wire_tests as active_wires
-from thinwire.monitor.active_test.active_test import Outcome, run_test
-from thinwire.monitor.active_test.plans import cells_of, read_flow, read_object, read_pair, rounds_of, seconds_of
-from thinwire.monitor.active_test.rank_process import ActiveRank
-from thinwire.monitor.active_test.results import PairTest
-from thinwire.monitor.active_test.wire_tests import Line, follow, lead, quickest_ring, ring_all_reduce
+from thinwire.monitor.active_test.active_test import ActiveRank, Outcome, run_test
+from thinwire.monitor.active_test.evaluation import PairTest
+from thinwire.monitor.active_test.wire_tests import (
+    Line,
+    cells_of,
+    follow,
+    lead,
+    quickest_ring,
+    read_flow,
+    read_object,
+    read_pair,
+    ring_all_reduce,
+    rounds_of,
+    seconds_of,
+)
 from thinwire.transport import lossy_rendezvous as boards
 from thinwire.transport.addresses import Address, Station
 from thinwire.transport.base import Transport

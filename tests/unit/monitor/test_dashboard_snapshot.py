@@ -15,7 +15,7 @@ import pytest
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
 from thinwire.errors import DataError
-from thinwire.monitor.dashboard.downsampling import Curve
+from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
 from thinwire.monitor.dashboard.window import RankWindow
 from thinwire.monitor.findings import Place

@@ -14,7 +14,6 @@ from thinwire.errors import DataError
 from thinwire.monitor.detect.live import LiveJudge, News, is_one_cause
 from thinwire.monitor.detect.window import Window
 from thinwire.monitor.findings import Finding, Kind, Place
-from thinwire.monitor.runlog.record_tailer import RecordTail
 from thinwire.monitor.runlog.records import (
     Beat,
     Communicator,
@@ -25,7 +24,8 @@ from thinwire.monitor.runlog.records import (
     header_line,
     to_line,
 )
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.monitor.runlog.tailer import RecordTail
 from thinwire.monitor.scenes import Fault, Scene
 from thinwire.monitor.synthetic_jobs import rehearse
 

@@ -18,9 +18,9 @@ from thinwire.events import Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.record.recorder import BEAT_S, TURN_S, Recorder
 from thinwire.monitor.runlog.reader import Records, from_records, read_records
-from thinwire.monitor.runlog.record_file import RecordFile, record_paths
 from thinwire.monitor.runlog.records import Communicator, TransferEnd
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.monitor.runlog.writer import RecordFile, record_paths
 
 POSTED = Posted(
     direction="received", peer=1, kind="round", round_id=7, fragment=2, phase=1, num_bytes=100, posted_s=10.0

@@ -12,15 +12,13 @@ import pytest
 from tests.sample_runs import append, step_line, write_run
 from thinwire.errors import DataError
 from thinwire.monitor.report import read_run, write_report
-from thinwire.monitor.report.axes import Axis, scale
-from thinwire.monitor.report.chart import HEIGHT, WIDTH, Chart, Series, line_chart, spread
+from thinwire.monitor.report.charts import HEIGHT, WIDTH, Axis, Chart, Series, highest, line_chart, scale, spread
 from thinwire.monitor.report.figures import (
     loss_against_bytes,
     loss_against_tokens,
     utilisation,
     wire_rate,
 )
-from thinwire.monitor.report.lanes import highest
 from thinwire.monitor.report.report import headline, render_report
 from thinwire.training.config import command_line
 

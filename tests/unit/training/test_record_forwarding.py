@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.full_disk import file_size_limit
 from thinwire.monitor.runlog.reader import parse_line
-from thinwire.monitor.runlog.record_file import RecordFile
 from thinwire.monitor.runlog.records import Beat, Communicator, Record, Span, header_line, to_line
+from thinwire.monitor.runlog.writer import RecordFile
 from thinwire.training.elastic.record_forwarding import (
     BYTES_A_SECOND,
     MOST_BATCH_BYTES,

@@ -18,8 +18,7 @@ from thinwire.monitor.runlog.records import (
     Span,
     TransferEnd,
 )
-from thinwire.monitor.runlog.run_files import ROUNDS, end_of, operation_of
-from thinwire.monitor.runlog.run_folder import StepLine
+from thinwire.monitor.runlog.run_folder import ROUNDS, StepLine, end_of, operation_of
 
 MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128

@@ -17,8 +17,8 @@ from thinwire.elastic.round_driver import named_part
 from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.record.connection_records import FlowSource, PeerFlows
-from thinwire.monitor.runlog.record_file import MOST_FILE_BYTES, RecordFile
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
+from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, RecordFile
 from thinwire.sync.engine import Engine
 from thinwire.transport.addresses import clock_name, host_name
 
@@ -76,7 +76,7 @@ class Followed(Protocol):
 
 
 class Recorder:
-    """Writes `records-rank-N.jsonl` of one rank, see `thinwire.monitor.runlog.record_file`.
+    """Writes `records-rank-N.jsonl` of one rank, see `thinwire.monitor.runlog.writer`.
 
     Memory is bounded: so many events wait at most, and so many transfers and rounds are open at most; the oldest are
     forgotten. While the disk is full, lines are kept in memory; a disk that fails otherwise ends the recording, not the

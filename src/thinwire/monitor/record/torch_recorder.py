@@ -19,9 +19,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 
-from thinwire.monitor.record.watched_links import RankPlace, WatchedWires, own_place
-from thinwire.monitor.runlog.record_file import MOST_FILE_BYTES, RecordFile
+from thinwire.monitor.record.connection_records import RankPlace, WatchedWires, own_place
 from thinwire.monitor.runlog.records import Beat, Communicator, Span, to_line
+from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, RecordFile
 from thinwire.transport.burst_probe import open_door
 from thinwire.transport.collective_hooks import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
 from thinwire.transport.watched_job import own_rank, store_port, words_of_all

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.events import Transfer, rates
-from thinwire.monitor.report.axes import Axis
-from thinwire.monitor.report.chart import Chart, Point, Series, line_chart
-from thinwire.monitor.report.lanes import Lane, lane_chart
+from thinwire.monitor.report.charts import Axis, Chart, Lane, Point, Series, lane_chart, line_chart
 from thinwire.monitor.runlog.run_folder import EvaluationLine, RunRecord
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 

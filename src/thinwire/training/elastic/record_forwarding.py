@@ -20,8 +20,8 @@ from typing import Protocol
 from thinwire.elastic.rate_limit import Allowance
 from thinwire.files import is_no_room
 from thinwire.monitor.runlog.reader import parse_line
-from thinwire.monitor.runlog.record_file import RecordFile, record_paths
 from thinwire.monitor.runlog.records import Communicator, Record, to_line
+from thinwire.monitor.runlog.writer import RecordFile, record_paths
 
 # Of a wire of 5 Mbit/s, less than one part in a hundred.
 BYTES_A_SECOND, _BYTES_AT_ONCE = 4096.0, 32768.0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from thinwire.averaging.round_context import Average
-from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.monitor.runlog.writer import LineFile
 from thinwire.sync.engine import Engine
 from thinwire.sync.schedule import Round
 
