@@ -22,7 +22,7 @@ from thinwire.monitor.findings import Finding
 from thinwire.monitor.remediation import Action, Steering
 from thinwire.monitor.runlog.run_folder import MEMBERS_FILE
 from thinwire.monitor.runlog.tailer import RecordTail
-from thinwire.monitor.runlog.writer import LineFile
+from thinwire.monitor.runlog.writer import JsonlWriter
 from thinwire.transport.addresses import host_name
 from thinwire.units import format_bytes, format_moment
 
@@ -111,7 +111,7 @@ class LiveDiagnosis:
         self._ever: frozenset[int] = frozenset()
         self._noted: tuple[frozenset[int], frozenset[int]] | None = None
         self._is_full = False
-        self._files: dict[str, LineFile] = {}
+        self._files: dict[str, JsonlWriter] = {}
         self.news: list[tuple[float, News]] = []
         self.actions: list[dict[str, Any]] = []
         self.num_looks = 0
@@ -258,7 +258,7 @@ class LiveDiagnosis:
     def _append(self, name: str, line: dict[str, Any]) -> None:
         try:
             if name not in self._files:
-                self._files[name] = LineFile(self._run_dir / name, warn=self._complain)
+                self._files[name] = JsonlWriter(self._run_dir / name, warn=self._complain)
             self._files[name].write(json.dumps(line, separators=(",", ":")), is_last=True)
         except OSError as error:
             self._complain(f"cannot write {self._run_dir / name}: {error.strerror}")

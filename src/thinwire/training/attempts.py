@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from thinwire.files import write_whole
 from thinwire.monitor.downtime import Downtime, Incident, account
-from thinwire.monitor.runlog.writer import LineFile
+from thinwire.monitor.runlog.writer import JsonlWriter
 from thinwire.training.checkpoints.interval import interval_steps, mtbf_s
 
 PARTS_FILE = "parts.jsonl"
@@ -41,7 +41,7 @@ class RunParts:
         self._clock = clock
         self._seen: tuple[float, int] | None = None
         self._is_working = False
-        self._file: LineFile | None = None
+        self._file: JsonlWriter | None = None
         self._began_s = clock()
 
     def begin(self, *, step: int) -> None:
@@ -79,7 +79,7 @@ class RunParts:
         line = {"what": what, "at": round(self._clock() if at_s is None else at_s, 3), **fields}
         with contextlib.suppress(OSError):  # what matters more reports it
             if self._file is None:
-                self._file = LineFile(self._run_dir / PARTS_FILE)
+                self._file = JsonlWriter(self._run_dir / PARTS_FILE)
             self._file.write(json.dumps(line, separators=(",", ":")), is_last=True)
 
 

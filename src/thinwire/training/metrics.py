@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Totals, Transfer, TransferLog
-from thinwire.monitor.runlog.writer import LineFile
+from thinwire.monitor.runlog.writer import JsonlWriter
 
 WINDOW_S = 0.1
 _MAX_WINDOWS = 20_000
@@ -104,7 +104,7 @@ class Meter:
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self._paths = run_dir / f"metrics-replica-{replica}.jsonl", run_dir / f"transfers-replica-{replica}.jsonl"
-        self._metrics, self._transfers = (LineFile(path, warn=warn) for path in self._paths)
+        self._metrics, self._transfers = (JsonlWriter(path, warn=warn) for path in self._paths)
         self._loggers = loggers
         self._log = log
         self._origin_s = time.monotonic()

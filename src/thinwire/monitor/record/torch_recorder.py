@@ -21,7 +21,7 @@ from types import TracebackType
 
 from thinwire.monitor.record.connection_records import RankPlace, WatchedWires, own_place
 from thinwire.monitor.runlog.records import Beat, Communicator, Span, to_line
-from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, RecordFile
+from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.transport.burst_probe import open_door
 from thinwire.transport.collective_hooks import Call, IsPolled, WatchedGroups, calls_on_gpus, no_call
 from thinwire.transport.watched_job import own_rank, store_port, words_of_all
@@ -52,7 +52,7 @@ class Watching:
     """
 
     def __init__(
-        self, file: RecordFile, *, rank: int, places: Sequence[RankPlace], store: int = 0,
+        self, file: JsonlWriter, *, rank: int, places: Sequence[RankPlace], store: int = 0,
         door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = no_call,
     ) -> None:  # fmt: skip
         self.lost = ""
@@ -188,13 +188,10 @@ class Watching:
             if self.lost or not lines:
                 return
             try:
-                if self._file.write(lines):
+                if self._file.write_all(lines):
                     # the file before, which told of who and where, may soon be gone
-                    self._file.write(self._communicators.values())
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # a full disk ends the recording, not the job; nor does a closed file
+                    self._file.write_all(self._communicators.values())
+            except (OSError, ValueError) as error:  # a broken disk or a closed file ends the recording, not the job
                 self.lost = str(error)
 
     def _own_fault(self) -> str:
@@ -281,7 +278,7 @@ def watch(
         warn_untested("gpu calls")
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
+    file = record_writer(run_dir, rank=rank, most_bytes=most_bytes)
     door = open_door() if probe_wires else None
     try:
         words = words_of_all(own_place(port=0 if door is None else door.getsockname()[1]).to_word())

@@ -11,113 +11,185 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from thinwire.files import append_whole, is_no_room
 from thinwire.monitor.runlog.reader import parse_line
 from thinwire.monitor.runlog.records import Beat, header_line, to_line
 
-# What waits is written at the latest when it is so long.
-_MOST_WAITING = 1 << 16
-# What is kept in memory while the disk is full; a line of metrics has about 400 bytes.
+# Buffered lines are written at the latest at this size.
+_MOST_BUFFERED_BYTES = 1 << 16
+# Kept in memory while the disk is full; a line of metrics has about 400 bytes.
 MAX_KEPT_BYTES = 1 << 20
+MOST_FILE_BYTES = 16 << 20
+# Searched for the latest heartbeat; two a second are written, beside at most 64 lines of connections each.
+_TAIL_BYTES = 256 << 10
 
 
-class LineFile:
-    """Appends whole lines to a file; lines for which there is no room are kept in memory, bounded, until there is.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """Bound of a file: at half of `most_bytes` it is moved to `old`, and a new one begins with `header`."""
 
-    A write that fails half way is taken back, so that the file holds whole lines only. Beyond the bound the oldest
-    lines are lost, and so are lines that the disk refuses for another reason than lack of room.
+    old: Path
+    most_bytes: int
+    header: str
 
-    Any thread may write.
+
+class JsonlWriter:
+    """Appends whole lines to a file; lines that a full disk refuses wait in memory, bounded, until there is room.
+
+    A write that fails half way is undone, so that the file holds whole lines only. Beyond the bound the oldest lines
+    are lost. Any thread may write.
 
     Args:
-        path: The file; it is made where there is none.
-        warn: Called once for each time that there is no room, and at the end with the number of lost lines.
-        max_kept_bytes: Bound on what is kept in memory.
+        path: The file; it is created if it is missing.
+        warn: Receives one warning each time the disk becomes full, and the number of lost lines at the end.
+        max_kept_bytes: Bound on the lines that wait in memory.
+        rotation: Bound of the file; none lets it grow.
+        is_strict: Whether errors other than a full disk are raised. By default their lines are lost with a warning.
 
     Attributes:
         num_lost: Lines that could not be written.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
 
     def __init__(
-        self, path: Path, *, warn: Callable[[str], None] = lambda text: None, max_kept_bytes: int = MAX_KEPT_BYTES
-    ) -> None:
+        self, path: Path, *, warn: Callable[[str], None] = lambda text: None, max_kept_bytes: int = MAX_KEPT_BYTES,
+        rotation: Rotation | None = None, is_strict: bool = False,
+    ) -> None:  # fmt: skip
         self._path = path
         self._warn = warn
         self._max_kept_bytes = max_kept_bytes
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._rotation = rotation
+        self._is_strict = is_strict
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
         self._num_waiting = 0
-        self._is_told = False
+        self._has_warned = False
         self.num_lost = 0
+        self._file = _open(path)
+        if rotation is not None and not os.fstat(self._file).st_size:
+            try:
+                self.write_all([rotation.header])
+            except OSError:
+                os.close(self._file)
+                raise
 
     @property
     def closed(self) -> bool:
         """Whether it takes no more lines."""
         return self._file < 0
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether lines wait in memory."""
+        return bool(self._waiting)
+
     def write(self, line: str, *, is_last: bool = False) -> None:
-        """Take a line in, without its end; it is in the file after `flush`, or where `is_last`."""
+        """Take a line without its newline; it is in the file after `flush`, or at once if `is_last`."""
         with self._lock:
-            self._waiting.append(line.encode() + b"\n")
-            self._num_waiting += len(self._waiting[-1])
-            if is_last or self._num_waiting >= _MOST_WAITING:
+            self._add(line)
+            if is_last or self._num_waiting >= _MOST_BUFFERED_BYTES:
                 self._flush()
 
+    def write_all(self, lines: Iterable[str]) -> bool:
+        """Write lines so that readers see them at once; return whether the file was rotated before them."""
+        with self._lock:
+            for line in lines:
+                self._add(line)
+            return self._flush()
+
     def flush(self) -> None:
-        """Write what waits, as far as there is room."""
+        """Write what waits, if there is room."""
         with self._lock:
             self._flush()
 
-    def _flush(self) -> None:
+    def _add(self, line: str) -> None:
+        self._waiting.append(line.encode() + b"\n")
+        self._num_waiting += len(self._waiting[-1])
+
+    def _flush(self) -> bool:
         if not self._waiting or self.closed:
-            return
+            return False
+        data, is_rotated = b"".join(self._waiting), False
         try:
-            append_whole(self._file, b"".join(self._waiting))
+            if self._rotation is not None:
+                size = os.fstat(self._file).st_size - len(self._rotation.header) - 1
+                if size > 0 and 2 * (size + len(data)) > self._rotation.most_bytes:
+                    self._rotate(self._rotation)
+                    is_rotated = True
+            append_whole(self._file, data)
         except OSError as error:
             self._keep(error)
-            return
+            return is_rotated
+        self._clear()
+        self._has_warned = False
+        return is_rotated
+
+    def _clear(self) -> None:
         self._waiting.clear()
         self._num_waiting = 0
-        self._is_told = False
 
     def _keep(self, error: OSError) -> None:
-        """Keep the lines that could not be written, as far as the bound allows."""
+        """Keep the lines that could not be written, within the bound."""
         bound = self._max_kept_bytes if is_no_room(error) else 0
+        if self._is_strict and not bound:
+            self._clear()
+            raise error
         while self._num_waiting > bound:
             self._num_waiting -= len(self._waiting.popleft())
             self.num_lost += 1
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             kept = "are kept in memory" if bound else "are lost"
             self._warn(
                 f"cannot write {self._path}: {error.strerror or error}; training goes on, and lines {kept} until "
                 f"there is room: make room there"
             )
 
+    def _rotate(self, rotation: Rotation) -> None:
+        """Move the file to `rotation.old` and begin a new one; the path exists at all times, for readers."""
+        fresh = self._path.with_name(self._path.name + ".new")
+        file = _open(fresh, flags=os.O_TRUNC)
+        try:
+            append_whole(file, (rotation.header + "\n").encode())
+        except OSError:
+            os.close(file)
+            fresh.unlink(missing_ok=True)
+            raise
+        os.close(self._file)
+        self._file = file
+        try:
+            # by way of a third name: a reader that has found the old file must be able to open it
+            second = rotation.old.with_name(rotation.old.name + ".new")
+            second.unlink(missing_ok=True)
+            second.hardlink_to(self._path)
+            second.replace(rotation.old)
+        except OSError:  # some file systems have no hard links
+            self._path.replace(rotation.old)
+        fresh.replace(self._path)
+
     def truncate(self, num_bytes: int) -> None:
-        """Cut the file off; what waits is written first, and is dropped where there is no room for it.
+        """Cut the file to `num_bytes`; lines that wait are written first, and dropped if there is no room.
 
         Raises:
-            OSError: It cannot be cut off.
+            OSError: It cannot be cut.
         """
         with self._lock:
             self._flush()
-            self._waiting.clear()
-            self._num_waiting = 0
+            self._clear()
             os.ftruncate(self._file, num_bytes)
 
     def close(self) -> None:
-        """Write what waits, and warn of what is missing."""
+        """Write what waits and report lost lines; closing twice is fine."""
         with self._lock:
             if self.closed:
                 return
-            self._flush()
+            with contextlib.suppress(OSError):
+                self._flush()
             self.num_lost += len(self._waiting)
             os.close(self._file)
             self._file = -1
@@ -125,13 +197,12 @@ class LineFile:
             self._warn(f"{self.num_lost} lines are missing in {self._path}, since there was no room for them")
 
 
-MOST_FILE_BYTES = 16 << 20
-# Where the latest sign of life is looked for; two a second are written, beside at most 64 lines of connections each.
-_TAIL_BYTES = 256 << 10
+def _open(path: Path, *, flags: int = 0) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | flags, 0o666)
 
 
 def record_paths(run_dir: Path, *, rank: int) -> tuple[Path, Path]:
-    """Return where a rank's latest records are, and those before.
+    """Return the paths of a rank's latest records and of those before.
 
     Example:
         >>> [path.name for path in record_paths(Path("runs/demo"), rank=2)]
@@ -140,127 +211,34 @@ def record_paths(run_dir: Path, *, rank: int) -> tuple[Path, Path]:
     return run_dir / f"records-rank-{rank}.jsonl", run_dir / f"records-rank-{rank}.old.jsonl"
 
 
-class RecordFile:
-    """Takes lines, and holds the latest of them on disk.
-
-    Lines for which there is no room on the disk are kept in memory, bounded, and written with the next ones.
+def record_writer(
+    run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES, is_continued: bool = False,
+    max_kept_bytes: int = MAX_KEPT_BYTES, warn: Callable[[str], None] = lambda text: None,
+) -> JsonlWriter:  # fmt: skip
+    """Return the writer of a rank's records; errors other than a full disk are raised.
 
     Args:
         run_dir: The run's folder.
-        rank: Who writes.
-        most_bytes: How long both files together may be.
-        is_continued: Whether what is there already stays, and the lines come behind it.
-        max_kept_bytes: Bound on what is kept in memory; beyond it the oldest lines are lost. 0 raises instead.
-
-    Attributes:
-        num_lost: Lines that could neither be written nor kept.
+        rank: Whose records.
+        most_bytes: Bound on both files together.
+        is_continued: Whether existing lines stay.
+        max_kept_bytes: Bound on the lines that wait in memory while the disk is full; 0 raises instead.
+        warn: See `JsonlWriter`.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
-
-    def __init__(
-        self, run_dir: Path, *, rank: int, most_bytes: int = MOST_FILE_BYTES, is_continued: bool = False,
-        max_kept_bytes: int = MAX_KEPT_BYTES,
-    ) -> None:  # fmt: skip
-        self._path, self._old = record_paths(run_dir, rank=rank)
-        self._most_bytes = most_bytes
-        self._max_kept_bytes = max_kept_bytes
-        self._kept: deque[bytes] = deque()
-        self._num_kept = 0
-        self.num_lost = 0
-        if not is_continued:
-            self._old.unlink(missing_ok=True)
-        self._file = _open(self._path, more=0 if is_continued else os.O_TRUNC)
-        self._num_bytes = os.fstat(self._file).st_size
-        if not self._num_bytes:
-            try:
-                self._begin()
-            except OSError:
-                os.close(self._file)
-                raise
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether there are lines for which there was no room yet."""
-        return bool(self._kept)
-
-    def _begin(self) -> None:
-        header = (header_line() + "\n").encode()
-        try:
-            append_whole(self._file, header)
-        except OSError as error:
-            self._keep([header], error)
-
-    def _begin_anew(self) -> None:
-        """Let the file become the old one; at no time is there none, for whoever reads the folder just then."""
-        fresh = self._path.with_name(self._path.name + ".new")
-        file = _open(fresh, more=os.O_TRUNC)
-        try:
-            append_whole(file, (header_line() + "\n").encode())
-        except OSError:
-            os.close(file)
-            fresh.unlink(missing_ok=True)
-            raise
-        os.close(self._file)
-        self._file, self._num_bytes = file, 0
-        try:
-            # by way of a third name: a reader that has found the old file must be able to open it
-            second = self._old.with_name(self._old.name + ".new")
-            second.unlink(missing_ok=True)
-            second.hardlink_to(self._path)
-            second.replace(self._old)
-        except OSError:  # not every file system knows a second name
-            self._path.replace(self._old)
-        fresh.replace(self._path)
-
-    def write(self, lines: Iterable[str]) -> bool:
-        """Write lines so that others can read them at once; return whether a new file was begun before them."""
-        new = [line.encode() + b"\n" for line in lines]
-        data = b"".join([*self._kept, *new])
-        is_new = 2 * (self._num_bytes + len(data)) > self._most_bytes and self._num_bytes > 0
-        try:
-            if is_new:
-                is_new = False
-                self._begin_anew()
-                is_new = True
-            append_whole(self._file, data)
-        except OSError as error:
-            self._keep(new, error)
-            return is_new
-        self._kept.clear()
-        self._num_kept = 0
-        self._num_bytes += len(data)
-        return is_new
-
-    def _keep(self, lines: Iterable[bytes], error: OSError) -> None:
-        if not self._max_kept_bytes or not is_no_room(error):
-            raise error
-        for line in lines:
-            self._kept.append(line)
-            self._num_kept += len(line)
-        while self._num_kept > self._max_kept_bytes:
-            self._num_kept -= len(self._kept.popleft())
-            self.num_lost += 1
-
-    def close(self) -> None:
-        """Write what is kept as far as there is room, and no more after it; closing twice is fine."""
-        if self._file < 0:
-            return
-        if self._kept:
-            with contextlib.suppress(OSError):
-                self.write([])
-            self.num_lost += len(self._kept)
-        os.close(self._file)
-        self._file = -1
-
-
-def _open(path: Path, *, more: int) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | more, 0o666)
+    path, old = record_paths(run_dir, rank=rank)
+    if not is_continued:
+        old.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(path, 0)
+    rotation = Rotation(old=old, most_bytes=most_bytes, header=header_line())
+    return JsonlWriter(path, warn=warn, max_kept_bytes=max_kept_bytes, rotation=rotation, is_strict=True)
 
 
 def last_beat_s(run_dir: Path, *, rank: int) -> float | None:
-    """Return when a rank last wrote that it lives, on its host's clock; None where it never did.
+    """Return the time of a rank's latest heartbeat on its host's clock; None if there is none.
 
     Args:
         run_dir: The run's folder.
@@ -279,17 +257,17 @@ def last_beat_s(run_dir: Path, *, rank: int) -> float | None:
 
 
 def write_obituary(run_dir: Path, *, rank: int, at_s: float, error: str) -> None:
-    """Write that a rank has ended that could not say so itself; nothing where it recorded nothing.
+    """Write the last heartbeat of a rank that was killed; nothing if it recorded nothing.
 
     Args:
         run_dir: The run's folder.
-        rank: Who has ended.
+        rank: The rank that has ended.
         at_s: When, on the clock of its host.
-        error: How; empty where it was stopped because another rank had failed.
+        error: How it ended; empty if it was stopped because another rank had failed.
     """
     path, _ = record_paths(run_dir, rank=rank)
     with contextlib.suppress(OSError):
         if path.exists():
-            # what it wrote last may have no end
+            # its last line may be torn
             with path.open("a", encoding="utf-8") as file:
                 file.write("\n" + to_line(Beat(rank=rank, at_s=at_s, is_last=True, error=error)) + "\n")
