@@ -56,7 +56,7 @@ class RunParts:
         self._seen = _size(self._run_dir / _METRICS)
         self._write("begun", {"step": step})
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Note the first sign of work, and write what a full disk kept waiting; called now and then."""
         if self._file is not None:
             self._file.flush()
@@ -68,7 +68,7 @@ class RunParts:
 
     def end(self, how: How, *, found_s: float | None = None) -> None:
         """Note how the part ended, and when the fault that ended it was found, where that was before the end."""
-        self.look()
+        self.poll()
         found = {} if found_s is None else {"found_s": round(found_s, 3)}
         self._write("ended", {"how": how, **found, **_last_step(self._run_dir)})
         if self._file is not None:

@@ -14,7 +14,7 @@ from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost, TransportE
 from thinwire.monitor.active_test.evaluation import (
     LEAST_CROWDED,
     AllReduce,
-    Flow,
+    FlowTest,
     Measured,
     PairTest,
     all_reduce_s,
@@ -29,7 +29,7 @@ from thinwire.monitor.active_test.wire_tests import (
     PATIENCE_S,
     ROUND_TRIPS,
     Cell,
-    Line,
+    PairChannel,
     cells_of,
     detail_of,
     follow,
@@ -114,7 +114,7 @@ class ActiveRank:
             return {}
         (source, destination), seconds = mine[0], seconds_of(plan, "seconds", most=60.0)
         peer = destination if self._own == source else source
-        line = Line(self._transport, peer, number=number, promise=self._board.promise)
+        line = PairChannel(self._transport, peer, number=number, promise=self._board.promise)
         try:
             if self._own != source:
                 follow(line, seed=number)
@@ -153,7 +153,7 @@ class ActiveRank:
         return {"seconds": best_s, "wrong": wrong}
 
 
-def _why(error: TransportError, line: Line) -> str:
+def _why(error: TransportError, line: PairChannel) -> str:
     """Say why a pair is dead, without the number of a message that nobody knows."""
     if isinstance(error, DeadlineExceeded):
         return f"no answer within {line.patience_s:.3g} s, the deadline that follows from measured times"
@@ -363,7 +363,7 @@ class _Leader:
             for cell in slow:
                 self._pairs([cell])
 
-    def _flows(self, cells: Sequence[Cell], *, share: int) -> dict[Cell, Flow]:
+    def _flows(self, cells: Sequence[Cell], *, share: int) -> dict[Cell, FlowTest]:
         """Let all cells send at once for about as long as a pair did; return what came through in time."""
         pairs = self._found.pairs
         longest_s = max(2 * self._seconds, ROUND_TRIPS * 2 * max(pairs[cell].latency_s for cell in cells))
@@ -371,10 +371,10 @@ class _Leader:
             cell: max(1 << 14, min(MOST_BYTES, int(pairs[cell].rate_bits_per_s * longest_s / 8 / share)))
             for cell in cells
         }
-        flows = {cell: Flow(num_bytes=size, seconds=1.0) for cell, size in sizes.items()}
+        flows = {cell: FlowTest(num_bytes=size, seconds=1.0) for cell, size in sizes.items()}
         due = expected_s(flows, self._found)
         limit_s = PATIENCE_S + _LATER * max(due.values())
-        best: dict[Cell, Flow] = {}
+        best: dict[Cell, FlowTest] = {}
         for turn in range(_FLOWS):  # the best of them: other work can hold a transfer up
             if turn > 1 and all(cell in best and best[cell].seconds < LEAST_CROWDED * due[cell] for cell in cells):
                 break
@@ -388,7 +388,9 @@ class _Leader:
                     best[source, destination] = flow
             if not set(self._gathering.stations) <= set(self._alive):
                 break
-        late = {cell: Flow(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)}
+        late = {
+            cell: FlowTest(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)
+        }
         return {**late, **{cell: flow for cell, flow in best.items() if cell in late}}
 
     def _all_reduce(self, ring: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ class PairTest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flow:
+class FlowTest:
     """One of many transfers at once: its bytes, and seconds from the start until it was there whole."""
 
     num_bytes: int
@@ -76,8 +76,8 @@ class Measured:
     absent: Mapping[int, str] = field(default_factory=dict)
     loopback_bits_per_s: Mapping[int, float] = field(default_factory=dict)
     pairs: Mapping[Cell, PairTest] = field(default_factory=dict)
-    neighbours: Mapping[Cell, Flow] = field(default_factory=dict)
-    everyone: Mapping[Cell, Flow] = field(default_factory=dict)
+    neighbours: Mapping[Cell, FlowTest] = field(default_factory=dict)
+    everyone: Mapping[Cell, FlowTest] = field(default_factory=dict)
     all_reduce: AllReduce | None = None
 
     @property
@@ -126,7 +126,7 @@ def reference_rate(rates: Sequence[float]) -> float:
     return sorted(rates, reverse=True)[len(rates) // 4] if rates else 0.0
 
 
-def expected_s(flows: Mapping[Cell, Flow], measured: Measured) -> dict[Cell, float]:
+def expected_s(flows: Mapping[Cell, FlowTest], measured: Measured) -> dict[Cell, float]:
     """Return how long each of many transfers at once should take, by what its two ends can do alone.
 
     An end that can send 50 Mbit/s to one peer should send as much to all of them together, as far as its machine's
@@ -416,7 +416,7 @@ def _all_crowded(ratio: float, when: str) -> Finding:
     )  # fmt: skip
 
 
-def _crowd(measured: Measured, flows: Mapping[Cell, Flow], explained: Explanation, when: str) -> Finding:
+def _crowd(measured: Measured, flows: Mapping[Cell, FlowTest], explained: Explanation, when: str) -> Finding:
     ratio, named = math.exp(explained.excess), _named(explained.places, measured)
     rate = median([8 * flows[cell].num_bytes / flows[cell].seconds for cell in explained.cells])
     return Finding(

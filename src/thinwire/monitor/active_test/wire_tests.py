@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import PayloadError, TransportError
-from thinwire.monitor.active_test.evaluation import Flow, PairTest, rate_of
+from thinwire.monitor.active_test.evaluation import FlowTest, PairTest, rate_of
 from thinwire.transport.base import Envelope, Kind, Pending, Transport
 
 Cell = tuple[int, int]
@@ -110,11 +110,11 @@ def read_pair(note: Mapping[str, Any]) -> PairTest:
     return PairTest(rate_bits_per_s=rate, fault=fault, detail=detail_of(note), **times)
 
 
-def read_flow(num_bytes: int, seconds: object) -> Flow | None:
+def read_flow(num_bytes: int, seconds: object) -> FlowTest | None:
     """Read how long one of many transfers took, or None where it did not end."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < _MOST_SECONDS:
         return None
-    return Flow(num_bytes=num_bytes, seconds=float(seconds))
+    return FlowTest(num_bytes=num_bytes, seconds=float(seconds))
 
 
 # The first words of a wire have nothing to be judged by: as long as a lost packet is sent again a few times.
@@ -153,7 +153,7 @@ def pattern(num_bytes: int, *, seed: int) -> torch.Tensor:
     return block.repeat(-(-num_bytes // _PRIME))[:num_bytes].contiguous()
 
 
-class Line:
+class PairChannel:
     """Messages of two replicas in an order that both know; the deadline grows with what they took.
 
     Args:
@@ -192,7 +192,7 @@ class Line:
         return None if received is None else received.payload
 
 
-def lead(line: Line, *, seconds: float, seed: int) -> PairTimes:
+def lead(line: PairChannel, *, seconds: float, seed: int) -> PairTimes:
     """Time words and blocks of growing size to a peer that calls `follow`, the longest for about so many seconds.
 
     Over long ways it takes longer: some round trips.
@@ -219,7 +219,7 @@ def lead(line: Line, *, seconds: float, seed: int) -> PairTimes:
     return PairTimes(latency_s=min(pings) / 2, transfers=tuple(transfers))
 
 
-def follow(line: Line, *, seed: int) -> None:
+def follow(line: PairChannel, *, seed: int) -> None:
     """Answer a peer that calls `lead`.
 
     Raises:
@@ -241,7 +241,7 @@ def follow(line: Line, *, seed: int) -> None:
             raise PayloadError(f"{num_bytes} bytes arrived, and are not those that were sent")
 
 
-def _timed(line: Line, num_bytes: int, *, seed: int) -> float:
+def _timed(line: PairChannel, num_bytes: int, *, seed: int) -> float:
     payload = pattern(num_bytes, seed=seed)
     line.hear()
     began_s = time.perf_counter()
@@ -254,7 +254,7 @@ def _timed(line: Line, num_bytes: int, *, seed: int) -> float:
 
 def together(
     transport: Transport, flows: Mapping[tuple[int, int], int], *, number: int, limit_s: float, promise: Promise
-) -> dict[int, Flow]:
+) -> dict[int, FlowTest]:
     """Send and receive all flows of this replica at once; all replicas must call this together.
 
     Args:
@@ -281,7 +281,7 @@ def together(
     promise(limit_s)
     end_s = time.perf_counter() + limit_s
     sends: dict[tuple[int, int], tuple[float, Pending]] = {}
-    done: dict[int, Flow] = {}
+    done: dict[int, FlowTest] = {}
     while len(done) < len(out) and time.perf_counter() < end_s:
         for cell in [cell for cell, word in ready.items() if word.done()]:
             ready.pop(cell)
@@ -292,7 +292,7 @@ def together(
         for cell, (began_s, pending) in list(sends.items()):
             if pending.done():
                 sends.pop(cell)
-                done[cell[1]] = Flow(num_bytes=flows[cell], seconds=time.perf_counter() - began_s)
+                done[cell[1]] = FlowTest(num_bytes=flows[cell], seconds=time.perf_counter() - began_s)
         time.sleep(_POLL_S)
     _end(receives, max(0.0, end_s - time.perf_counter()))
     return done
@@ -390,8 +390,8 @@ def loopback_times(pair: tuple[Transport, Transport], *, seconds: float, promise
     Raises:
         TransportError: One broke.
     """
-    one = Line(pair[0], 1, number=0, promise=promise)
-    other = Line(pair[1], 0, number=0, promise=lambda seconds: None)
+    one = PairChannel(pair[0], 1, number=0, promise=promise)
+    other = PairChannel(pair[1], 0, number=0, promise=lambda seconds: None)
     with ThreadPoolExecutor(max_workers=1) as threads:
         answers = threads.submit(follow, other, seed=0)
         found = lead(one, seconds=seconds, seed=0)

@@ -97,7 +97,7 @@ class Feed:
                 self._changed.wait_for(lambda: self._is_closed or time.monotonic() - self._wanted_s < _IDLE_S)
             is_behind = False
             try:
-                is_behind = self._follower.look()
+                is_behind = self._follower.poll()
                 self._take({**self._follower.sections(), "fault": ""})
             except Exception as error:  # whatever files hold, those who look are told, and the next look is made
                 self._take({"fault": f"The folder could not be read: {type(error).__name__}: {error}"[:500]})
@@ -118,7 +118,7 @@ _SCRIPTS = ("measures.js", "elements.js", "sections.js", "live.js")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class DashboardPage:
     """The page.
 
     Attributes:
@@ -142,7 +142,7 @@ class Document:
 
 
 @cache
-def document() -> Document:
+def dashboard_page() -> DashboardPage:
     """Put the parts of the page together; nothing in it depends on a run."""
     folder = files("thinwire.monitor.dashboard") / "page"
     style = (folder / "page.css").read_text(encoding="utf-8")
@@ -153,7 +153,7 @@ def document() -> Document:
         "default-src 'none'", f"style-src '{_hash(style)}'", f"script-src '{_hash(script)}'", "connect-src 'self'",
         "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'", "require-trusted-types-for 'script'",
     ])  # fmt: skip
-    return Document(before=before, after=after, policy=policy)
+    return DashboardPage(before=before, after=after, policy=policy)
 
 
 def _hash(text: str) -> str:
@@ -394,8 +394,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{MOST_CLIENTS} pages are open; close one.")
         elif path == "/":
             _, state = self.server.feed.after(0, wait_s=_FIRST_S)
-            policy = {"Content-Security-Policy": document().policy}
-            self._answer(document().holding(state), "text/html; charset=utf-8", policy)
+            policy = {"Content-Security-Policy": dashboard_page().policy}
+            self._answer(dashboard_page().holding(state), "text/html; charset=utf-8", policy)
         elif path == "/snapshot.json":
             _, text = self.server.feed.after(0, wait_s=_PATIENCE_S)
             self._answer(text.encode() or b"{}", "application/json", {})

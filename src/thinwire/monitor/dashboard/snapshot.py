@@ -246,11 +246,11 @@ class RunFollower:
         self._own: list[dict[str, Any]] = []
         self._of_the_end: list[dict[str, Any]] | None = None
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read what is new, a bounded piece of it, and return whether more is there."""
         for one in self._objects.values():
-            self._sources.changes += one.look()
-        return self._sources.look()
+            self._sources.changes += one.poll()
+        return self._sources.poll()
 
     def sections(self, *, now: float | None = None) -> dict[str, Any]:
         """Return what is known as what JSON can hold, by section.
@@ -377,7 +377,7 @@ def snapshot(folder: Path, *, now: float | None = None, judges_all: bool = False
         DataError: There is no such folder.
     """
     follower = RunFollower(folder, judges_all=judges_all)
-    while follower.look():
+    while follower.poll():
         pass
     return {"version": VERSION, **follower.sections(now=now)}
 

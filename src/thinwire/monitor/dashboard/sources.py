@@ -18,13 +18,13 @@ from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
 from thinwire.monitor.dashboard.window import RankWindow, room_for
 from thinwire.monitor.runlog.reader import check_header, parse_line, parse_object
 from thinwire.monitor.runlog.records import TransferEnd
-from thinwire.monitor.runlog.run_folder import EvaluationLine, StepLine, parse
-from thinwire.monitor.runlog.tailer import GrowingFile
+from thinwire.monitor.runlog.run_folder import EvaluationMetrics, StepMetrics, parse
+from thinwire.monitor.runlog.tailer import JsonlTailer
 
 _MOST_NAMED = 12
 
 
-class Refused:
+class RejectedLines:
     """Counts what was refused.
 
     Attributes:
@@ -67,14 +67,14 @@ class ObjectFile:
         changed_at: When it was written, seconds since 1970; none while it is not there.
     """
 
-    def __init__(self, path: Path, refused: Refused) -> None:
+    def __init__(self, path: Path, refused: RejectedLines) -> None:
         self._path = path
         self._refused = refused
         self._seen: tuple[int, int, int] | None = None
         self.value: dict[str, Any] | None = None
         self.changed_at: float | None = None
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read it where it changed, and return whether it did."""
         try:
             with open_regular(self._path) as file:
@@ -99,7 +99,7 @@ class ObjectFile:
 _MOST_MEMBERS, _MOST_SAID, _MOST_ROUNDS = 512, 30, 24
 
 
-class Journal:
+class CoordinatorLog:
     """Who takes part, as the coordinator wrote it; it holds what only replicas may know, and nothing of that is kept.
 
     Attributes:
@@ -307,15 +307,15 @@ class Replica:
 
     def restart(self) -> None:
         """Forget all lines: the file is read anew."""
-        self.last: StepLine | None = None
+        self.last: StepMetrics | None = None
         self.loss = Curve()
         self.speed = Curve()
-        self.evaluations: dict[int, EvaluationLine] = {}
+        self.evaluations: dict[int, EvaluationMetrics] = {}
         self.warnings: deque[tuple[int, str]] = deque(maxlen=_MOST_WARNINGS)
         self.error = ""
         self._interval_s = 0.0
 
-    def take(self, told: dict[str, Any]) -> tuple[StepLine, StepLine | None] | None:
+    def take(self, told: dict[str, Any]) -> tuple[StepMetrics, StepMetrics | None] | None:
         """Take a line in, and return it with the one before it where it is about steps.
 
         Raises:
@@ -324,9 +324,9 @@ class Replica:
         try:
             match told.get("kind"):
                 case "step":
-                    return self._take_step(parse(StepLine, told, source="the line"))
+                    return self._take_step(parse(StepMetrics, told, source="the line"))
                 case "eval":
-                    part = parse(EvaluationLine, told, source="the line")
+                    part = parse(EvaluationMetrics, told, source="the line")
                     self.evaluations[part.step] = part
                     if len(self.evaluations) > _MOST_EVALUATIONS:
                         self.evaluations.pop(next(iter(self.evaluations)))
@@ -340,7 +340,7 @@ class Replica:
             raise ValueError(str(error)) from None
         return None
 
-    def _take_step(self, line: StepLine) -> tuple[StepLine, StepLine | None]:
+    def _take_step(self, line: StepMetrics) -> tuple[StepMetrics, StepMetrics | None]:
         before = self.last if self.last is not None and self.last.step < line.step else None
         self.last, self.error = line, ""  # a resumed run goes on after an error
         if before is not None:
@@ -399,23 +399,23 @@ class Sources:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, GrowingFile] = {}
+        self._files: dict[str, JsonlTailer] = {}
         self.replicas: dict[int, Replica] = {}
         self.links: dict[int, LinkTotals] = {}
         self.windows: dict[int, RankWindow] = {}
         self.rounds: dict[int, AppliedRounds] = {}
-        self.journal = Journal()
+        self.journal = CoordinatorLog()
         self.findings = Findings()
         self.actions = Actions()
-        self.refused = Refused()
+        self.refused = RejectedLines()
         self.num_left_out = 0
         self.changes = 0
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read what is new, a piece of each file, and return whether more is there."""
         self._find()
         for name, file in list(self._files.items()):
-            is_anew, lines = file.look()
+            is_anew, lines = file.poll()
             take, kept = self._taker(name)
             if is_anew and not self._is_rotated(name):
                 for keeper in kept:
@@ -458,7 +458,7 @@ class Sources:
                     if match := _NAMED.fullmatch(entry.name):
                         numbered.append((int(match[2]), entry.name))
                     elif entry.name in ("findings.jsonl", "actions.jsonl", "coordinator.jsonl"):
-                        self._files[entry.name] = GrowingFile(self._folder / entry.name)
+                        self._files[entry.name] = JsonlTailer(self._folder / entry.name)
         except OSError:
             return
         known = {int(match[2]) for name in self._files if (match := _NAMED.fullmatch(name))}
@@ -466,7 +466,7 @@ class Sources:
         for number, name in sorted(numbered):
             if number in known or len(known) < MOST_RANKS:
                 known.add(number)
-                self._files[name] = GrowingFile(self._folder / name)
+                self._files[name] = JsonlTailer(self._folder / name)
             else:
                 left_out.add(number)
         self.num_left_out = len(left_out)
@@ -474,7 +474,7 @@ class Sources:
     def _taker(self, name: str) -> tuple[_Take, list[_Keeper]]:
         """Return who takes the lines of a file, and who is to forget when it is read anew."""
         if (match := _NAMED.fullmatch(name)) is None:
-            told: Mapping[str, Findings | Actions | Journal] = {
+            told: Mapping[str, Findings | Actions | CoordinatorLog] = {
                 "findings.jsonl": self.findings, "actions.jsonl": self.actions, "coordinator.jsonl": self.journal,
             }  # fmt: skip
             return told[name].take, [told[name]]

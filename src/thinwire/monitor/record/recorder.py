@@ -52,7 +52,7 @@ class Forward(Protocol):
         ...
 
 
-class Reading(FlowSource, Protocol):
+class ConnectionReading(FlowSource, Protocol):
     """What is known of a connection."""
 
     @property
@@ -108,7 +108,7 @@ class Recorder:
         self._untold: set[_Key | int] = set()
         self._flows = PeerFlows(rank)
         self._beat_s = -BEAT_S
-        self._reading: Callable[[int], Reading | None] = lambda peer: None
+        self._reading: Callable[[int], ConnectionReading | None] = lambda peer: None
         self.num_dropped = 0
         self._place = Communicator(
             communicator=COMMUNICATOR, ranks=(rank,), hosts=(host_name(),), clocks=(clock_name(),)

@@ -181,7 +181,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class ChartSeries:
     """One line; points that are not finite break it. A faint line stands behind the others."""
 
     name: str
@@ -199,7 +199,7 @@ class Chart:
     title: str
     x: Axis
     y: Axis
-    series: tuple[Series, ...]
+    series: tuple[ChartSeries, ...]
     marker: tuple[float, str] | None = None
     empty: str = "no data"
 
@@ -221,7 +221,7 @@ def line_chart(chart: Chart) -> str:
     """Draw a chart.
 
     Example:
-        >>> line = Series(name="loss", points=((0.0, 2.0), (1.0, 1.0)))
+        >>> line = ChartSeries(name="loss", points=((0.0, 2.0), (1.0, 1.0)))
         >>> svg = line_chart(Chart(title="loss", x=Axis(label="step"), y=Axis(label="loss"), series=(line,)))
         >>> svg.startswith("<svg") and "polyline" in svg
         True
@@ -245,7 +245,7 @@ def line_chart(chart: Chart) -> str:
     return svg(chart.title, HEIGHT, parts + _labels(ends, x, y))
 
 
-def drawable(series: Series, chart: Chart) -> list[Point | None]:
+def drawable(series: ChartSeries, chart: Chart) -> list[Point | None]:
     """Return the points of a series, thinned, with None where the line must break."""
     kept: list[Point | None] = []
     every = math.ceil(len(series.points) / _MOST_POINTS)
@@ -295,7 +295,7 @@ def spread(places: Sequence[float], *, gap: float, low: float, high: float) -> l
     return moved
 
 
-def _line(one: Series, kept: list[Point | None], x: Scale, y: Scale) -> list[str]:
+def _line(one: ChartSeries, kept: list[Point | None], x: Scale, y: Scale) -> list[str]:
     colour, parts = one.colour % COLOURS, []
     style = "faint" if one.is_faint else "again" if one.colour >= COLOURS else ""
     runs: list[list[Point]] = [[]]
@@ -321,7 +321,7 @@ def _line(one: Series, kept: list[Point | None], x: Scale, y: Scale) -> list[str
     return parts
 
 
-def _labels(ends: Sequence[tuple[Series, Point]], x: Scale, y: Scale) -> list[str]:
+def _labels(ends: Sequence[tuple[ChartSeries, Point]], x: Scale, y: Scale) -> list[str]:
     places = [y(point[1]) for _, point in ends]
     parts = []
     for (one, point), place in zip(ends, spread(places, gap=_LINE, low=_TOP, high=HEIGHT - _BOTTOM), strict=True):

@@ -10,13 +10,13 @@ from typing import Any
 
 from thinwire.files import write_whole
 from thinwire.monitor.dashboard.findings_reader import Actions, Findings, downtime_told
-from thinwire.monitor.dashboard.sources import ObjectFile, Refused
+from thinwire.monitor.dashboard.sources import ObjectFile, RejectedLines
 from thinwire.monitor.report import figures
 from thinwire.monitor.report.charts import CHART, PAGE, escape
 from thinwire.monitor.report.figures import Figure
 from thinwire.monitor.runlog.reader import parse_object
 from thinwire.monitor.runlog.run_folder import RunRecord, Summary, read_run
-from thinwire.monitor.runlog.tailer import GrowingFile
+from thinwire.monitor.runlog.tailer import JsonlTailer
 from thinwire.units import format_bytes, format_count, format_moment, format_rate, format_seconds
 from thinwire.version import __version__
 
@@ -108,7 +108,7 @@ def trouble(folder: Path) -> list[str]:
     Args:
         folder: The run's folder, with `findings.jsonl`, `actions.jsonl` and `downtime.json` where they were written.
     """
-    refused, findings, actions = Refused(), Findings(), Actions()
+    refused, findings, actions = RejectedLines(), Findings(), Actions()
     _read(folder / "findings.jsonl", findings, refused)
     _read(folder / "actions.jsonl", actions, refused)
     found, done = findings.to_json(), actions.to_json()
@@ -127,10 +127,10 @@ def trouble(folder: Path) -> list[str]:
     return [*parts, *(f'<p class="note">{escape(f"Not read: {words}")}</p>' for words in refused.told())]
 
 
-def _read(path: Path, told: Findings | Actions, refused: Refused) -> None:
-    file = GrowingFile(path)
+def _read(path: Path, told: Findings | Actions, refused: RejectedLines) -> None:
+    file = JsonlTailer(path)
     while True:
-        _, lines = file.look()
+        _, lines = file.poll()
         for number, line in lines:
             try:
                 told.take(parse_object(line))
@@ -154,9 +154,9 @@ def _finding(one: Mapping[str, Any]) -> str:
     return f"<h3>{escape(one['kind'])}: {escape(one['where'])}</h3>{facts([row for row in rows if row[1]])}"
 
 
-def _lost(path: Path, refused: Refused) -> list[str]:
+def _lost(path: Path, refused: RejectedLines) -> list[str]:
     file = ObjectFile(path, refused)
-    file.look()
+    file.poll()
     if file.value is None:
         return []
     try:

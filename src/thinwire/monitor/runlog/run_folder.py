@@ -29,11 +29,11 @@ _METRICS = re.compile(r"metrics-replica-([0-9]{1,6})\.jsonl")
 _LONGEST_S = 1e9  # 32 years: no run takes that long, and no damaged time makes a reader count windows for ever
 _LARGEST_NUMBER = 1e300  # a hostile file must not turn sums into infinities
 
-Value = TypeVar("Value", bound="StepLine | EvaluationLine | Summary | Transfer | _WarningLine")
+Value = TypeVar("Value", bound="StepMetrics | EvaluationMetrics | Summary | Transfer | _WarningMetrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepLine:
+class StepMetrics:
     """What one replica wrote at one log interval.
 
     Attributes:
@@ -64,7 +64,7 @@ class StepLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationLine:
+class EvaluationMetrics:
     """Loss of the global parameters on the held-out split, nats per token, after `step` inner steps.
 
     Replicas share an evaluation: `targets` tells over how many tokens this one's part is the mean.
@@ -78,7 +78,7 @@ class EvaluationLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WarningLine:
+class _WarningMetrics:
     step: int
     message: str
 
@@ -122,7 +122,7 @@ class ReplicaRecord:
     `warnings` are steps and what was said after them; `error` is its last words when it failed.
     """
 
-    steps: tuple[StepLine, ...] = ()
+    steps: tuple[StepMetrics, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     warnings: tuple[tuple[int, str], ...] = ()
     error: str = ""
@@ -144,7 +144,7 @@ class RunRecord:
     path: Path
     config: Mapping[str, Any]
     replicas: Mapping[int, ReplicaRecord]
-    evaluations: tuple[EvaluationLine, ...] = ()
+    evaluations: tuple[EvaluationMetrics, ...] = ()
     summary: Summary | None = None
     raw_summary: Mapping[str, Any] = field(default_factory=dict)
 
@@ -196,18 +196,18 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def join_evaluations(parts: Iterable[EvaluationLine]) -> list[EvaluationLine]:
+def join_evaluations(parts: Iterable[EvaluationMetrics]) -> list[EvaluationMetrics]:
     """Join the replicas' parts of each evaluation to one, in order of steps.
 
     Example:
         >>> parts = [
-        ...     EvaluationLine(step=7, time_s=1.0, tokens=10, val_loss=2.0, targets=30),
-        ...     EvaluationLine(step=7, time_s=1.1, tokens=10, val_loss=4.0, targets=10),
+        ...     EvaluationMetrics(step=7, time_s=1.0, tokens=10, val_loss=2.0, targets=30),
+        ...     EvaluationMetrics(step=7, time_s=1.1, tokens=10, val_loss=4.0, targets=10),
         ... ]
         >>> join_evaluations(parts)[0].val_loss
         2.5
     """
-    by_step: dict[int, list[EvaluationLine]] = {}
+    by_step: dict[int, list[EvaluationMetrics]] = {}
     for part in parts:
         by_step.setdefault(part.step, []).append(part)
     joined = []
@@ -249,22 +249,22 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}:{number}", _object(line, f"{path}:{number}")
 
 
-def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[EvaluationLine]]:
-    steps: list[StepLine] = []
-    evaluations: list[EvaluationLine] = []
+def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[EvaluationMetrics]]:
+    steps: list[StepMetrics] = []
+    evaluations: list[EvaluationMetrics] = []
     warnings: list[tuple[int, str]] = []
     error = ""
     for where, line in read_lines(path / f"metrics-replica-{number}.jsonl"):
         match line.get("kind"):
             case "step":
-                steps.append(parse(StepLine, line, source=where))
+                steps.append(parse(StepMetrics, line, source=where))
                 error = ""  # a resumed run goes on after an error
             case "eval":
-                evaluations.append(parse(EvaluationLine, line, source=where))
+                evaluations.append(parse(EvaluationMetrics, line, source=where))
             case "error":
                 error = str(line.get("message", "unknown error"))
             case "warning":
-                told = parse(_WarningLine, line, source=where)
+                told = parse(_WarningMetrics, line, source=where)
                 warnings.append((told.step, told.message))
             case other:
                 raise DataError(f"{where} is a line of the unknown kind {other!r}; this file is not a run's metrics")
@@ -282,7 +282,7 @@ def _transfer(line: Mapping[str, Any], where: str) -> Transfer:
     return transfer
 
 
-Line = TypeVar("Line", StepLine, EvaluationLine)
+Line = TypeVar("Line", StepMetrics, EvaluationMetrics)
 
 
 def _latest(lines: Iterable[Line]) -> list[Line]:
