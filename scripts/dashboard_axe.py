@@ -23,8 +23,7 @@ from typing import Any
 from browser import Page, page
 from dashboard_pictures import keep_alive, write_rehearsed_run
 
-from thinwire.monitor.dashboard.run_follower import Feed
-from thinwire.monitor.dashboard.server import DashboardServer
+from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower
 
 # Width and height of the window, in CSS pixels; 320 is what WCAG 2.2 asks of pages (1.4.10, reflow).

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from thinwire.monitor.dashboard.run_follower import Feed
-from thinwire.monitor.dashboard.server import DashboardServer
+from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Place

@@ -40,12 +40,11 @@ from thinwire.elastic.journal import Journal
 from thinwire.elastic.protocol import VERSION, Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError, ThinwireError
 from thinwire.lab.channel import Channel
-from thinwire.monitor.active_test.plans import cells_of, read_flow, read_object, read_pair, seconds_of
-from thinwire.monitor.dashboard.run_follower import Feed
-from thinwire.monitor.dashboard.server import DashboardServer
+from thinwire.monitor.active_test.wire_tests import cells_of, read_flow, read_object, read_pair, seconds_of
+from thinwire.monitor.dashboard.server import DashboardServer, Feed
 from thinwire.monitor.dashboard.snapshot import RunFollower
 from thinwire.monitor.doctor.peer import parse_target
-from thinwire.monitor.record.watched_links import RankPlace
+from thinwire.monitor.record.connection_records import RankPlace
 from thinwire.planning import probe
 from thinwire.sync import consistency_check
 from thinwire.training.checkpoints.global_state import MAGIC, GlobalState, pack, unpack

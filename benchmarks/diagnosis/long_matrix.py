@@ -4,7 +4,7 @@ sudo python benchmarks/diagnosis/long_matrix.py --seed 1 --number 0 --hosts 4 --
 python benchmarks/diagnosis/long_matrix.py --report
 
 Real processes train a small model on hosts with shaped links. What they write is judged twice a second by what judges
-every run (`LiveJudge`, fed by `RecordTail`). Each fault is left there until it was told rightly for some seconds or
+every run (`LiveJudge`, fed by `RecordTailer`). Each fault is left there until it was told rightly for some seconds or
 its time is over, then taken back until nothing is told any more, or for 15 s. Between them nothing is broken, and
 whatever is told then is a false alarm. A line of JSON a scenario says what was told, when, and how right it was.
 """
@@ -28,8 +28,8 @@ from long_report import report
 from thinwire.lab import Lab
 from thinwire.monitor.detect.live import LiveJudge, News
 from thinwire.monitor.live_diagnosis import LOOK_S, SOON_S
-from thinwire.monitor.runlog.record_tailer import RecordTail
 from thinwire.monitor.runlog.records import Operation, Record
+from thinwire.monitor.runlog.tailer import RecordTailer
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_long.jsonl"
 START_S, FIRST_ROUNDS, FIRST_S = 120.0, 30, 60.0
@@ -161,7 +161,7 @@ class LongRun:
         self.lab = Lab(hosts=job.hosts, rate=f"{RATE}mbit")
         self.run = Run(job, self.lab, folder, data=data)
         self.strikes = Strikes(self.lab, [folder / f"step-{host}" for host in range(job.hosts)], self.run.folders)
-        self.tails: dict[Path, RecordTail] = {}
+        self.tails: dict[Path, RecordTailer] = {}
         for host in range(job.hosts):
             self.strikes.set_step(host)
         self.look = Look(LiveJudge())
@@ -173,7 +173,7 @@ class LongRun:
         self._next_s = max(self._next_s + (SOON_S if self._was_soon else LOOK_S), time.monotonic())
         time.sleep(max(0.0, self._next_s - time.monotonic()))
         for path in (path for out in self.run.folders for path in out.glob("records-rank-*.jsonl")):
-            self.tails.setdefault(path, RecordTail(path))
+            self.tails.setdefault(path, RecordTailer(path))
         return self.look([record for tail in self.tails.values() for record in tail.new_records()])
 
     @property

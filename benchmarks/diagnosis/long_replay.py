@@ -24,8 +24,8 @@ from long_report import report
 
 from thinwire.monitor.detect.live import LiveJudge, News
 from thinwire.monitor.live_diagnosis import LOOK_S
-from thinwire.monitor.runlog.record_tailer import RecordTail
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Record
+from thinwire.monitor.runlog.tailer import RecordTailer
 
 REPLAYED = RESULTS.with_name("diagnosis_long_replayed.jsonl")
 LATE_S = 0.25
@@ -34,7 +34,7 @@ LATE_S = 0.25
 def stamped(path: Path) -> Iterator[tuple[float, Record]]:
     """Yield a file's records, and about when each was written."""
     at_s = 0.0
-    for record in RecordTail(path, most_bytes=1 << 30).new_records():
+    for record in RecordTailer(path, most_bytes=1 << 30).new_records():
         at_s = max(at_s, _told_s(record))
         yield at_s + LATE_S, record
 

@@ -33,8 +33,8 @@ from lab_report import keep
 from thinwire.lab import Lab, rank_environment
 from thinwire.monitor.detect.live import LiveJudge
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.record_tailer import RecordTail
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.monitor.runlog.tailer import RecordTailer
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis_torch_wires.jsonl"
 JOB = Path(__file__).with_name("torch_wires_job.py")
@@ -152,7 +152,7 @@ def play(scenario: Scenario, *, keep_in: Path | None = None) -> dict[str, Any]:
         for host in range(scenario.hosts):
             variables = {**rank_environment(host, scenario.hosts), "OMP_NUM_THREADS": "1"}
             lab.start([sys.executable, str(JOB), folder, *words], host=host, environment=variables)
-        tails = [RecordTail(Path(folder) / f"records-rank-{rank}.jsonl") for rank in range(scenario.hosts)]
+        tails = [RecordTailer(Path(folder) / f"records-rank-{rank}.jsonl") for rank in range(scenario.hosts)]
         judge, told = LiveJudge(), _Told(scenario)
         until_s = time.monotonic() + START_S
         while not all((Path(folder) / f"records-rank-{rank}.jsonl").exists() for rank in range(scenario.hosts)):

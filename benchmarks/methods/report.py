@@ -22,7 +22,7 @@ from compare import RESULTS, TASKS, entries, read
 from scatter import Dot, scatter
 
 from thinwire.methods import about, recipe
-from thinwire.monitor.report.axes import Axis
+from thinwire.monitor.report.charts import Axis
 
 REFERENCE = "all-reduce, AdamW"
 RATE = "20mbit"

@@ -23,8 +23,7 @@ from tests.rehearsed_run import finding_line
 from tests.sample_runs import append, step_line, write_run
 from thinwire.cli.dashboard import DashboardOptions, main
 from thinwire.monitor.dashboard import server as server_module
-from thinwire.monitor.dashboard.run_follower import Feed
-from thinwire.monitor.dashboard.server import DashboardServer, check_token
+from thinwire.monitor.dashboard.server import DashboardServer, Feed, check_token
 from thinwire.monitor.dashboard.snapshot import RunFollower
 
 TOKEN = "a-token-of-24-letters.00"

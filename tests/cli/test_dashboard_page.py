@@ -14,13 +14,13 @@ import pytest
 
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
-from thinwire.monitor.dashboard.page_template import document
+from thinwire.monitor.dashboard.server import dashboard_page
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.findings import Place
 from thinwire.monitor.scenes import Fault
 
 NODE = shutil.which("node")
-PAGE = document().holding("").decode()
+PAGE = dashboard_page().holding("").decode()
 NEEDS_NODE = pytest.mark.skipif(NODE is None, reason="runs the page's script: install node (Debian: nodejs)")
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 
@@ -80,7 +80,15 @@ def test_nothing_on_the_page_comes_from_elsewhere(outline: Outline) -> None:
 
 
 def test_what_files_hold_can_only_become_text() -> None:
-    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "DOMParser"):
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "Function(",
+        "DOMParser",
+    ):
         assert way not in PAGE
     assert not re.search(r'\son[a-z]+="', PAGE)
 
@@ -150,7 +158,7 @@ def test_the_policy_allows_exactly_what_stands_in_the_page() -> None:
     import base64
     import hashlib
 
-    policy = document().policy
+    policy = dashboard_page().policy
     for tag in ("style", "script"):
         inside = PAGE.rpartition(f"<{tag}>")[2].partition(f"</{tag}>")[0]
         assert base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode() in policy

@@ -18,7 +18,7 @@ import pytest
 from tests.lab.machine import skip_where_labs_are_impossible
 from tests.sample_texts import TEXTS
 from thinwire.cli.main import main
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.planning.plan import load_plan
 
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]

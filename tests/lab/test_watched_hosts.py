@@ -13,7 +13,7 @@ from thinwire.lab import Lab, rank_environment
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 
 pytestmark = pytest.mark.multiprocess
 SCRIPT = Path(__file__).parent / "watched_script.py"

@@ -12,7 +12,7 @@ import pytest
 from thinwire.errors import WorkerFailed
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.training.config import TrainConfig
 from thinwire.training.launch import launch
 

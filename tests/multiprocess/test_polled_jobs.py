@@ -23,7 +23,7 @@ from thinwire import compat
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.record import torch_recorder as watching_module
 from thinwire.monitor.runlog.records import Operation
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.transport.collective_hooks import CollectiveHooks, GroupCall
 
 pytestmark = pytest.mark.multiprocess
@@ -119,7 +119,7 @@ def test_the_rank_that_breaks_a_job_is_named_where_ends_are_asked_for(
 
 
 def let_a_call_fail(folder: str) -> bool:
-    """Call what the other rank does not, and return whether that it failed was written down while nobody waited."""
+    """GroupCall what the other rank does not, and return whether that it failed was written down while nobody waited."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     ask_for_collectives()
     with thinwire.watch(folder, gpu_calls=True):
@@ -245,7 +245,7 @@ def told(seen: Seen, number: int) -> list[Any]:
 
 
 def mark_some() -> dict[str, Any]:
-    """Call what gives no `Work`, on two streams, and return which ends were told as their marks were passed."""
+    """GroupCall what gives no `Work`, on two streams, and return which ends were told as their marks were passed."""
     dist.init_process_group("gloo")
     seen, done = Seen(), give_no_work()
     first, second, other, gone = Mark("a"), Mark("a"), Mark("b"), Mark("c", refusal=RuntimeError("gone"))
@@ -320,7 +320,7 @@ def shard_without_work(folder: str) -> dict[str, Any]:
     usual = compat.unboxed_work
     compat.unboxed_work = lambda result: usual(result).wait() and None
     watching_module.calls_on_gpus = lambda kind, device: True  # type: ignore[assignment]
-    watching_module.WatchedGroups = partial(CollectiveHooks, mark=PassedSoon)  # type: ignore[assignment, misc]
+    watching_module.CollectiveHooks = partial(CollectiveHooks, mark=PassedSoon)  # type: ignore[assignment, misc]
     with thinwire.watch(f"{folder}/marked", gpu_calls=True) as watching:
         marked = train_sharded()
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from processes import free_port
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started, finish, metrics, result, with_slow_steps
 
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.transport.all_gather_json import NOTE_BYTES
 from thinwire.transport.message import HEADER_BYTES
 from thinwire.transport.secret import make_secret

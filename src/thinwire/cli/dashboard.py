@@ -39,8 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         0 after Ctrl-C, 1 for what went wrong while running, 2 for wrong options.
     """
     from thinwire.errors import ThinwireError
-    from thinwire.monitor.dashboard.run_follower import Feed
-    from thinwire.monitor.dashboard.server import DashboardServer
+    from thinwire.monitor.dashboard.server import DashboardServer, Feed
     from thinwire.monitor.dashboard.snapshot import RunFollower
 
     try:

@@ -69,7 +69,7 @@ def _diagnose(arguments: Sequence[str]) -> int:
     from thinwire.errors import DataError
     from thinwire.monitor.detect.diagnose import findings_of_whole
     from thinwire.monitor.detect.timeline import build
-    from thinwire.monitor.runlog.sources import read_files
+    from thinwire.monitor.runlog.run_folder import read_files
 
     try:
         options = read_words(DiagnoseOptions, arguments, prog="thinwire diagnose")
@@ -158,8 +158,7 @@ def _write_trace(job: Job, findings: Sequence[Finding], path: Path) -> bool:
 
 
 def _write_heat(job: Job, path: Path, *, kind: str) -> bool:
-    from thinwire.monitor.heat import heat_maps
-    from thinwire.monitor.heat_page import to_page, words
+    from thinwire.monitor.heat import heat_maps, to_page, words
 
     maps = heat_maps(job)
     if kind != "all":

@@ -19,7 +19,7 @@ from thinwire.units import format_rate, format_seconds, parse_rate, parse_second
 
 if TYPE_CHECKING:
     from thinwire.monitor.active_test.active_test import Outcome
-    from thinwire.monitor.active_test.results import Measured, PairTest
+    from thinwire.monitor.active_test.evaluation import Measured, PairTest
 
 FOUND, USAGE, FAILED = 3, 2, 1
 _MOST_ROWS = 56
@@ -213,7 +213,7 @@ def _values(measured: Measured) -> dict[str, Any]:
 
 def _table(measured: Measured) -> list[str]:
     """Return what was measured as lines: hosts, then pairs, the slowest first where there are many."""
-    from thinwire.monitor.active_test.results import all_reduce_s, reference_rate
+    from thinwire.monitor.active_test.evaluation import all_reduce_s, reference_rate
 
     lines = [
         f"rank {rank} on {measured.hosts[rank]}: {format_rate(rate)} to itself"
@@ -240,7 +240,7 @@ def _table(measured: Measured) -> list[str]:
 
 def _row(measured: Measured, cell: tuple[int, int], pair: PairTest, reference: float) -> str:
     def seconds_beside(flows: Any) -> str:
-        from thinwire.monitor.active_test.results import expected_s
+        from thinwire.monitor.active_test.evaluation import expected_s
 
         if cell not in flows or not pair.rate_bits_per_s:
             return "-"

@@ -70,7 +70,7 @@ def judged(config: TrainConfig, *, step: int, say: Callable[[str], None]) -> Ite
 
     def look() -> None:
         while not done.wait(_LOOK_S):
-            parts.look()
+            parts.poll()
 
     parts.begin(step=step)
     watcher = threading.Thread(target=look, name="thinwire-parts", daemon=True)

@@ -16,36 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from thinwire.cli.tables import plain
-from thinwire.monitor.runlog.run_folder import EvaluationLine, StepLine, join_evaluations, parse
+from thinwire.monitor.runlog.run_folder import EvaluationMetrics, StepMetrics, join_evaluations, parse
+from thinwire.monitor.runlog.tailer import JsonlTailer
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
-_MOST_BYTES = 1 << 22  # read at once from one file; what is left comes with the next look
 _JOIN_S = 5.0
-
-
-class Tail:
-    """Reads what was appended to a file of JSON lines since the last look.
-
-    A line without its end waits for the rest; a file that became shorter was cut by a resumed run and is read anew.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = 0
-
-    def new_lines(self) -> list[bytes]:
-        """Return the whole lines since the last look, none while there is no file."""
-        try:
-            with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._at:
-                    self._at = 0
-                file.seek(self._at)
-                content = file.read(_MOST_BYTES)
-        except FileNotFoundError:
-            return []
-        whole = content.rfind(b"\n") + 1
-        self._at += whole
-        return content[:whole].splitlines()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,13 +28,13 @@ class RunState:
     """The latest that each replica wrote."""
 
     total_steps: int
-    steps: dict[int, StepLine] = field(default_factory=dict)
+    steps: dict[int, StepMetrics] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    parts: dict[int, EvaluationLine] = field(default_factory=dict)
+    parts: dict[int, EvaluationMetrics] = field(default_factory=dict)
     warnings: dict[int, str] = field(default_factory=dict)
 
     @property
-    def evaluation(self) -> EvaluationLine | None:
+    def evaluation(self) -> EvaluationMetrics | None:
         """The last evaluation, as far as replicas have written their parts of it."""
         return next(reversed(join_evaluations(self.parts.values())), None)
 
@@ -74,9 +49,9 @@ class RunState:
         values = json.loads(line)
         kind = values.get("kind", "") if isinstance(values, dict) else ""
         if kind == "step":
-            self.steps[replica] = parse(StepLine, values, source="a line of metrics")
+            self.steps[replica] = parse(StepMetrics, values, source="a line of metrics")
         elif kind == "eval":
-            self.parts[replica] = parse(EvaluationLine, values, source="a line of metrics")
+            self.parts[replica] = parse(EvaluationMetrics, values, source="a line of metrics")
         elif kind == "error":
             self.errors[replica] = str(values.get("message", "unknown error"))
         elif kind == "warning":
@@ -115,7 +90,7 @@ class LiveView:
         after_step: int | None = None,
     ) -> None:
         self.state = RunState(total_steps=total_steps)
-        self._tails = {n: Tail(run_dir / f"metrics-replica-{n}.jsonl") for n in range(replicas)}
+        self._tails = {n: JsonlTailer(run_dir / f"metrics-replica-{n}.jsonl") for n in range(replicas)}
         self._console = console or Console(stderr=True)
         self._quiet = quiet
         self._period_s = period_s
@@ -214,7 +189,7 @@ def progress_words(state: RunState) -> str:
     """Say in one line how far replica 0 is, with the speed of all replicas.
 
     Example:
-        >>> line = StepLine(
+        >>> line = StepMetrics(
         ...     step=30, time_s=12.3, loss=5.1, tokens=30720, tokens_per_s=2500.0, compute_fraction=0.99,
         ...     sent_bytes=123, received_bytes=99, sent_bits_per_s=1e5, peak_bits_per_s=2e6, rounds_in_flight=1,
         ... )
@@ -231,7 +206,7 @@ def progress_words(state: RunState) -> str:
     )
 
 
-def evaluation_words(evaluation: EvaluationLine) -> str:
+def evaluation_words(evaluation: EvaluationMetrics) -> str:
     """Say the loss of the global parameters in one line."""
     return f"step {evaluation.step}  validation loss of the global parameters {evaluation.val_loss:.4f}"
 
@@ -271,7 +246,7 @@ _NARROW = ("replica", "progress", "steps", *_STACKED)
 _WIDE = ("replica", "progress", "steps", *(part for pair in _STACKED.values() for part in pair))
 
 
-def _cells(line: StepLine | None) -> dict[str, str]:
+def _cells(line: StepMetrics | None) -> dict[str, str]:
     if line is None:
         return {name: "-" for pair in _STACKED.values() for name in pair}
     return {

@@ -87,7 +87,7 @@ def _watch_table(follower: RunFollower, console: Console, *, period_s: float) ->
 
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            is_behind = follower.look()
+            is_behind = follower.poll()
             sections = follower.sections()
             live.update(run_table(sections, width=console.width), refresh=True)
             if not is_behind and sections["run"]["state"] == "finished":
@@ -102,7 +102,7 @@ def _watch_lines(follower: RunFollower, console: Console, *, period_s: float) ->
 
     told: list[str] = []
     while True:
-        is_behind = follower.look()
+        is_behind = follower.poll()
         sections = follower.sections()
         said = news(sections)
         for words in [words for words in said if words not in told]:

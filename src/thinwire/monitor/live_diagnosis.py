@@ -20,9 +20,9 @@ from typing import Any, Protocol
 from thinwire.monitor.detect.live import LiveJudge, News
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.remediation import Action, Steering
-from thinwire.monitor.runlog.line_file import LineFile
-from thinwire.monitor.runlog.record_tailer import RecordTail
-from thinwire.monitor.runlog.run_files import MEMBERS_FILE
+from thinwire.monitor.runlog.run_folder import MEMBERS_FILE
+from thinwire.monitor.runlog.tailer import RecordTailer
+from thinwire.monitor.runlog.writer import JsonlWriter
 from thinwire.transport.addresses import host_name
 from thinwire.units import format_bytes, format_moment
 
@@ -104,14 +104,14 @@ class LiveDiagnosis:
         self._judge = judge or LiveJudge(own_host=host_name())
         self._is_mine = is_mine
         self._is_said = is_said
-        self._tails: dict[Path, RecordTail] = {}
+        self._tails: dict[Path, RecordTailer] = {}
         self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
         self._stop = threading.Event()
         self._told_problem = ""
         self._ever: frozenset[int] = frozenset()
         self._noted: tuple[frozenset[int], frozenset[int]] | None = None
         self._is_full = False
-        self._files: dict[str, LineFile] = {}
+        self._files: dict[str, JsonlWriter] = {}
         self.news: list[tuple[float, News]] = []
         self.actions: list[dict[str, Any]] = []
         self.num_looks = 0
@@ -137,7 +137,7 @@ class LiveDiagnosis:
         for file in self._files.values():
             file.close()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read what came, judge it, tell and act; called by the thread."""
         began_s = time.thread_time()
         self._see_room()
@@ -161,7 +161,7 @@ class LiveDiagnosis:
         while not self._stop.wait(pause_s):
             busy_s, was_soon = self.busy_s, pause_s == SOON_S
             try:
-                self.look()
+                self.poll()
             except Exception as error:  # the run is worth more than what is said of it
                 self._complain(f"{type(error).__name__}: {error}")
             pause_s = max(LOOK_S, (self.busy_s - busy_s) / _MOST_SHARE)
@@ -172,7 +172,7 @@ class LiveDiagnosis:
         for path in sorted(self._run_dir.glob(_RECORDS)):
             if path.name.endswith(".old.jsonl") or (path not in self._tails and not self._is_new(path)):
                 continue
-            tail = self._tails.setdefault(path, RecordTail(path))
+            tail = self._tails.setdefault(path, RecordTailer(path))
             self._judge.take(tail.new_records())
 
     def _note_members(self, members: Members | None) -> None:
@@ -258,7 +258,7 @@ class LiveDiagnosis:
     def _append(self, name: str, line: dict[str, Any]) -> None:
         try:
             if name not in self._files:
-                self._files[name] = LineFile(self._run_dir / name, warn=self._complain)
+                self._files[name] = JsonlWriter(self._run_dir / name, warn=self._complain)
             self._files[name].write(json.dumps(line, separators=(",", ":")), is_last=True)
         except OSError as error:
             self._complain(f"cannot write {self._run_dir / name}: {error.strerror}")

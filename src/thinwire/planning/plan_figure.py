@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from thinwire.files import write_whole
-from thinwire.monitor.report.axes import Axis
-from thinwire.monitor.report.chart import Chart, Point, Series, image_file, line_chart
+from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Point, image_file, line_chart
 from thinwire.planning.plan import Outlook, Plan, pareto
 
 
@@ -24,14 +23,14 @@ def plan_chart(plan: Plan) -> Chart:
     """Return time on a logarithmic axis against the loss penalty; what has no published loss is left out."""
     front = pareto(plan.outlooks)
     known = [one for one in plan.outlooks if one.penalty is not None and one is not plan.best]
-    series = [Series(name="nothing is better in both", points=_points(front), colour=0)]
+    series = [ChartSeries(name="nothing is better in both", points=_points(front), colour=0)]
     named: list[str] = []
     for one in known:
         name = "alone" if one.candidate.num_replicas == 1 else one.candidate.method
         label = "" if name in named else name
         named += [name] if label else []
         series.append(
-            Series(
+            ChartSeries(
                 name=one.candidate.describe(),
                 points=_points([one]),
                 colour=2 + named.index(name),
@@ -41,7 +40,7 @@ def plan_chart(plan: Plan) -> Chart:
         )
     if plan.best.penalty is not None:
         words = plan.best.candidate.describe()
-        series.append(Series(name=words, points=_points([plan.best]), colour=1, label="the plan", has_dots=True))
+        series.append(ChartSeries(name=words, points=_points([plan.best]), colour=1, label="the plan", has_dots=True))
     return Chart(
         title=f"{plan.model}: time to {plan.tokens:.3g} tokens against loss",
         x=Axis(label="hours (log scale)", scale="log"),

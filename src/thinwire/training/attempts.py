@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from thinwire.files import write_whole
 from thinwire.monitor.downtime import Downtime, Incident, account
-from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.monitor.runlog.writer import JsonlWriter
 from thinwire.training.checkpoints.interval import interval_steps, mtbf_s
 
 PARTS_FILE = "parts.jsonl"
@@ -41,7 +41,7 @@ class RunParts:
         self._clock = clock
         self._seen: tuple[float, int] | None = None
         self._is_working = False
-        self._file: LineFile | None = None
+        self._file: JsonlWriter | None = None
         self._began_s = clock()
 
     def begin(self, *, step: int) -> None:
@@ -56,7 +56,7 @@ class RunParts:
         self._seen = _size(self._run_dir / _METRICS)
         self._write("begun", {"step": step})
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Note the first sign of work, and write what a full disk kept waiting; called now and then."""
         if self._file is not None:
             self._file.flush()
@@ -68,7 +68,7 @@ class RunParts:
 
     def end(self, how: How, *, found_s: float | None = None) -> None:
         """Note how the part ended, and when the fault that ended it was found, where that was before the end."""
-        self.look()
+        self.poll()
         found = {} if found_s is None else {"found_s": round(found_s, 3)}
         self._write("ended", {"how": how, **found, **_last_step(self._run_dir)})
         if self._file is not None:
@@ -79,7 +79,7 @@ class RunParts:
         line = {"what": what, "at": round(self._clock() if at_s is None else at_s, 3), **fields}
         with contextlib.suppress(OSError):  # what matters more reports it
             if self._file is None:
-                self._file = LineFile(self._run_dir / PARTS_FILE)
+                self._file = JsonlWriter(self._run_dir / PARTS_FILE)
             self._file.write(json.dumps(line, separators=(",", ":")), is_last=True)
 
 

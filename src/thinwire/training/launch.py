@@ -20,7 +20,7 @@ from typing import Any
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.monitor.detect.hangs import SILENCE_S
-from thinwire.monitor.runlog.record_file import last_beat_s, write_obituary
+from thinwire.monitor.runlog.writer import last_beat_s, write_obituary
 from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
 from thinwire.training.run_identity import read_identity

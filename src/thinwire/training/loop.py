@@ -21,7 +21,7 @@ from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.checkpoint import Checkpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import Watch
-from thinwire.training.metrics import Meter, Reading
+from thinwire.training.metrics import Meter, ReplicaCounts
 from thinwire.training.step_timing import Passes
 
 Batch = tuple[Tensor, Tensor]
@@ -94,7 +94,7 @@ class Training:
         """How long a replica may keep the others waiting outside of a round, from measured times."""
         return self._deadlines.deadline_s(steps=self._drift_steps)
 
-    def reading(self) -> Reading:
+    def reading(self) -> ReplicaCounts:
         """Return this replica's counts now."""
         return self._meter.read(stalled_s=self._optimizer.statistics.stalled_s)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from thinwire.errors import MissingExtra
 from thinwire.events import Totals, Transfer, TransferLog
-from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.monitor.runlog.writer import JsonlWriter
 
 WINDOW_S = 0.1
 _MAX_WINDOWS = 20_000
@@ -52,7 +52,7 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ReplicaCounts:
     """What a replica counts, at one moment; carried over a resume.
 
     Attributes:
@@ -104,14 +104,14 @@ class Meter:
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self._paths = run_dir / f"metrics-replica-{replica}.jsonl", run_dir / f"transfers-replica-{replica}.jsonl"
-        self._metrics, self._transfers = (LineFile(path, warn=warn) for path in self._paths)
+        self._metrics, self._transfers = (JsonlWriter(path, warn=warn) for path in self._paths)
         self._loggers = loggers
         self._log = log
         self._origin_s = time.monotonic()
-        self._carried = Reading()
+        self._carried = ReplicaCounts()
         self._peak = Peak()
         self.tokens = 0
-        self._last = Reading()
+        self._last = ReplicaCounts()
         self._losses: list[Any] = []
         self.latest_loss = math.nan
         self._start_s = 0.0
@@ -123,14 +123,14 @@ class Meter:
             self._record(transfer)
         self._log.add_sink(self._record)
 
-    def read(self, *, stalled_s: float) -> Reading:
+    def read(self, *, stalled_s: float) -> ReplicaCounts:
         """Return the counts now.
 
         Args:
             stalled_s: Seconds that this process's training thread waited for the wire.
         """
         carried = self._carried
-        return Reading(
+        return ReplicaCounts(
             time_s=time.monotonic() - self._origin_s,
             tokens=self.tokens,
             stalled_s=carried.stalled_s + stalled_s,
@@ -214,13 +214,13 @@ class Meter:
             Totals(**dict(zip(("messages", "payload_bytes", "wire_bytes"), state[name], strict=True)))
             for name in ("sent", "received")
         )
-        self._carried = Reading(stalled_s=state["stalled_s"], sent=sent, received=received)
+        self._carried = ReplicaCounts(stalled_s=state["stalled_s"], sent=sent, received=received)
         self._peak = Peak(state["peak_bits_per_s"])
         self._origin_s = time.monotonic() - state["time_s"]
         self.tokens = state["tokens"]
         self._losses = list(state["losses"])
         time_s, tokens, stalled_s, sent_bytes = state["last"]
-        last = Reading(time_s=time_s, tokens=tokens, stalled_s=stalled_s)
+        last = ReplicaCounts(time_s=time_s, tokens=tokens, stalled_s=stalled_s)
         self._last = replace(last, sent=Totals(wire_bytes=sent_bytes))
         for file, path, size in zip((self._metrics, self._transfers), self._paths, state["file_bytes"], strict=True):
             file.flush()

@@ -19,7 +19,7 @@ from thinwire.errors import DesyncError
 from thinwire.files import replace_whole, write_whole
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
-from thinwire.training.metrics import Reading
+from thinwire.training.metrics import ReplicaCounts
 from thinwire.version import __version__
 
 
@@ -37,7 +37,7 @@ def parameters_sha256(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def replica_note(reading: Reading, *, sha256: str) -> dict[str, Any]:
+def replica_note(reading: ReplicaCounts, *, sha256: str) -> dict[str, Any]:
     """Return what a replica tells the others at the end."""
     return {
         "sha256": sha256,

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.sample_runs import append, step_line, write_run
 from thinwire.cli.tables import final_table
-from thinwire.cli.view import LiveView, RunState, Tail, progress_table
+from thinwire.cli.view import LiveView, RunState, progress_table
 from thinwire.errors import DataError
 
 STEP = 0.01
@@ -62,27 +62,6 @@ def test_what_was_written_just_before_the_end_is_still_shown(tmp_path: Path) -> 
         time.sleep(5 * STEP)
         append(_metrics(tmp_path, 0), step_line(20))
     assert "step 20/20" in stream.getvalue()
-
-
-def test_a_half_line_waits_for_its_rest(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    tail = Tail(path)
-    assert tail.new_lines() == []
-    path.write_bytes(b'{"a": 1}\n{"b"')
-    assert tail.new_lines() == [b'{"a": 1}']
-    assert tail.new_lines() == []
-    with path.open("ab") as file:
-        file.write(b": 2}\n")
-    assert tail.new_lines() == [b'{"b": 2}']
-
-
-def test_a_file_that_a_resume_cut_short_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    path.write_bytes(b"one\ntwo\n")
-    tail = Tail(path)
-    assert tail.new_lines() == [b"one", b"two"]
-    path.write_bytes(b"one\n")
-    assert tail.new_lines() == [b"one"]
 
 
 @pytest.mark.parametrize("after_step", [0, 20])

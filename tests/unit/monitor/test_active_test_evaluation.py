@@ -9,16 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from thinwire.monitor.active_test.evaluation import judge, slow_loopbacks, suspects
-from thinwire.monitor.active_test.results import (
+from thinwire.monitor.active_test.evaluation import (
     AllReduce,
-    Flow,
+    FlowTest,
     Measured,
     PairTest,
     all_reduce_s,
     expected_s,
+    judge,
     rate_of,
     reference_rate,
+    slow_loopbacks,
+    suspects,
 )
 from thinwire.monitor.findings import Place
 
@@ -118,11 +120,11 @@ def test_an_expectation_above_what_the_hosts_carry_to_themselves_is_said_to_be_t
     assert "No host carries more than 80.0 Mbit/s to itself" in found.text and found.confidence == 0.5
 
 
-def crowd(count: int, longer: dict[Cell, float]) -> dict[Cell, Flow]:
+def crowd(count: int, longer: dict[Cell, float]) -> dict[Cell, FlowTest]:
     """Return transfers of everyone to everyone that take as long as they should, or so many times longer."""
-    flows = {cell: Flow(num_bytes=100_000, seconds=1.0) for cell in cells(count)}
+    flows = {cell: FlowTest(num_bytes=100_000, seconds=1.0) for cell in cells(count)}
     due = expected_s(flows, measured(count))
-    return {cell: Flow(num_bytes=100_000, seconds=due[cell] * longer.get(cell, 1.0)) for cell in flows}
+    return {cell: FlowTest(num_bytes=100_000, seconds=due[cell] * longer.get(cell, 1.0)) for cell in flows}
 
 
 def test_a_host_that_is_slow_only_while_all_send_is_named_and_so_is_what_all_share() -> None:

@@ -18,11 +18,21 @@ import thinwire
 from thinwire.errors import ConnectError, PayloadError
 from thinwire.monitor.active_test import active_test
 from thinwire.monitor.active_test import wire_tests as active_wires
-from thinwire.monitor.active_test.active_test import Outcome, run_test
-from thinwire.monitor.active_test.plans import cells_of, read_flow, read_object, read_pair, rounds_of, seconds_of
-from thinwire.monitor.active_test.rank_process import ActiveRank
-from thinwire.monitor.active_test.results import PairTest
-from thinwire.monitor.active_test.wire_tests import Line, follow, lead, quickest_ring, ring_all_reduce
+from thinwire.monitor.active_test.active_test import ActiveRank, Outcome, run_test
+from thinwire.monitor.active_test.evaluation import PairTest
+from thinwire.monitor.active_test.wire_tests import (
+    PairChannel,
+    cells_of,
+    follow,
+    lead,
+    quickest_ring,
+    read_flow,
+    read_object,
+    read_pair,
+    ring_all_reduce,
+    rounds_of,
+    seconds_of,
+)
 from thinwire.transport import lossy_rendezvous as boards
 from thinwire.transport.addresses import Address, RankEndpoint
 from thinwire.transport.base import Transport
@@ -48,7 +58,7 @@ def lie(payload: torch.Tensor, envelope: object) -> torch.Tensor:
 
 def test_the_bytes_of_a_pair_are_timed_and_checked() -> None:
     def main(transport: LoopbackTransport) -> Any:
-        line = Line(transport, 1 - transport.replica, number=7, promise=promise)
+        line = PairChannel(transport, 1 - transport.replica, number=7, promise=promise)
         return lead(line, seconds=0.01, seed=5) if transport.replica == 0 else follow(line, seed=5)
 
     times, _ = thinwire.run_replicas(2, main)
@@ -58,7 +68,7 @@ def test_the_bytes_of_a_pair_are_timed_and_checked() -> None:
 def test_a_bit_that_changes_behind_the_checksum_is_seen_by_both_ends() -> None:
     def main(transport: LoopbackTransport) -> None:
         fault = Fault(kind="forge", replica=0, direction="sent", forge=lie)
-        line = Line(FaultyTransport(transport, [fault]), 1 - transport.replica, number=7, promise=promise)
+        line = PairChannel(FaultyTransport(transport, [fault]), 1 - transport.replica, number=7, promise=promise)
         with pytest.raises(PayloadError, match="not those that were sent"):
             lead(line, seconds=0.01, seed=5) if transport.replica == 0 else follow(line, seed=5)
 

@@ -15,13 +15,13 @@ import pytest
 from tests.rehearsed_run import finding_line, write_records
 from tests.sample_runs import append, step_line, write_run
 from thinwire.errors import DataError
-from thinwire.monitor.dashboard.downsampling import Curve
+from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
 from thinwire.monitor.dashboard.window import RankWindow
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import MOST_LINE_BYTES
 from thinwire.monitor.runlog.records import Operation, TransferEnd
-from thinwire.monitor.runlog.tailer import GrowingFile
+from thinwire.monitor.runlog.tailer import JsonlTailer
 from thinwire.monitor.scenes import Fault
 
 SLOW = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
@@ -80,7 +80,7 @@ def test_the_usual_time_of_a_link_outlives_the_window_of_records(
             begin, end = (len(lines) * edge // 8 for edge in (part, part + 1))
             with (run / name).open("a") as file:
                 file.writelines(lines[begin:end])
-        follower.look()
+        follower.poll()
         found = follower.sections()
     assert cell(found, 0, 2)["times_longer"] > 3.5  # though all that is still there is slow
 
@@ -107,7 +107,7 @@ def test_a_page_that_judges_itself_remembers_what_the_records_that_it_keeps_tell
         for name, lines in written.items():
             with (run / name).open("a") as file:
                 file.writelines(lines[part * len(lines) // 4 : (part + 1) * len(lines) // 4])
-        while follower.look():
+        while follower.poll():
             pass
         found = follower.sections()
     assert ("link 0 -> 2", True) in _told(found)
@@ -253,10 +253,10 @@ def test_a_replica_that_was_resumed_writes_its_curve_anew(tmp_path: Path) -> Non
     path = tmp_path / "metrics-replica-0.jsonl"
     follower = RunFollower(tmp_path)
     append(path, *(step_line(step, loss=float(step)) for step in (10, 20, 30)))
-    follower.look()
+    follower.poll()
     path.write_text("")
     append(path, step_line(10, loss=10.0), step_line(20, loss=1.5))
-    follower.look()
+    follower.poll()
     (curve,) = follower.sections()["curves"]["loss"]
     assert curve["points"] == [[10.0, 10.0], [20.0, 1.5]]
 
@@ -294,34 +294,6 @@ def test_lines_that_are_told_twice_or_too_long_or_by_another_rank(tmp_path: Path
     assert any("a record of rank 1 in the file of rank 2" in words for words in found["notes"]["refused"])
 
 
-def test_what_is_read_of_a_growing_file_is_read_once_and_whole_lines_only(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    file = GrowingFile(path)
-    assert file.look() == (False, [])
-    path.write_bytes(b"one\ntw")
-    assert file.look() == (False, [(1, b"one")])
-    assert file.look() == (False, [])
-    with path.open("ab") as more:
-        more.write(b"o\n\nfour\n")
-    assert file.look() == (False, [(2, b"two"), (4, b"four")])
-    path.write_bytes(b"new\n")
-    assert file.look() == (True, [(1, b"new")])
-
-
-def test_of_a_long_file_the_head_and_the_end_are_read_again_where_it_is_written_anew(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    file = GrowingFile(path, most_bytes=20, head_bytes=10)
-    for name in (b"a", b"b"):
-        fresh = tmp_path / "fresh"
-        fresh.write_bytes(b"".join(b"%s%03d\n" % (name, number) for number in range(20)))
-        fresh.replace(path)
-        assert file.look() == (name == b"b", [(1, name + b"000"), (2, name + b"001")])
-        # the first line of the end has lost its begin, or may have
-        assert file.look() == (False, [(3 + n, b"%s%03d" % (name, 17 + n)) for n in range(3)])
-        assert file.look() == (False, [])
-    assert file.num_skipped_bytes == 2 * 70
-
-
 def test_a_case_that_becomes_exact_is_no_second_finding(tmp_path: Path) -> None:
     lines = [
         json.loads(finding_line(where=where)) | {"case": 4} for where in ("ambiguous: link 0 -> 2 or rank 2", "rank 2")
@@ -344,17 +316,17 @@ def test_who_is_at_the_last_step_is_not_called_silent_while_others_evaluate(tmp_
 def test_records_that_were_put_aside_are_no_new_beginning(tmp_path: Path) -> None:
     write_records(tmp_path, rounds=30)
     follower = RunFollower(tmp_path)
-    follower.look()
+    follower.poll()
     before = len(follower._sources.windows[0]._ends)
     path = tmp_path / "records-rank-0.jsonl"
     head = path.read_text().splitlines(keepends=True)[:2]
     path.rename(tmp_path / "records-rank-0.old.jsonl")
     path.write_text("".join(head))
-    follower.look()
+    follower.poll()
     assert len(follower._sources.windows[0]._ends) == before > 0
     (tmp_path / "records-rank-0.old.jsonl").unlink()
     path.write_text(head[0])  # a new run in this folder
-    follower.look()
+    follower.poll()
     assert len(follower._sources.windows[0]._ends) == 0
 
 
@@ -362,7 +334,7 @@ def test_pipes_in_the_folder_are_not_waited_for(tmp_path: Path) -> None:
     for name in ("config.json", "summary.json", "findings.jsonl", "metrics-replica-0.jsonl"):
         os.mkfifo(tmp_path / name)
     assert snapshot(tmp_path)["run"]["state"] == "waiting"
-    assert GrowingFile(tmp_path / "findings.jsonl").look() == (False, [])
+    assert JsonlTailer(tmp_path / "findings.jsonl").poll() == (False, [])
 
 
 def test_memory_is_bounded_however_long_a_run_is() -> None:

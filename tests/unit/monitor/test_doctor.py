@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 from torch.distributed import TCPStore
 
-from thinwire.monitor.doctor.check import Check, Verdict, ok, skipped, warning, wrong
+from thinwire.monitor.doctor.checks import Check, Verdict, ok, skipped, warning, wrong
 from thinwire.monitor.doctor.doctor import Patient, examine, is_well
 from thinwire.monitor.doctor.peer import Info
 from thinwire.transport.addresses import Address

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.monitor.doctor import network
-from thinwire.monitor.doctor.check import Check, Verdict
-from thinwire.monitor.doctor.network import Chosen
+from thinwire.monitor.doctor import checks
+from thinwire.monitor.doctor.checks import Check, Chosen, Verdict
 
 CHOSEN = Chosen(address="10.77.0.1", interface="eth0", why="the default route leaves from it", is_asked=False)
 
@@ -29,24 +28,24 @@ def unknown(name: str) -> list[str]:
     ],
 )
 def test_a_name_that_is_loopback_only_is_told(addresses: list[str], verdict: Verdict) -> None:
-    check = network.check_own_name("ada", find=lambda name: addresses)
+    check = checks.check_own_name("ada", find=lambda name: addresses)
     assert check.verdict is verdict and f"ada is {', '.join(addresses)}" in check.found
     assert ("/etc/hosts" in check.remedy) == (verdict is Verdict.WARNING)
 
 
 def test_a_name_that_cannot_be_resolved_is_told() -> None:
-    check = network.check_own_name("ada", find=unknown)
+    check = checks.check_own_name("ada", find=unknown)
     assert check.verdict is Verdict.WARNING and "ada cannot be resolved" in check.found and "/etc/hosts" in check.remedy
 
 
 def test_names_are_looked_up_in_the_system_s_way() -> None:
-    assert network.look_up("localhost") == ["127.0.0.1"] and network.look_up("10.77.0.9") == ["10.77.0.9"]
+    assert checks.look_up("localhost") == ["127.0.0.1"] and checks.look_up("10.77.0.9") == ["10.77.0.9"]
     with pytest.raises(OSError):
-        network.look_up("no-such-host.invalid")
+        checks.look_up("no-such-host.invalid")
 
 
 def choose(**more: str) -> Chosen | Check:
-    return network.choose(
+    return checks.choose(
         **{"interface": None, "address": None, "gloo_interface": None, "target": None, **more}  # type: ignore[arg-type]
     )
 
@@ -85,14 +84,14 @@ def test_no_route_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(host: str) -> str:
         raise ConnectError(f"no route to {host}")
 
-    monkeypatch.setattr(network, "address_towards", nowhere)
+    monkeypatch.setattr(checks, "address_towards", nowhere)
     check = choose(target="10.9.9.9")
     assert isinstance(check, Check) and check.found == "there is no route to 10.9.9.9" and "--interface" in check.remedy
-    monkeypatch.setattr(network, "local_addresses", lambda: {"lo": ("127.0.0.1",), "eth1": ("10.0.0.5",)})
+    monkeypatch.setattr(checks, "local_addresses", lambda: {"lo": ("127.0.0.1",), "eth1": ("10.0.0.5",)})
     check = choose()
     assert isinstance(check, Check) and check.verdict is Verdict.WARNING and "eth1 (10.0.0.5)" in check.found
     assert "give the ADDRESS" in check.remedy and "lo" not in check.found.split("which of ")[1].split(" others")[0]
-    monkeypatch.setattr(network, "local_addresses", lambda: {"lo": ("127.0.0.1",)})
+    monkeypatch.setattr(checks, "local_addresses", lambda: {"lo": ("127.0.0.1",)})
     check = choose()
     assert isinstance(check, Check) and check.verdict is Verdict.WRONG and "no interface but loopback" in check.found
 
@@ -115,7 +114,7 @@ def test_no_route_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_the_others_hardly_reach_is_told(
     changes: dict[str, str], target: str | None, verdict: Verdict, found: str
 ) -> None:
-    check = network.check_own_address(replace(CHOSEN, **changes), target=target)  # type: ignore[arg-type]
+    check = checks.check_own_address(replace(CHOSEN, **changes), target=target)  # type: ignore[arg-type]
     assert check.verdict is verdict and found in check.found
     assert ("--interface" in check.remedy) == (verdict is not Verdict.OK)
 
@@ -127,15 +126,15 @@ def test_a_port_is_opened_reached_and_closed_again() -> None:
         with socket.create_connection((address, port), timeout=5):
             reached.append(port)
 
-    check = network.check_port("127.0.0.1", connect=connect)
+    check = checks.check_port("127.0.0.1", connect=connect)
     assert check.verdict is Verdict.OK and f"port {reached[0]} of 127.0.0.1" in check.found
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", reached[0]), timeout=5)
-    assert network.check_port("127.0.0.1").verdict is Verdict.OK
+    assert checks.check_port("127.0.0.1").verdict is Verdict.OK
 
 
 def test_an_address_of_another_host_cannot_be_listened_on() -> None:
-    check = network.check_port("192.0.2.77")
+    check = checks.check_port("192.0.2.77")
     assert check.verdict is Verdict.WRONG and "cannot listen on its address 192.0.2.77" in check.found
     assert "--address" in check.remedy
 
@@ -145,7 +144,7 @@ def test_a_port_that_is_not_reached_from_here_is_wrong(error: OSError) -> None:
     def dropped(address: str, port: int) -> None:
         raise error
 
-    check = network.check_port("127.0.0.1", connect=dropped)
+    check = checks.check_port("127.0.0.1", connect=dropped)
     assert check.verdict is Verdict.WRONG and "cannot be reached even from this host" in check.found
     assert (error.strerror or "timed out") in check.found and "ephemeral TCP ports" in check.remedy
 
@@ -162,7 +161,7 @@ def test_a_firewall_that_is_on_is_a_warning_with_its_ports(path: str, text: str,
     file = tmp_path / path
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    check = network.check_firewall(tmp_path)
+    check = checks.check_firewall(tmp_path)
     assert check.verdict is Verdict.WARNING and check.found.startswith(f"{name} may drop")
     assert "ephemeral TCP ports" in check.remedy
 
@@ -170,17 +169,17 @@ def test_a_firewall_that_is_on_is_a_warning_with_its_ports(path: str, text: str,
 def test_a_firewall_that_is_off_is_none(tmp_path: Path) -> None:
     (tmp_path / "etc/ufw").mkdir(parents=True)
     (tmp_path / "etc/ufw/ufw.conf").write_text("# ENABLED=yes would start it\nENABLED=no\n")
-    check = network.check_firewall(tmp_path)
+    check = checks.check_firewall(tmp_path)
     assert check.verdict is Verdict.OK and "ephemeral TCP ports" in check.found
 
 
 @pytest.mark.parametrize(("mtu", "verdict"), [(1279, Verdict.WARNING), (1280, Verdict.OK), (9000, Verdict.OK)])
 def test_a_small_mtu_is_told(mtu: int, verdict: Verdict) -> None:
-    check = network.check_mtu("wg0", mtu=mtu)
+    check = checks.check_mtu("wg0", mtu=mtu)
     assert check.verdict is verdict and "wg0" in check.found
     assert ("ip link set dev wg0" in check.remedy) == (verdict is Verdict.WARNING)
 
 
 def test_the_mtu_is_read_from_the_interface_and_a_label_has_none() -> None:
-    assert network.check_mtu("lo").found == "lo sends packets of up to 65,536 bytes"
-    assert network.check_mtu("eth0:1").verdict is Verdict.SKIPPED
+    assert checks.check_mtu("lo").found == "lo sends packets of up to 65,536 bytes"
+    assert checks.check_mtu("eth0:1").verdict is Verdict.SKIPPED

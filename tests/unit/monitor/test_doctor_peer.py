@@ -11,7 +11,7 @@ import pytest
 
 from thinwire.errors import ConnectError
 from thinwire.monitor.doctor import peer
-from thinwire.monitor.doctor.check import Verdict
+from thinwire.monitor.doctor.checks import Verdict
 from thinwire.monitor.doctor.peer import Attempt, Failure, Info, PathSize
 from thinwire.transport.addresses import Address
 from thinwire.version import __version__

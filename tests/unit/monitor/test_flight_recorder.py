@@ -13,7 +13,7 @@ from torch.distributed.flight_recorder import fr_trace
 from thinwire.monitor.flight_recorder.dump_writer import pickled, write_dumps
 from thinwire.monitor.runlog.reader import Records, from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 
 WORLD = "0 default_pg"
 PAIR = "1 pair"

@@ -13,11 +13,10 @@ from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Place
-from thinwire.monitor.heat import HeatMap, heat_maps
-from thinwire.monitor.heat_page import to_page, words
+from thinwire.monitor.heat import HeatMap, heat_maps, to_page, words
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Record, Span
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.monitor.scenes import Fault, Scene
 from thinwire.monitor.synthetic_jobs import rehearse
 

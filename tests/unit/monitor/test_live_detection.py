@@ -14,7 +14,6 @@ from thinwire.errors import DataError
 from thinwire.monitor.detect.live import LiveJudge, News, is_one_cause
 from thinwire.monitor.detect.window import Window
 from thinwire.monitor.findings import Finding, Kind, Place
-from thinwire.monitor.runlog.record_tailer import RecordTail
 from thinwire.monitor.runlog.records import (
     Beat,
     Communicator,
@@ -25,7 +24,8 @@ from thinwire.monitor.runlog.records import (
     header_line,
     to_line,
 )
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.monitor.runlog.tailer import RecordTailer
 from thinwire.monitor.scenes import Fault, Scene
 from thinwire.monitor.synthetic_jobs import rehearse
 
@@ -176,7 +176,7 @@ def write(path: Path, records: list[Record]) -> None:
 
 def test_a_growing_file_is_read_once_and_a_half_line_waits_for_its_end(tmp_path: Path) -> None:
     path = tmp_path / "records-rank-0.jsonl"
-    tail = RecordTail(path)
+    tail = RecordTailer(path)
     assert tail.new_records() == []
     path.write_text(header_line() + "\n")
     write(path, [Beat(rank=0, at_s=1.0)])
@@ -194,7 +194,7 @@ def test_a_growing_file_is_read_once_and_a_half_line_waits_for_its_end(tmp_path:
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "records-rank-0.jsonl"
     os.mkfifo(path)
-    assert RecordTail(path).new_records() == []
+    assert RecordTailer(path).new_records() == []
     with pytest.raises(DataError, match="holds no records"):
         read_files([tmp_path])
 
@@ -204,7 +204,7 @@ def test_of_a_long_file_the_communicators_and_the_end_are_read(tmp_path: Path) -
     path.write_text(header_line() + "\n")
     write(path, [Communicator(communicator="w", ranks=(0, 1), hosts=("a", "b"))])
     write(path, [Beat(rank=0, at_s=float(second)) for second in range(10_000)])
-    tail = RecordTail(path, most_bytes=5_000)
+    tail = RecordTailer(path, most_bytes=5_000)
     found = [record for _ in range(4) for record in tail.new_records()]
     assert isinstance(found[0], Communicator) and found[-1] == Beat(rank=0, at_s=9999.0)
     assert len(found) < 200 and tail.num_skipped_bytes > 100_000 and tail.num_refused == 0
@@ -212,7 +212,7 @@ def test_of_a_long_file_the_communicators_and_the_end_are_read(tmp_path: Path) -
 
 def test_nothing_that_is_written_makes_it_fall(tmp_path: Path) -> None:
     draw, path = random.Random(3), tmp_path / "records-rank-0.jsonl"
-    tail, judge = RecordTail(path, most_bytes=300_000), LiveJudge(looks_until_new=1, most_records=400)
+    tail, judge = RecordTailer(path, most_bytes=300_000), LiveJudge(looks_until_new=1, most_records=400)
     lines = [to_line(record).encode() for record in rehearse(Scene(hosts=HOSTS, rounds=10))]
     with path.open("wb") as file:
         for _ in range(12):

@@ -69,7 +69,7 @@ def test_a_finding_is_written_told_and_acted_on_once(tmp_path: Path, dry: bool) 
     for rank in range(3):
         write_beats(tmp_path, rank, until_s=8 if rank == 1 else 20)
     for _ in range(4):
-        diagnosis.look()
+        diagnosis.poll()
     (told,) = lines(tmp_path / "findings.jsonl")
     assert (told["state"], told["finding"]["where"], told["age_s"]) == ("new", "rank 1", 12.0)
     (action,) = lines(tmp_path / "actions.jsonl")
@@ -87,7 +87,7 @@ def test_a_warning_is_told_and_nothing_is_done(tmp_path: Path) -> None:
     for rank in (0, 1):
         write_beats(tmp_path, rank, until_s=20 - 12 * rank)
     for _ in range(3):
-        diagnosis.look()
+        diagnosis.poll()
     assert [one["action"] for one in lines(tmp_path / "actions.jsonl")] == ["warn"]
     assert hands.done == [] and len(said) == 1
 
@@ -104,7 +104,7 @@ def test_an_error_that_the_launcher_tells_is_written_and_not_said_twice(tmp_path
     with (tmp_path / "records-rank-1.jsonl").open("a") as file:
         file.write(to_line(Beat(rank=1, at_s=20.0, error="no room on the disk", is_last=True)) + "\n")
     for _ in range(3):
-        diagnosis.look()
+        diagnosis.poll()
     (told,) = lines(tmp_path / "findings.jsonl")
     assert "no room on the disk" in told["finding"]["text"]
     assert said == [] and end_report(diagnosis) == []
@@ -144,7 +144,7 @@ def test_what_was_told_before_it_was_sure_is_acted_on_once_it_is(tmp_path: Path)
     )  # fmt: skip
     write_beats(tmp_path, 0, until_s=4)
     for _ in range(5):
-        diagnosis.look()
+        diagnosis.poll()
     assert [line["action"] for line in diagnosis.actions] == ["warn", "restart"]
     assert [one.kind for one in hands.done] == ["restart"]
     assert len([line for line in said if line.startswith("finding: ")]) == 1
@@ -156,7 +156,7 @@ def test_who_has_left_or_rests_is_not_judged(tmp_path: Path) -> None:
     for rank in range(3):
         write_beats(tmp_path, rank, until_s=20 if rank == 0 else 8)
     for _ in range(4):
-        diagnosis.look()
+        diagnosis.poll()
     assert said == [] and diagnosis.num_looks == 4 and not (tmp_path / "findings.jsonl").exists()
 
 
@@ -170,11 +170,11 @@ def test_a_file_of_an_earlier_part_of_the_run_is_not_judged_before_somebody_writ
     said: list[str] = []
     diagnosis = judge(tmp_path, FakeHands(None), said, on_finding="warn")
     for _ in range(4):
-        diagnosis.look()
+        diagnosis.poll()
     assert diagnosis.num_looks == 0
     write_beats(tmp_path, 0, until_s=30)  # the first of the next part
     for _ in range(4):
-        diagnosis.look()
+        diagnosis.poll()
     assert said == [] and diagnosis.num_looks == 4
     if how == "begun anew":
         write_beats(tmp_path, 1, until_s=9)
@@ -182,14 +182,14 @@ def test_a_file_of_an_earlier_part_of_the_run_is_not_judged_before_somebody_writ
         with (tmp_path / "records-rank-1.jsonl").open("a") as file:
             file.write(to_line(Beat(rank=1, at_s=8.5)) + "\n")
     for _ in range(4):
-        diagnosis.look()
+        diagnosis.poll()
     assert len(said) == 1 and "rank 1" in said[0]
 
 
 def test_where_there_are_no_records_nothing_is_done(tmp_path: Path) -> None:
     diagnosis = judge(tmp_path, FakeHands(None), [], on_finding="warn")
     with diagnosis:
-        diagnosis.look()
+        diagnosis.poll()
     assert diagnosis.num_looks == 0 and list(tmp_path.iterdir()) == []
     assert diagnosis_of(tmp_path, on_finding="off", is_dry_run=False, hands=FakeHands(None), say=print) is None
 
@@ -201,7 +201,7 @@ def test_an_action_or_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path)
     for rank in range(3):
         write_beats(tmp_path, rank, until_s=8 if rank == 1 else 20)
     for _ in range(4):
-        diagnosis.look()
+        diagnosis.poll()
     assert [text for text in said if "restart replica 1" in text and text.endswith("failed: no way")]
     assert sum("cannot write" in text for text in said) == 1
     tell_end(tmp_path, diagnosis, Downtime(run_s=5.0), say=said.append)
@@ -215,7 +215,7 @@ def test_a_disk_without_room_is_told_once_and_so_is_its_end(tmp_path: Path, monk
     for free_bytes in (10**9, 0, 0, 2**21, 2**20, 0, 2**20, 10**9, 10**9):
         usage = SimpleNamespace(free=free_bytes)
         monkeypatch.setattr("thinwire.monitor.live_diagnosis.shutil.disk_usage", lambda path, usage=usage: usage)
-        diagnosis.look()
+        diagnosis.poll()
     assert len(said) == 4, said
     assert all(f"the disk of {tmp_path} is full (0 B free)" in text for text in said[::2])
     assert all(f"there is room on the disk of {tmp_path} again" in text for text in said[1::2])

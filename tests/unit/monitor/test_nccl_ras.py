@@ -16,7 +16,7 @@ from thinwire.errors import DataError
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.runlog.reader import Records
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 
 FORMS = ("json", "verbose", "plain")
 

@@ -15,8 +15,7 @@ from thinwire.monitor.detect.live import LiveJudge
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, TransferEnd, header_line, to_line
-from thinwire.monitor.runlog.run_files import MEMBERS_FILE, removed_replicas
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import MEMBERS_FILE, read_files, removed_replicas
 from thinwire.monitor.scenes import Fault
 
 RECORDED = Path(__file__).parents[2] / "recorded"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tests.prometheus_text import read
-from thinwire.monitor.dashboard.metrics_text import metrics_text
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding, Place
-from thinwire.monitor.prometheus_text import findings_text
+from thinwire.monitor.prometheus_text import findings_text, metrics_text
 from thinwire.monitor.runlog.reader import Records
 
 

@@ -18,9 +18,9 @@ from thinwire.events import Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.record.recorder import BEAT_S, TURN_S, Recorder
 from thinwire.monitor.runlog.reader import Records, from_records, read_records
-from thinwire.monitor.runlog.record_file import RecordFile, record_paths
 from thinwire.monitor.runlog.records import Communicator, TransferEnd
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
+from thinwire.monitor.runlog.writer import JsonlWriter, record_paths, record_writer
 
 POSTED = Posted(
     direction="received", peer=1, kind="round", round_id=7, fragment=2, phase=1, num_bytes=100, posted_s=10.0
@@ -124,7 +124,7 @@ def test_a_file_that_is_begun_anew_again_and_again_is_there_all_the_time(
 
     if not has_links:
         monkeypatch.setattr(Path, "hardlink_to", refuse)
-    file, (path, old) = RecordFile(tmp_path, rank=0, most_bytes=300), record_paths(tmp_path, rank=0)
+    file, (path, old) = record_writer(tmp_path, rank=0, most_bytes=300), record_paths(tmp_path, rank=0)
     is_over, missed, lost = threading.Event(), [], []
 
     def look() -> None:
@@ -138,7 +138,7 @@ def test_a_file_that_is_begun_anew_again_and_again_is_there_all_the_time(
     looking = threading.Thread(target=look)
     looking.start()
     for number in range(300):
-        assert file.write([f"{number:050d}"] * 3) == (number > 0)
+        assert file.write_all([f"{number:050d}"] * 3) == (number > 0)
     is_over.set()
     looking.join()
     file.close()
@@ -149,27 +149,28 @@ def test_a_file_that_is_begun_anew_again_and_again_is_there_all_the_time(
 
 
 def test_records_of_a_full_disk_are_kept_and_written_whole_once_there_is_room(tmp_path: Path) -> None:
-    file, (path, _) = RecordFile(tmp_path, rank=0), record_paths(tmp_path, rank=0)
-    file.write(["first"])
+    file, (path, _) = record_writer(tmp_path, rank=0), record_paths(tmp_path, rank=0)
+    file.write_all(["first"])
     whole = path.read_text()
     with file_size_limit(len(whole) + 3):
         for number in range(100):
-            assert not file.write([f"{number:05d}"])
-        assert path.read_text() == whole and file.is_waiting
-    file.write(["last"])
+            assert not file.write_all([f"{number:05d}"])
+        assert path.read_text() == whole and file.has_waiting
+    file.write_all(["last"])
     file.close()
     assert path.read_text() == whole + "".join(f"{number:05d}\n" for number in range(100)) + "last\n"
     assert file.num_lost == 0
 
 
 def test_a_file_is_not_begun_anew_on_a_full_disk_and_what_is_kept_is_bounded(tmp_path: Path) -> None:
-    file, (path, old) = RecordFile(tmp_path, rank=0, most_bytes=300, max_kept_bytes=300), record_paths(tmp_path, rank=0)
-    file.write(["x" * 120])
+    file = record_writer(tmp_path, rank=0, most_bytes=300, max_kept_bytes=300)
+    path, old = record_paths(tmp_path, rank=0)
+    file.write_all(["x" * 120])
     with file_size_limit(1):
         for number in range(100):
-            assert not file.write([f"{number:049d}"])
+            assert not file.write_all([f"{number:049d}"])
     assert not old.exists() and file.num_lost == 94
-    assert file.write(["last"]) and old.exists()
+    assert file.write_all(["last"]) and old.exists()
     file.close()
     assert path.read_text().splitlines()[1:] == [*(f"{number:049d}" for number in range(94, 100)), "last"]
 
@@ -185,7 +186,7 @@ def test_a_recorder_goes_on_after_a_full_disk_and_warns(tmp_path: Path) -> None:
             time.sleep(TURN_S / 5)
     recorder.add_step(2, started_s=2.0, done_s=3.0)
     recorder.close()
-    assert told == ["rank 0's records are kept in memory until there is room on the disk"]
+    assert len(told) == 1 and "lines are kept in memory until there is room" in told[0]
     records = read_files([tmp_path])
     assert [span.step for span in records.spans] == [1, 2] and records.num_refused == 0
 
@@ -231,12 +232,12 @@ def test_an_end_that_was_done_is_not_open_again() -> None:
 def test_a_disk_that_does_not_answer_keeps_nobody_from_ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answers, said = threading.Event(), threading.Event(), []
 
-    def write(self: RecordFile, lines: Iterable[str]) -> bool:
+    def write(self: JsonlWriter, lines: Iterable[str]) -> bool:
         asked.set()
         return not answers.wait(60)
 
     recorder = Recorder(tmp_path, rank=0, warn=said.append)
-    monkeypatch.setattr(RecordFile, "write", write)
+    monkeypatch.setattr(JsonlWriter, "write_all", write)
     monkeypatch.setattr("thinwire.monitor.record.recorder._CLOSE_S", 0.01)
     assert asked.wait(60)
     recorder.close()

@@ -12,15 +12,13 @@ import pytest
 from tests.sample_runs import append, step_line, write_run
 from thinwire.errors import DataError
 from thinwire.monitor.report import read_run, write_report
-from thinwire.monitor.report.axes import Axis, scale
-from thinwire.monitor.report.chart import HEIGHT, WIDTH, Chart, Series, line_chart, spread
+from thinwire.monitor.report.charts import HEIGHT, WIDTH, Axis, Chart, ChartSeries, highest, line_chart, scale, spread
 from thinwire.monitor.report.figures import (
     loss_against_bytes,
     loss_against_tokens,
     utilisation,
     wire_rate,
 )
-from thinwire.monitor.report.lanes import highest
 from thinwire.monitor.report.report import headline, render_report
 from thinwire.training.config import command_line
 
@@ -43,7 +41,7 @@ def _words(svg: str) -> list[str]:
 
 
 def _chart(*points: tuple[float, float], x: Axis | None = None) -> str:
-    series = Series(name="loss", label="loss", points=points)
+    series = ChartSeries(name="loss", label="loss", points=points)
     return line_chart(Chart(title="loss", x=x or Axis(label="step"), y=Axis(label="loss"), series=(series,)))
 
 
@@ -125,7 +123,7 @@ def test_the_values_below_a_time_axis_are_evenly_spaced_and_do_not_overlap(high:
         title="t",
         x=Axis(label="time", scale="time", write="{:.0f} seconds".format),
         y=Axis(label="y"),
-        series=(Series(name="a", points=((0, 1), (high, 2))),),
+        series=(ChartSeries(name="a", points=((0, 1), (high, 2))),),
     )
     texts = [node for node in ElementTree.fromstring(line_chart(chart)).iter("text") if "seconds" in (node.text or "")]
     places = [float(node.attrib["x"]) for node in texts]
@@ -143,7 +141,7 @@ def test_labels_are_moved_apart_and_stay_in_the_picture() -> None:
 
 def test_the_ends_of_eight_lines_are_labelled_without_overlap() -> None:
     series = tuple(
-        Series(name=f"replica {n}", label=f"replica {n}", points=((0, 1), (9, 1)), colour=n) for n in range(8)
+        ChartSeries(name=f"replica {n}", label=f"replica {n}", points=((0, 1), (9, 1)), colour=n) for n in range(8)
     )
     svg = line_chart(Chart(title="t", x=Axis(label="x"), y=Axis(label="y"), series=series))
     places = [

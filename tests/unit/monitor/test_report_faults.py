@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tests.rehearsed_run import finding_line
 from tests.sample_runs import write_run
-from thinwire.monitor.report.faults import trouble
-from thinwire.monitor.report.report import write_report
+from thinwire.monitor.report.report import trouble, write_report
 
 
 def test_a_run_that_nobody_judged_is_not_called_well(tmp_path: Path) -> None:

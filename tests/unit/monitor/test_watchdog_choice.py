@@ -56,11 +56,11 @@ def test_a_host_that_is_not_to_judge_says_nothing_until_it_is(tmp_path: Path) ->
     write_beats(tmp_path, 0, 8)
     write_beats(tmp_path, 1, 20)
     for _ in range(4):
-        diagnosis.look()
+        diagnosis.poll()
     assert said == [] and not (tmp_path / "findings.jsonl").exists()
     is_mine = True
     for _ in range(4):
-        diagnosis.look()
+        diagnosis.poll()
     assert len(said) == 1 and "rank 0" in said[0]
 
 

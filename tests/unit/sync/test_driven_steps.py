@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from thinwire.methods import masha2
 from thinwire.monitor.record.recorder import Recorder
-from thinwire.monitor.runlog.sources import read_files
+from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity

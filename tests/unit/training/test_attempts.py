@@ -30,10 +30,10 @@ def write_step(run_dir: Path, *, step: int, time_s: float, at_s: float) -> None:
 def begin(run_dir: Path, clock: Clock, *, step: int, works_after_s: float = 5.0) -> RunParts:
     part = RunParts(run_dir, clock=clock)
     part.begin(step=step)
-    part.look()
+    part.poll()
     clock.now_s += works_after_s
     write_step(run_dir, step=step + 10, time_s=(step + 10) * 0.5, at_s=clock.now_s)
-    part.look()
+    part.poll()
     return part
 
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.full_disk import file_size_limit
 from thinwire.monitor.runlog.reader import parse_line
-from thinwire.monitor.runlog.record_file import RecordFile
 from thinwire.monitor.runlog.records import Beat, Communicator, Record, Span, header_line, to_line
+from thinwire.monitor.runlog.writer import record_writer
 from thinwire.training.elastic.record_forwarding import (
     BYTES_A_SECOND,
     MOST_BATCH_BYTES,
@@ -199,8 +199,8 @@ def test_what_waits_in_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_long_file_begins_anew_with_the_rank_s_place(taken: TakenRecords, tmp_path: Path, monkeypatch: Any) -> None:
-    made = lambda *args, **more: RecordFile(*args, **more, most_bytes=2000)  # noqa: E731
-    monkeypatch.setattr("thinwire.training.elastic.record_forwarding.RecordFile", made)
+    made = lambda *args, **more: record_writer(*args, **more, most_bytes=2000)  # noqa: E731
+    monkeypatch.setattr("thinwire.training.elastic.record_forwarding.record_writer", made)
     taken.take(3, pressed([to_line(PLACE)]))
     for second in range(100):
         taken.take(3, pressed([beat(second)]))

@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 from loopback_connections import HERE, OTHER, THERE, connection
 
-from thinwire.monitor.record.connection_records import FlowLines, PeerFlows
-from thinwire.monitor.record.watched_links import RankPlace, WatchedWires
+from thinwire.monitor.record.connection_records import FlowLines, PeerFlows, RankPlace, WatchedWires
 from thinwire.monitor.runlog.records import Flow
 from thinwire.transport.collective_hooks import store_port
 from thinwire.transport.tcp_stats import HostFlow, HostFlows

@@ -10,8 +10,7 @@ from typing import Any
 
 from thinwire.lab.wire_benchmark.contenders import CONTENDERS
 from thinwire.lab.wire_benchmark.grid import BenchWire
-from thinwire.monitor.report.axes import Axis
-from thinwire.monitor.report.chart import Chart, Series, image_file, line_chart
+from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, image_file, line_chart
 from thinwire.units import format_bytes, format_rate, format_seconds
 
 HEAD = (
@@ -127,7 +126,7 @@ def figure(found: Sequence[ResultRow], *, num_hosts: int) -> str:
             and row.wire.rate_bits_per_s is not None and not row.wire.is_delayed
         ]  # fmt: skip
         if points:
-            line = Series(name=name, points=tuple(sorted(points)), colour=colour, label=name, has_dots=True)
+            line = ChartSeries(name=name, points=tuple(sorted(points)), colour=colour, label=name, has_dots=True)
             series.append(line)
     chart = Chart(
         title=f"Share of its own unshaped throughput that a method keeps, {num_hosts} hosts",

@@ -1,45 +1,164 @@
-"""Active tests between the hosts of a job: rank 0 plans and judges, all ranks send and tell.
-
-Rank 0 leaves a plan in the run's store, all ranks do it and leave what came out; from that the next plan follows. So
-tests take as long as the wires need, and a rank that is dead, or a pair that is, costs one deadline and not the test.
-"""
+"""Active test of a network: starts a process a rank, runs the wire tests and collects their results."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thinwire.monitor.active_test.evaluation import LEAST_CROWDED, judge, slow_loopbacks, suspects
-from thinwire.monitor.active_test.plans import (
-    Cell,
-    detail_of,
-    read_flow,
-    read_object,
-    read_pair,
-    rounds_of,
-)
-from thinwire.monitor.active_test.rank_process import ActiveRank
-from thinwire.monitor.active_test.results import (
+from thinwire.errors import DeadlineExceeded, PayloadError, PeerLost, TransportError
+from thinwire.monitor.active_test.evaluation import (
+    LEAST_CROWDED,
     AllReduce,
-    Flow,
+    FlowTest,
     Measured,
     PairTest,
     all_reduce_s,
     expected_s,
+    judge,
     reference_rate,
+    slow_loopbacks,
+    suspects,
 )
 from thinwire.monitor.active_test.wire_tests import (
     MOST_BYTES,
     PATIENCE_S,
     ROUND_TRIPS,
+    Cell,
+    PairChannel,
+    cells_of,
+    detail_of,
+    follow,
+    lead,
+    loopback_times,
+    pair_note,
     quickest_ring,
+    read_flow,
+    read_object,
+    read_pair,
+    ring_all_reduce,
+    rounds_of,
+    seconds_of,
+    together,
 )
 from thinwire.monitor.findings import Finding
+from thinwire.transport.addresses import Address, clock_name
 from thinwire.transport.lossy_rendezvous import PartialJob
+from thinwire.transport.secret import SECRET_BYTES, Secret
+
+_NUMBERS = 1 << 16
+_ALL_REDUCES = 3
+
+
+class ActiveRank:
+    """Does what the plans say, and says what came out."""
+
+    def __init__(self, gathering: PartialJob) -> None:
+        self._own, self._board, self._transport = gathering.rank, gathering.board, gathering.transport
+        self._gathering = gathering
+
+    def obey(self) -> int:
+        """Follow the plans of rank 0 to their end; return how many findings there are."""
+        number = 0
+        while True:
+            number += 1
+            plan = read_object(self._board.wait_for(f"plan/{number}", whom=0), whose="what rank 0 plans")
+            if plan.get("do") == "end":
+                return int(seconds_of(plan, "num_findings"))
+            self.do(plan, number)
+
+    def do(self, plan: Mapping[str, Any], number: int) -> None:
+        """Do one plan and leave what came out."""
+        does = {
+            "hello": self._hello, "loopback": self._loopback, "pairs": self._pairs, "flows": self._flows,
+            "all-reduce": self._all_reduce,
+        }.get(str(plan.get("do")))  # fmt: skip
+        if does is None:
+            raise PayloadError(
+                f"rank 0 plans {str(plan.get('do'))!r:.40}, which is unknown here; run the same thinwire on all hosts"
+            )
+        self._board.promise(PATIENCE_S)
+        note = does(plan, number * _NUMBERS)
+        self._board.leave(f"said/{number}/{self._own}", json.dumps(note))
+
+    def _hello(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        return {"clock": clock_name(), "connected": list(self._gathering.connected)}
+
+    def _loopback(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        if [self._own] not in plan.get("ranks", ()):
+            return {}
+        from thinwire.transport.wire.wire_transport import WireTransport
+
+        key = Secret(key=secrets.token_bytes(SECRET_BYTES))
+        pair = [
+            WireTransport(replica=side, num_replicas=2, secret=key, address="127.0.0.1") for side in range(2)
+        ]  # fmt: skip
+        try:
+            pair[1].dial({0: Address(host="127.0.0.1", port=pair[0].port)}, deadline_s=PATIENCE_S)
+            seconds = seconds_of(plan, "seconds")
+            times = loopback_times((pair[0], pair[1]), seconds=seconds, promise=self._board.promise)
+        except TransportError as error:
+            return {"rate": 0.0, "detail": str(error)[:300]}
+        finally:
+            for transport in pair:
+                transport.close()
+        return {"rate": times.rate[0]}
+
+    def _pairs(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        mine = [cell for cell in cells_of(plan, world_size=self._gathering.world_size) if self._own in cell]
+        if not mine:
+            return {}
+        (source, destination), seconds = mine[0], seconds_of(plan, "seconds", most=60.0)
+        peer = destination if self._own == source else source
+        line = PairChannel(self._transport, peer, number=number, promise=self._board.promise)
+        try:
+            if self._own != source:
+                follow(line, seed=number)
+                return {"fault": ""}
+            times = lead(line, seconds=seconds, seed=number)
+        except PayloadError as error:
+            return pair_note(PairTest(fault="corrupt", detail=str(error)))
+        except TransportError as error:
+            return pair_note(PairTest(fault="dead", detail=_why(error, line)))
+        rate, overhead_s = times.rate
+        return pair_note(PairTest(rate_bits_per_s=rate, overhead_s=overhead_s, latency_s=times.latency_s))
+
+    def _flows(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        rows = cells_of(plan, world_size=self._gathering.world_size, parts=3)
+        flows = {(source, destination): num_bytes for source, destination, num_bytes in rows}
+        limit_s = seconds_of(plan, "limit_s")
+        done = together(self._transport, flows, number=number, limit_s=limit_s, promise=self._board.promise)
+        return {"seconds": {str(peer): flow.seconds for peer, flow in done.items()}}
+
+    def _all_reduce(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
+        rows = list(cells_of(plan, world_size=self._gathering.world_size, parts=3))
+        order, numel = [row[0] for row in rows], rows[0][2] if rows else 0
+        if self._own not in order:
+            return {}
+        limit_s = seconds_of(plan, "limit_s")
+        best_s, wrong = float("inf"), None
+        for again in range(_ALL_REDUCES):
+            try:
+                seconds, step = ring_all_reduce(
+                    self._transport, order, numel, number=number + again * 4096, limit_s=limit_s,
+                    promise=self._board.promise,
+                )  # fmt: skip
+            except TransportError as error:
+                return {"detail": str(error)[:300]}
+            best_s, wrong = min(best_s, seconds), step if wrong is None else wrong
+        return {"seconds": best_s, "wrong": wrong}
+
+
+def _why(error: TransportError, line: PairChannel) -> str:
+    """Say why a pair is dead, without the number of a message that nobody knows."""
+    if isinstance(error, DeadlineExceeded):
+        return f"no answer within {line.patience_s:.3g} s, the deadline that follows from measured times"
+    return "the connection broke" if isinstance(error, PeerLost) else str(error)
+
 
 _LEAST_S, _MOST_S = 0.05, 0.3
 _LATER = 10.0
@@ -244,7 +363,7 @@ class _Leader:
             for cell in slow:
                 self._pairs([cell])
 
-    def _flows(self, cells: Sequence[Cell], *, share: int) -> dict[Cell, Flow]:
+    def _flows(self, cells: Sequence[Cell], *, share: int) -> dict[Cell, FlowTest]:
         """Let all cells send at once for about as long as a pair did; return what came through in time."""
         pairs = self._found.pairs
         longest_s = max(2 * self._seconds, ROUND_TRIPS * 2 * max(pairs[cell].latency_s for cell in cells))
@@ -252,10 +371,10 @@ class _Leader:
             cell: max(1 << 14, min(MOST_BYTES, int(pairs[cell].rate_bits_per_s * longest_s / 8 / share)))
             for cell in cells
         }
-        flows = {cell: Flow(num_bytes=size, seconds=1.0) for cell, size in sizes.items()}
+        flows = {cell: FlowTest(num_bytes=size, seconds=1.0) for cell, size in sizes.items()}
         due = expected_s(flows, self._found)
         limit_s = PATIENCE_S + _LATER * max(due.values())
-        best: dict[Cell, Flow] = {}
+        best: dict[Cell, FlowTest] = {}
         for turn in range(_FLOWS):  # the best of them: other work can hold a transfer up
             if turn > 1 and all(cell in best and best[cell].seconds < LEAST_CROWDED * due[cell] for cell in cells):
                 break
@@ -269,7 +388,9 @@ class _Leader:
                     best[source, destination] = flow
             if not set(self._gathering.stations) <= set(self._alive):
                 break
-        late = {cell: Flow(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)}
+        late = {
+            cell: FlowTest(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)
+        }
         return {**late, **{cell: flow for cell, flow in best.items() if cell in late}}
 
     def _all_reduce(self, ring: Sequence[int]) -> None:

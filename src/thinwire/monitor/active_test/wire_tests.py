@@ -1,22 +1,121 @@
-"""Traffic of active tests: messages between two replicas, many transfers at once, and a ring all-reduce.
-
-Every block is a pattern that its receiver knows, so that bytes which change where no checksum looks (memory, a
-processor) are seen too. Every wait has a deadline that follows from what was measured before on the same wire.
-"""
+"""Wire tests of an active test: schedules of pairs, and timed transfers over ZeroMQ or sockets of a rank."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from thinwire.errors import PayloadError, TransportError
-from thinwire.monitor.active_test.results import Flow, rate_of
+from thinwire.monitor.active_test.evaluation import FlowTest, PairTest, rate_of
 from thinwire.transport.base import Envelope, Kind, Pending, Transport
+
+Cell = tuple[int, int]
+_SAID_CHARACTERS = 300
+# Also an upper bound on whole numbers, which Python cannot turn into a float above 1e308.
+_MOST_SECONDS = 1e9
+
+
+def rounds_of(ranks: Sequence[int]) -> list[list[Cell]]:
+    """Return rounds of pairs in which nobody is twice, until everybody has met everybody: a tournament by circle.
+
+    Example:
+        >>> rounds_of([0, 1, 2, 3])
+        [[(0, 3), (1, 2)], [(0, 2), (3, 1)], [(0, 1), (2, 3)]]
+    """
+    seats: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        met = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(one, other) for one, other in met if one is not None and other is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def read_object(text: str, *, whose: str) -> dict[str, Any]:
+    """Return a plan or a note.
+
+    Raises:
+        PayloadError: It is no JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PayloadError(f"{whose} is no JSON; run the same thinwire on all hosts") from error
+    if not isinstance(found, dict):
+        raise PayloadError(f"{whose} is no JSON object; run the same thinwire on all hosts")
+    return found
+
+
+def cells_of(plan: Mapping[str, Any], *, world_size: int, parts: int = 2) -> Iterator[tuple[int, ...]]:
+    """Return the rows of a plan: (source, destination), or with the bytes too.
+
+    Raises:
+        PayloadError: They are none of this job's.
+    """
+    rows = plan.get("rows")
+    if not isinstance(rows, list):
+        raise PayloadError("rank 0 left a plan without rows; run the same thinwire on all hosts")
+    for row in rows:
+        is_row = isinstance(row, list) and len(row) == parts and all(type(value) is int for value in row)
+        if not is_row or not all(0 <= rank < world_size for rank in row[:2]) or row[0] == row[1]:
+            raise PayloadError(f"rank 0 left a plan with {row!r:.60}; run the same thinwire on all hosts")
+        if parts > 2 and not 0 < row[2] <= MOST_BYTES:
+            raise PayloadError(f"rank 0 left a plan with {row[2]} bytes, which is not 1 to {MOST_BYTES}")
+        yield tuple(row)
+
+
+def seconds_of(plan: Mapping[str, Any], name: str, *, most: float = 3600.0) -> float:
+    """Return a number of seconds of a plan or note.
+
+    Raises:
+        PayloadError: It is none.
+    """
+    value = plan.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise PayloadError(f"{name} is {value!r:.60}, which is no number of 0 to {most:g}")
+    return float(value)
+
+
+def pair_note(found: PairTest) -> dict[str, Any]:
+    """Write what a pair measured."""
+    return {
+        "rate": found.rate_bits_per_s, "overhead_s": found.overhead_s, "latency_s": found.latency_s,
+        "fault": found.fault, "detail": found.detail[:_SAID_CHARACTERS],
+    }  # fmt: skip
+
+
+def detail_of(note: Mapping[str, Any]) -> str:
+    """Return what a rank says of a fault, cut to what is shown, without what a terminal would obey."""
+    told = str(note.get("detail"))[:_SAID_CHARACTERS]
+    return "".join(letter if letter.isprintable() else "?" for letter in told)
+
+
+def read_pair(note: Mapping[str, Any]) -> PairTest:
+    """Read what a pair measured; what makes no sense is a fault of the pair."""
+    try:
+        rate = seconds_of(note, "rate", most=1e15)
+        times = {name: seconds_of(note, name) for name in ("overhead_s", "latency_s")}
+    except PayloadError as error:
+        return PairTest(fault="dead", detail=str(error))
+    fault = note.get("fault")
+    fault = fault if fault in ("dead", "corrupt") else "" if rate > 0 else "dead"
+    return PairTest(rate_bits_per_s=rate, fault=fault, detail=detail_of(note), **times)
+
+
+def read_flow(num_bytes: int, seconds: object) -> FlowTest | None:
+    """Read how long one of many transfers took, or None where it did not end."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < _MOST_SECONDS:
+        return None
+    return FlowTest(num_bytes=num_bytes, seconds=float(seconds))
+
 
 # The first words of a wire have nothing to be judged by: as long as a lost packet is sent again a few times.
 PATIENCE_S = 5.0
@@ -54,7 +153,7 @@ def pattern(num_bytes: int, *, seed: int) -> torch.Tensor:
     return block.repeat(-(-num_bytes // _PRIME))[:num_bytes].contiguous()
 
 
-class Line:
+class PairChannel:
     """Messages of two replicas in an order that both know; the deadline grows with what they took.
 
     Args:
@@ -93,7 +192,7 @@ class Line:
         return None if received is None else received.payload
 
 
-def lead(line: Line, *, seconds: float, seed: int) -> PairTimes:
+def lead(line: PairChannel, *, seconds: float, seed: int) -> PairTimes:
     """Time words and blocks of growing size to a peer that calls `follow`, the longest for about so many seconds.
 
     Over long ways it takes longer: some round trips.
@@ -120,7 +219,7 @@ def lead(line: Line, *, seconds: float, seed: int) -> PairTimes:
     return PairTimes(latency_s=min(pings) / 2, transfers=tuple(transfers))
 
 
-def follow(line: Line, *, seed: int) -> None:
+def follow(line: PairChannel, *, seed: int) -> None:
     """Answer a peer that calls `lead`.
 
     Raises:
@@ -142,7 +241,7 @@ def follow(line: Line, *, seed: int) -> None:
             raise PayloadError(f"{num_bytes} bytes arrived, and are not those that were sent")
 
 
-def _timed(line: Line, num_bytes: int, *, seed: int) -> float:
+def _timed(line: PairChannel, num_bytes: int, *, seed: int) -> float:
     payload = pattern(num_bytes, seed=seed)
     line.hear()
     began_s = time.perf_counter()
@@ -155,7 +254,7 @@ def _timed(line: Line, num_bytes: int, *, seed: int) -> float:
 
 def together(
     transport: Transport, flows: Mapping[tuple[int, int], int], *, number: int, limit_s: float, promise: Promise
-) -> dict[int, Flow]:
+) -> dict[int, FlowTest]:
     """Send and receive all flows of this replica at once; all replicas must call this together.
 
     Args:
@@ -182,7 +281,7 @@ def together(
     promise(limit_s)
     end_s = time.perf_counter() + limit_s
     sends: dict[tuple[int, int], tuple[float, Pending]] = {}
-    done: dict[int, Flow] = {}
+    done: dict[int, FlowTest] = {}
     while len(done) < len(out) and time.perf_counter() < end_s:
         for cell in [cell for cell, word in ready.items() if word.done()]:
             ready.pop(cell)
@@ -193,7 +292,7 @@ def together(
         for cell, (began_s, pending) in list(sends.items()):
             if pending.done():
                 sends.pop(cell)
-                done[cell[1]] = Flow(num_bytes=flows[cell], seconds=time.perf_counter() - began_s)
+                done[cell[1]] = FlowTest(num_bytes=flows[cell], seconds=time.perf_counter() - began_s)
         time.sleep(_POLL_S)
     _end(receives, max(0.0, end_s - time.perf_counter()))
     return done
@@ -291,8 +390,8 @@ def loopback_times(pair: tuple[Transport, Transport], *, seconds: float, promise
     Raises:
         TransportError: One broke.
     """
-    one = Line(pair[0], 1, number=0, promise=promise)
-    other = Line(pair[1], 0, number=0, promise=lambda seconds: None)
+    one = PairChannel(pair[0], 1, number=0, promise=promise)
+    other = PairChannel(pair[1], 0, number=0, promise=lambda seconds: None)
     with ThreadPoolExecutor(max_workers=1) as threads:
         answers = threads.submit(follow, other, seed=0)
         found = lead(one, seconds=seconds, seed=0)

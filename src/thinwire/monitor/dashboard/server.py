@@ -1,16 +1,18 @@
-"""Serves the page of one run: three addresses, read-only; nothing of a request is ever a path of a file.
+"""HTTP server of the dashboard: page, snapshot, metrics and events of one run, read-only.
 
-On this machine alone nobody is asked who they are, but the Host header must name this machine: a page from elsewhere
-whose name was made to point here (DNS rebinding) is refused. On any other address each request must prove a token.
+Nothing of a request is ever a path of a file. On a loopback address no token is needed, but the Host header must name
+this machine: a page from elsewhere whose name resolves to this address (DNS rebinding) is refused. On any other address
+each request must prove a token.
 
-Until a request has come whole and has proved its token, its connection holds one of a bounded number of places, for
-`HEAD_S` at most; a new connection takes the place of the oldest one of its own address. So slow clients keep no other
-out.
+Until a request has arrived whole and has proved its token, its connection holds one of a bounded number of places, for
+`HEAD_S` at most; a new connection replaces the oldest one of its own address. So slow clients keep no other client out.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import hmac
 import io
 import ipaddress
@@ -21,16 +23,142 @@ import threading
 import time
 import urllib.parse
 from dataclasses import dataclass
+from functools import cache
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from typing import Any
 
 from thinwire.errors import ThinwireError
-from thinwire.monitor.dashboard.metrics_text import CONTENT_TYPE, metrics_text
-from thinwire.monitor.dashboard.page_template import document
-from thinwire.monitor.dashboard.run_follower import Feed
+from thinwire.monitor.dashboard.snapshot import VERSION, RunFollower
+from thinwire.monitor.prometheus_text import CONTENT_TYPE, metrics_text
 from thinwire.transport.admission import PendingConnections
+
+PERIOD_S = 0.5
+# Nobody has looked for so long: reading stops until somebody does.
+_IDLE_S = 30.0
+
+
+class Feed:
+    """One thread reads the run; any number of others wait for what is new.
+
+    Args:
+        follower: Of the run.
+        period_s: Time between two looks at the files.
+    """
+
+    def __init__(self, follower: RunFollower, *, period_s: float = PERIOD_S) -> None:
+        self._follower = follower
+        self._period_s = period_s
+        self._changed = threading.Condition()
+        self._sections: dict[str, tuple[int, str]] = {}
+        self._version = 0
+        self._wanted_s = -_IDLE_S
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="thinwire-dashboard", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Let all that wait go."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._is_closed
+
+    def after(self, version: int, *, wait_s: float) -> tuple[int, str]:
+        """Wait for what is newer than a version, and return the latest version and one JSON object.
+
+        Args:
+            version: What the asker has; 0 for nothing.
+            wait_s: How long to wait.
+
+        Returns:
+            The same version and an empty text where nothing came in time.
+        """
+        with self._changed:
+            self._wanted_s = time.monotonic()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._version > version or self._is_closed, timeout=wait_s)
+            self._wanted_s = time.monotonic()
+            if self._version <= version:
+                return version, ""
+            fresh = [f"{json.dumps(name)}:{text}" for name, (at, text) in self._sections.items() if at > version]
+            head = f'{{"version":{VERSION},"now":{round(time.time(), 3)},"sections":{{'
+            return self._version, f"{head}{','.join(fresh)}}}}}"
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed or time.monotonic() - self._wanted_s < _IDLE_S)
+            is_behind = False
+            try:
+                is_behind = self._follower.poll()
+                self._take({**self._follower.sections(), "fault": ""})
+            except Exception as error:  # whatever files hold, those who look are told, and the next look is made
+                self._take({"fault": f"The folder could not be read: {type(error).__name__}: {error}"[:500]})
+            if not is_behind:
+                time.sleep(self._period_s)
+
+    def _take(self, sections: dict[str, Any]) -> None:
+        told = {name: json.dumps(value, separators=(",", ":"), allow_nan=False) for name, value in sections.items()}
+        with self._changed:
+            changed = [name for name, text in told.items() if self._sections.get(name, (0, ""))[1] != text]
+            if changed:
+                self._version += 1
+                self._sections |= {name: (self._version, told[name]) for name in changed}
+                self._changed.notify_all()
+
+
+_SCRIPTS = ("measures.js", "elements.js", "sections.js", "live.js")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardPage:
+    """The page.
+
+    Attributes:
+        before: What stands before the run's state.
+        after: What stands after it.
+        policy: The Content-Security-Policy that it is sent with.
+    """
+
+    before: str
+    after: str
+    policy: str
+
+    def holding(self, state: str) -> bytes:
+        """Return the page as UTF-8 with a run's state in it, so that it is there at once and a saved copy shows it.
+
+        Args:
+            state: One JSON object, or nothing.
+        """
+        # within a script of data nothing but < can end it or begin another
+        return f"{self.before}{state.replace('<', chr(92) + 'u003c') or 'null'}{self.after}".encode()
+
+
+@cache
+def dashboard_page() -> DashboardPage:
+    """Put the parts of the page together; nothing in it depends on a run."""
+    folder = files("thinwire.monitor.dashboard") / "page"
+    style = (folder / "page.css").read_text(encoding="utf-8")
+    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    before, after = page.replace("/* style */", style).replace("/* script */", script).split("/* state */")
+    policy = "; ".join([
+        "default-src 'none'", f"style-src '{_hash(style)}'", f"script-src '{_hash(script)}'", "connect-src 'self'",
+        "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'", "require-trusted-types-for 'script'",
+    ])  # fmt: skip
+    return DashboardPage(before=before, after=after, policy=policy)
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
 
 # Streams of events, and other answers under way.
 MOST_CLIENTS, MOST_ANSWERS = 32, 16
@@ -266,8 +394,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{MOST_CLIENTS} pages are open; close one.")
         elif path == "/":
             _, state = self.server.feed.after(0, wait_s=_FIRST_S)
-            policy = {"Content-Security-Policy": document().policy}
-            self._answer(document().holding(state), "text/html; charset=utf-8", policy)
+            policy = {"Content-Security-Policy": dashboard_page().policy}
+            self._answer(dashboard_page().holding(state), "text/html; charset=utf-8", policy)
         elif path == "/snapshot.json":
             _, text = self.server.feed.after(0, wait_s=_PATIENCE_S)
             self._answer(text.encode() or b"{}", "application/json", {})

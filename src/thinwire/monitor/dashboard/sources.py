@@ -1,23 +1,372 @@
-"""Readers of the files of a run's folder, each read in bounded pieces."""
+"""Bounded readers of a run's files for the dashboard: replicas, links, rounds, journal and JSON objects."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import DataError
-from thinwire.monitor.dashboard.elastic import AppliedRounds, Journal
-from thinwire.monitor.dashboard.findings_reader import Actions, Findings
-from thinwire.monitor.dashboard.links import LinkTotals
-from thinwire.monitor.dashboard.rejected_lines import Refused
-from thinwire.monitor.dashboard.replicas import Replica
+from thinwire.files import open_regular
+from thinwire.monitor.dashboard.chart_data import Curve
+from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
 from thinwire.monitor.dashboard.window import RankWindow, room_for
 from thinwire.monitor.runlog.reader import check_header, parse_line, parse_object
 from thinwire.monitor.runlog.records import TransferEnd
-from thinwire.monitor.runlog.tailer import GrowingFile
+from thinwire.monitor.runlog.run_folder import EvaluationMetrics, StepMetrics, parse
+from thinwire.monitor.runlog.tailer import JsonlTailer
+
+_MOST_NAMED = 12
+
+
+class RejectedLines:
+    """Counts what was refused.
+
+    Attributes:
+        count: How many lines or files.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._named: list[str] = []
+
+    def add(self, where: str, reason: str) -> None:
+        """Count one, and name it where it is among the first.
+
+        Args:
+            where: The file and line.
+            reason: Why.
+        """
+        self.count += 1
+        if len(self._named) < _MOST_NAMED:
+            self._named.append(f"{where}: {reason[:300]}")
+
+    def told(self) -> list[str]:
+        """Return those that were named, and how many were not."""
+        left = self.count - len(self._named)
+        return [*self._named, *([f"{left} more"] if left else [])]
+
+
+_MOST_BYTES = 256 * 1024
+
+
+class ObjectFile:
+    """Follows one such file.
+
+    Args:
+        path: The file; it may come later.
+        refused: Told of what cannot be read.
+
+    Attributes:
+        value: What it holds; none while it is not there or holds no object.
+        changed_at: When it was written, seconds since 1970; none while it is not there.
+    """
+
+    def __init__(self, path: Path, refused: RejectedLines) -> None:
+        self._path = path
+        self._refused = refused
+        self._seen: tuple[int, int, int] | None = None
+        self.value: dict[str, Any] | None = None
+        self.changed_at: float | None = None
+
+    def poll(self) -> bool:
+        """Read it where it changed, and return whether it did."""
+        try:
+            with open_regular(self._path) as file:
+                found = os.fstat(file.fileno())
+                seen = (found.st_ino, found.st_mtime_ns, found.st_size)
+                if seen == self._seen:
+                    return False
+                content = file.read(_MOST_BYTES + 1)
+        except OSError:
+            is_gone = self._seen is not None
+            self._seen, self.value, self.changed_at = None, None, None
+            return is_gone
+        self._seen, self.changed_at = seen, found.st_mtime
+        try:
+            self.value = parse_object(content)
+        except ValueError as error:
+            self.value = None
+            self._refused.add(self._path.name, str(error))
+        return True
+
+
+_MOST_MEMBERS, _MOST_SAID, _MOST_ROUNDS = 512, 30, 24
+
+
+class CoordinatorLog:
+    """Who takes part, as the coordinator wrote it; it holds what only replicas may know, and nothing of that is kept.
+
+    Attributes:
+        members: By replica: host, standing, and how it did when its standing last changed.
+        is_finished: Whether the coordinator wrote that the job is over.
+        is_there: Whether there was any line.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all."""
+        self.members: dict[int, dict[str, Any]] = {}
+        self.is_finished = False
+        self.is_there = False
+        self._said: deque[str] = deque(maxlen=_MOST_SAID)
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Take a line in.
+
+        Raises:
+            ValueError: It holds what the coordinator does not write.
+        """
+        self.is_there = True
+        match line.get("what"):
+            case "member":
+                number = _replica(line.get("replica"))
+                if number not in self.members and len(self.members) >= _MOST_MEMBERS:
+                    self.members.pop(next(iter(self.members)))
+                self.members[number] = {
+                    "replica": number, "host": text(line.get("host")), "standing": text(line.get("standing")),
+                    "step": int(_number(line.get("step"))), "loss": _number(line.get("loss")),
+                    "tokens_per_s": _number(line.get("tokens_s")), "is_paused": line.get("paused") is True,
+                }  # fmt: skip
+            case "gone":
+                own = self.members.get(_replica(line.get("replica")))
+                if own is not None and own["standing"] != "done":
+                    own["standing"] = "gone"
+            case "finding":
+                self._said.append(text(line.get("text")))
+            case "finished":
+                self.is_finished = True
+
+    def said(self) -> list[str]:
+        """Return what the coordinator noted, the latest first."""
+        return list(reversed(self._said))
+
+
+class AppliedRounds:
+    """The latest rounds that one replica applied, from its `rounds-replica-N.jsonl`."""
+
+    def __init__(self, replica: int) -> None:
+        self._replica = replica
+        self._rounds: deque[dict[str, Any]] = deque(maxlen=_MOST_ROUNDS)
+
+    def restart(self) -> None:
+        """Forget all."""
+        self._rounds.clear()
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Take a line in.
+
+        Raises:
+            ValueError: It is no line about a round.
+        """
+        members = line.get("members")
+        if not isinstance(members, list):
+            raise ValueError("members is no list")
+        self._rounds.append({
+            "round": int(_number(line.get("round"))), "fragment": int(_number(line.get("fragment"))),
+            "launch_step": int(_number(line.get("launch_step"))), "at": _number(line.get("at_s")),
+            "members": [_replica(one) for one in members[:_MOST_MEMBERS]], "is_counted": line.get("is_counted") is True,
+            "told_by": self._replica,
+        })  # fmt: skip
+
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return them, the latest first."""
+        return list(reversed(self._rounds))
+
+
+def _replica(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 20:
+        raise ValueError(f"no number of a replica: {str(value)[:40]!r}")
+    return value
+
+
+def _number(value: object) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or abs(value) > 1e15:  # type: ignore[arg-type]
+        raise ValueError(f"no number: {str(value)[:40]!r}")
+    return float(value)  # type: ignore[arg-type]
+
+
+RECENT_S = 10.0
+_MOST_RECENT = 2000
+_MOST_LINKS = 4096
+_MOST_SHOWN = 200
+Cell = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """One direction between two replicas, as one of them tells it."""
+
+    num_bytes: int = 0
+    messages: int = 0
+    failed: int = 0
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
+
+
+class LinkTotals:
+    """Sums over all transfers that one replica wrote, by (from, to).
+
+    Args:
+        rank: Who wrote.
+
+    Attributes:
+        latest_s: The latest time of all, on this replica's clock.
+        earliest_s: The earliest.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all transfers."""
+        self._links: dict[Cell, _Traffic] = defaultdict(_Traffic)
+        self.latest_s = 0.0
+        self.earliest_s = 0.0
+
+    def add(self, *, peer: int, is_sent: bool, num_bytes: int, done_s: float, failed: bool) -> None:
+        """Count one transfer.
+
+        Raises:
+            ValueError: More links than any replica has.
+        """
+        cell = (self.rank, peer) if is_sent else (peer, self.rank)
+        if cell not in self._links and len(self._links) >= _MOST_LINKS:
+            raise ValueError(f"more than {_MOST_LINKS} links of one replica")
+        link = self._links[cell]
+        self.earliest_s = done_s if not self.latest_s else min(self.earliest_s, done_s)
+        self.latest_s = max(self.latest_s, done_s)
+        if failed:
+            link.failed += 1
+            return
+        link.messages += 1
+        link.num_bytes += num_bytes
+        link.recent.append((done_s, num_bytes))
+
+    def told(self) -> dict[Cell, dict[str, Any]]:
+        """Return each link's sums and its rates: over all, and over the latest seconds of this replica's clock."""
+        whole_s = max(self.latest_s - self.earliest_s, 1e-3)
+        recent_s = min(RECENT_S, whole_s)
+        found = {}
+        for cell, link in self._links.items():
+            recent = sum(size for at_s, size in link.recent if at_s > self.latest_s - recent_s)
+            found[cell] = {
+                "from": cell[0], "to": cell[1], "bytes": link.num_bytes, "messages": link.messages,
+                "failed": link.failed, "mean_bits_per_s": round(8 * link.num_bytes / whole_s, 1),
+                "now_bits_per_s": round(8 * recent / recent_s, 1),
+            }  # fmt: skip
+        return found
+
+
+def links_told(totals: Mapping[int, LinkTotals]) -> dict[str, Any]:
+    """Join what all replicas tell: the sender's word on a link, the receiver's where the sender's is not there."""
+    joined: dict[Cell, dict[str, Any]] = {}
+    for rank, own in sorted(totals.items()):
+        for cell, told in own.told().items():
+            if cell[0] == rank or cell not in joined:
+                joined[cell] = {**told, "told_by": rank}
+    busiest = sorted(joined.values(), key=lambda link: -link["bytes"])
+    shown = sorted(busiest[:_MOST_SHOWN], key=lambda link: (link["from"], link["to"]))
+    return {"links": shown, "num_left_out": len(busiest) - len(shown), "recent_s": RECENT_S}
+
+
+_MOST_EVALUATIONS = 1000
+_MOST_WARNINGS = 10
+_MOST_TEXT = 500
+# One that is alive writes a line an interval, but evaluating and compiling take their time between two.
+_LEAST_SILENCE_S, _INTERVALS = 60.0, 3.0
+
+
+class Replica:
+    """The lines of one replica's metrics.
+
+    Args:
+        number: The replica.
+
+    Attributes:
+        number: The replica.
+        last: Its latest line about steps; none before the first.
+        loss: Its training loss by step.
+        speed: Its tokens per second, by seconds of its training.
+        evaluations: Its parts of the latest evaluations, by step.
+        warnings: The latest, with their steps.
+        error: Its last words; empty while it goes on.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all lines: the file is read anew."""
+        self.last: StepMetrics | None = None
+        self.loss = Curve()
+        self.speed = Curve()
+        self.evaluations: dict[int, EvaluationMetrics] = {}
+        self.warnings: deque[tuple[int, str]] = deque(maxlen=_MOST_WARNINGS)
+        self.error = ""
+        self._interval_s = 0.0
+
+    def take(self, told: dict[str, Any]) -> tuple[StepMetrics, StepMetrics | None] | None:
+        """Take a line in, and return it with the one before it where it is about steps.
+
+        Raises:
+            ValueError: It is no line of metrics.
+        """
+        try:
+            match told.get("kind"):
+                case "step":
+                    return self._take_step(parse(StepMetrics, told, source="the line"))
+                case "eval":
+                    part = parse(EvaluationMetrics, told, source="the line")
+                    self.evaluations[part.step] = part
+                    if len(self.evaluations) > _MOST_EVALUATIONS:
+                        self.evaluations.pop(next(iter(self.evaluations)))
+                case "error":
+                    self.error = str(told.get("message", "unknown error"))[:_MOST_TEXT]
+                case "warning":
+                    self.warnings.append((int(told.get("step", 0)), str(told.get("message", ""))[:_MOST_TEXT]))
+                case other:
+                    raise ValueError(f"a line of the unknown kind {str(other)[:40]!r}")
+        except (DataError, TypeError) as error:
+            raise ValueError(str(error)) from None
+        return None
+
+    def _take_step(self, line: StepMetrics) -> tuple[StepMetrics, StepMetrics | None]:
+        before = self.last if self.last is not None and self.last.step < line.step else None
+        self.last, self.error = line, ""  # a resumed run goes on after an error
+        if before is not None:
+            self._interval_s = max(0.0, line.time_s - before.time_s)
+        self.loss.add(line.step, line.loss)
+        self.speed.add(line.time_s, line.tokens_per_s)
+        return line, before
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds without a word after which it is taken to be away, where it writes at its intervals only."""
+        return max(_LEAST_SILENCE_S, _INTERVALS * self._interval_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the page shows of its latest line."""
+        line = self.last
+        if line is None:
+            return {"replica": self.number, "error": self.error}
+        return {
+            "replica": self.number, "error": self.error, "step": line.step, "loss": line.loss, "tokens": line.tokens,
+            "tokens_per_s": line.tokens_per_s, "compute_fraction": line.compute_fraction,
+            "sent_bytes": line.sent_bytes, "received_bytes": line.received_bytes,
+            "sent_bits_per_s": line.sent_bits_per_s, "peak_bits_per_s": line.peak_bits_per_s,
+            "rounds_in_flight": line.rounds_in_flight, "time_s": line.time_s,
+        }  # fmt: skip
+
 
 MOST_RANKS = 256
 _MOST_ENTRIES = 20_000
@@ -50,23 +399,23 @@ class Sources:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[str, GrowingFile] = {}
+        self._files: dict[str, JsonlTailer] = {}
         self.replicas: dict[int, Replica] = {}
         self.links: dict[int, LinkTotals] = {}
         self.windows: dict[int, RankWindow] = {}
         self.rounds: dict[int, AppliedRounds] = {}
-        self.journal = Journal()
+        self.journal = CoordinatorLog()
         self.findings = Findings()
         self.actions = Actions()
-        self.refused = Refused()
+        self.refused = RejectedLines()
         self.num_left_out = 0
         self.changes = 0
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Read what is new, a piece of each file, and return whether more is there."""
         self._find()
         for name, file in list(self._files.items()):
-            is_anew, lines = file.look()
+            is_anew, lines = file.poll()
             take, kept = self._taker(name)
             if is_anew and not self._is_rotated(name):
                 for keeper in kept:
@@ -109,7 +458,7 @@ class Sources:
                     if match := _NAMED.fullmatch(entry.name):
                         numbered.append((int(match[2]), entry.name))
                     elif entry.name in ("findings.jsonl", "actions.jsonl", "coordinator.jsonl"):
-                        self._files[entry.name] = GrowingFile(self._folder / entry.name)
+                        self._files[entry.name] = JsonlTailer(self._folder / entry.name)
         except OSError:
             return
         known = {int(match[2]) for name in self._files if (match := _NAMED.fullmatch(name))}
@@ -117,7 +466,7 @@ class Sources:
         for number, name in sorted(numbered):
             if number in known or len(known) < MOST_RANKS:
                 known.add(number)
-                self._files[name] = GrowingFile(self._folder / name)
+                self._files[name] = JsonlTailer(self._folder / name)
             else:
                 left_out.add(number)
         self.num_left_out = len(left_out)
@@ -125,7 +474,7 @@ class Sources:
     def _taker(self, name: str) -> tuple[_Take, list[_Keeper]]:
         """Return who takes the lines of a file, and who is to forget when it is read anew."""
         if (match := _NAMED.fullmatch(name)) is None:
-            told: Mapping[str, Findings | Actions | Journal] = {
+            told: Mapping[str, Findings | Actions | CoordinatorLog] = {
                 "findings.jsonl": self.findings, "actions.jsonl": self.actions, "coordinator.jsonl": self.journal,
             }  # fmt: skip
             return told[name].take, [told[name]]

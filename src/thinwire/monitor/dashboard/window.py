@@ -18,8 +18,7 @@ from thinwire.monitor.runlog.records import (
     Span,
     TransferEnd,
 )
-from thinwire.monitor.runlog.run_files import ROUNDS, end_of, operation_of
-from thinwire.monitor.runlog.run_folder import StepLine
+from thinwire.monitor.runlog.run_folder import ROUNDS, StepMetrics, end_of, operation_of
 
 MOST_RECORDS = 12_000
 _LEAST_A_RANK = 128
@@ -103,7 +102,7 @@ class RankWindow:
                 del self._parts[key]
         self.add(end_of(told, self.rank, self._parts), room=room)
 
-    def add_steps(self, line: StepLine, before: StepLine | None, *, room: int) -> None:
+    def add_steps(self, line: StepMetrics, before: StepMetrics | None, *, room: int) -> None:
         """Take in a line of a run's metrics: what lies between it and the one before, the waiting at its end."""
         begin_s = before.time_s if before is not None else 0.0
         if line.time_s > begin_s:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from thinwire.monitor.doctor import machine, network, peer
-from thinwire.monitor.doctor.check import Check, Verdict, skipped
-from thinwire.monitor.doctor.network import Chosen
+from thinwire.monitor.doctor import checks, peer
+from thinwire.monitor.doctor.checks import Check, Chosen, Verdict, skipped
 from thinwire.monitor.doctor.peer import Ask, Attempt
 from thinwire.transport.addresses import Address
 
@@ -77,13 +76,13 @@ def is_well(checks: list[Check]) -> bool:
 
 def _all_checks(patient: Patient, goal: tuple[str, int] | None, *, ask: Ask | None) -> Iterator[Check]:
     yield from _machine(patient)
-    yield network.check_own_name(socket.gethostname())
+    yield checks.check_own_name(socket.gethostname())
     target: Address | None = None
     if goal is not None:
         check, found = peer.check_name(goal[0])
         yield check
         target = None if found is None else Address(host=found, port=goal[1])
-    chosen = network.choose(
+    chosen = checks.choose(
         interface=patient.interface, address=patient.address, gloo_interface=patient.gloo_interface,
         target=None if target is None else target.host,
     )  # fmt: skip
@@ -93,26 +92,26 @@ def _all_checks(patient: Patient, goal: tuple[str, int] | None, *, ask: Ask | No
 
 
 def _machine(patient: Patient) -> Iterator[Check]:
-    builds = machine.installed()
-    yield machine.check_versions(builds, needs_pyzmq=patient.secret is not None)
-    yield machine.check_devices(builds)
-    yield machine.check_backends(builds)
-    yield machine.check_secret(patient.secret)
-    yield machine.check_folder("run folder", patient.out.expanduser())
-    yield machine.check_folder("cache", patient.cache.expanduser())
-    yield machine.check_open_files()
-    yield machine.check_memory()
-    yield machine.check_speed()
+    builds = checks.installed()
+    yield checks.check_versions(builds, needs_pyzmq=patient.secret is not None)
+    yield checks.check_devices(builds)
+    yield checks.check_backends(builds)
+    yield checks.check_secret(patient.secret)
+    yield checks.check_folder("run folder", patient.out.expanduser())
+    yield checks.check_folder("cache", patient.cache.expanduser())
+    yield checks.check_open_files()
+    yield checks.check_memory()
+    yield checks.check_speed()
 
 
 def _own_network(chosen: Chosen | Check, target: Address | None) -> Iterator[Check]:
     if isinstance(chosen, Check):
         yield chosen
         return
-    yield network.check_own_address(chosen, target=None if target is None else target.host)
-    yield network.check_port(chosen.address)
-    yield network.check_firewall()
-    yield network.check_mtu(chosen.interface)
+    yield checks.check_own_address(chosen, target=None if target is None else target.host)
+    yield checks.check_port(chosen.address)
+    yield checks.check_firewall()
+    yield checks.check_mtu(chosen.interface)
 
 
 def _way_to(target: Address, chosen: Chosen | Check, patient: Patient, *, ask: Ask | None) -> Iterator[Check]:

@@ -20,8 +20,7 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from thinwire.errors import ThinwireError
-from thinwire.monitor.doctor.check import Check, ok, skipped, warning, wrong
-from thinwire.monitor.doctor.network import LEAST_MTU, LookUp, look_up
+from thinwire.monitor.doctor.checks import LEAST_MTU, Check, LookUp, look_up, ok, skipped, warning, wrong
 from thinwire.transport.addresses import Address, firewall_hint
 from thinwire.units import format_seconds
 from thinwire.version import __version__

@@ -17,8 +17,8 @@ from thinwire.elastic.round_driver import named_part
 from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.record.connection_records import FlowSource, PeerFlows
-from thinwire.monitor.runlog.record_file import MOST_FILE_BYTES, RecordFile
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
+from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.sync.engine import Engine
 from thinwire.transport.addresses import clock_name, host_name
 
@@ -52,7 +52,7 @@ class Forward(Protocol):
         ...
 
 
-class Reading(FlowSource, Protocol):
+class ConnectionReading(FlowSource, Protocol):
     """What is known of a connection."""
 
     @property
@@ -76,7 +76,7 @@ class Followed(Protocol):
 
 
 class Recorder:
-    """Writes `records-rank-N.jsonl` of one rank, see `thinwire.monitor.runlog.record_file`.
+    """Writes `records-rank-N.jsonl` of one rank, see `thinwire.monitor.runlog.writer`.
 
     Memory is bounded: so many events wait at most, and so many transfers and rounds are open at most; the oldest are
     forgotten. While the disk is full, lines are kept in memory; a disk that fails otherwise ends the recording, not the
@@ -108,17 +108,16 @@ class Recorder:
         self._untold: set[_Key | int] = set()
         self._flows = PeerFlows(rank)
         self._beat_s = -BEAT_S
-        self._reading: Callable[[int], Reading | None] = lambda peer: None
+        self._reading: Callable[[int], ConnectionReading | None] = lambda peer: None
         self.num_dropped = 0
         self._place = Communicator(
             communicator=COMMUNICATOR, ranks=(rank,), hosts=(host_name(),), clocks=(clock_name(),)
         )
         self._stop = threading.Event()
-        self._is_full = False
-        self._file: RecordFile | None = None
+        self._file: JsonlWriter | None = None
         try:
-            self._file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
-            self._file.write([to_line(self._place)])
+            self._file = record_writer(run_dir, rank=rank, most_bytes=most_bytes, warn=warn)
+            self._file.write_all([to_line(self._place)])
         except OSError as error:
             self._give_up(error)
         if forward is not None:
@@ -182,10 +181,6 @@ class Recorder:
         self._turn(bye)
         if self._file is not None:
             self._file.close()
-            if self._file.num_lost:
-                self._warn(
-                    f"{self._file.num_lost} records of rank {self._rank} are missing: there was no room for them"
-                )
             self._file = None
         if self._forward is not None:
             self._forward.finish()
@@ -233,16 +228,11 @@ class Recorder:
         if self._file is None:
             return
         try:
-            if self._file.write(lines):
-                # what the file before told of what is still open may soon be gone
-                self._file.write(map(to_line, [self._place, *self._open.values()]))
+            if self._file.write_all(lines):
+                # the older file, which holds what is still open, may soon be gone
+                self._file.write_all(map(to_line, [self._place, *self._open.values()]))
         except OSError as error:
             self._give_up(error)
-            return
-        if self._file.is_waiting != self._is_full:
-            self._is_full = self._file.is_waiting
-            if self._is_full:
-                self._warn(f"rank {self._rank}'s records are kept in memory until there is room on the disk")
 
     def _give_up(self, error: OSError) -> None:
         self._file = None

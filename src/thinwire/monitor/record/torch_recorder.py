@@ -19,9 +19,9 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 
-from thinwire.monitor.record.watched_links import RankPlace, WatchedWires, own_place
-from thinwire.monitor.runlog.record_file import MOST_FILE_BYTES, RecordFile
+from thinwire.monitor.record.connection_records import RankPlace, WatchedWires, own_place
 from thinwire.monitor.runlog.records import Beat, Communicator, Span, to_line
+from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
 from thinwire.transport.burst_probe import open_probe_port
 from thinwire.transport.collective_hooks import (
     CollectiveHooks,
@@ -60,9 +60,8 @@ class Watching:
     """
 
     def __init__(
-        self, file: RecordFile, *, rank: int, places: Sequence[RankPlace], store: int = 0,
-        door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
-        is_polled: IsPolled = never_polled,
+        self, file: JsonlWriter, *, rank: int, places: Sequence[RankPlace], store: int = 0,
+        door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = never_polled,
     ) -> None:  # fmt: skip
         self.lost = ""
         self._file = file
@@ -197,13 +196,10 @@ class Watching:
             if self.lost or not lines:
                 return
             try:
-                if self._file.write(lines):
+                if self._file.write_all(lines):
                     # the file before, which told of who and where, may soon be gone
-                    self._file.write(self._communicators.values())
-            except (
-                OSError,
-                ValueError,
-            ) as error:  # a full disk ends the recording, not the job; nor does a closed file
+                    self._file.write_all(self._communicators.values())
+            except (OSError, ValueError) as error:  # a broken disk or a closed file ends the recording, not the job
                 self.lost = str(error)
 
     def _own_fault(self) -> str:
@@ -260,7 +256,7 @@ def watch(
 ) -> Watching:  # fmt: skip
     """Record all that this job's ranks ask of torch.distributed from here on: DDP, FSDP2, collectives, messages.
 
-    Call it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
+    GroupCall it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
     numbered from it on. Groups over gloo are recorded; calls on a GPU pass by and are counted, or with `gpu_calls` are
     recorded too. That has never run on a GPU, only over gloo: its first use gives an `UntestedWarning`.
 
@@ -290,7 +286,7 @@ def watch(
         warn_untested("gpu calls")
     run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = RecordFile(run_dir, rank=rank, most_bytes=most_bytes)
+    file = record_writer(run_dir, rank=rank, most_bytes=most_bytes)
     door = open_probe_port() if probe_wires else None
     try:
         words = all_gather_text(own_place(port=0 if door is None else door.getsockname()[1]).to_word())

@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.monitor.report.chart import escape
+from thinwire.monitor.report.charts import escape
 from thinwire.monitor.report.figures import figures_of_runs
-from thinwire.monitor.report.page import gallery, grid, page, write_page
-from thinwire.monitor.report.report import times_fewer
+from thinwire.monitor.report.report import gallery, grid, page, times_fewer, write_page
 from thinwire.monitor.runlog.run_folder import RunRecord, read_run
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 

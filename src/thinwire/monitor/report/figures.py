@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.events import Transfer, rates
-from thinwire.monitor.report.axes import Axis
-from thinwire.monitor.report.chart import Chart, Point, Series, line_chart
-from thinwire.monitor.report.lanes import Lane, lane_chart
-from thinwire.monitor.runlog.run_folder import EvaluationLine, RunRecord
+from thinwire.monitor.report.charts import Axis, Chart, ChartSeries, Lane, Point, lane_chart, line_chart
+from thinwire.monitor.runlog.run_folder import EvaluationMetrics, RunRecord
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 WINDOW_S = 0.1
@@ -67,7 +65,7 @@ def loss_against_tokens(run: RunRecord) -> Figure:
     """Draw every replica's training loss and the validation loss of the global parameters, against all tokens."""
     count = tokens_per_step(run)
     training = [
-        Series(
+        ChartSeries(
             name=f"training, replica {replica}",
             points=tuple((line.step * count, line.loss) for line in record.steps),
             colour=7,
@@ -76,7 +74,7 @@ def loss_against_tokens(run: RunRecord) -> Figure:
         )
         for replica, record in run.replicas.items()
     ]
-    validation = Series(
+    validation = ChartSeries(
         name="validation",
         label="validation",
         has_dots=True,
@@ -93,8 +91,10 @@ def loss_against_tokens(run: RunRecord) -> Figure:
 
 def loss_against_bytes(run: RunRecord) -> Figure:
     """Draw the same losses against the bytes that one replica has sent, and where an all-reduce would end."""
-    training = Series(name="training", label="training", colour=7, is_faint=True, points=mean_loss_against_bytes(run))
-    validation = Series(name="validation", label="validation", has_dots=True, points=validation_against_bytes(run))
+    training = ChartSeries(
+        name="training", label="training", colour=7, is_faint=True, points=mean_loss_against_bytes(run)
+    )
+    validation = ChartSeries(name="validation", label="validation", has_dots=True, points=validation_against_bytes(run))
     summary = run.finished()
     would, marker = summary.allreduce_bytes, None
     if would > 0 and summary.wire_bytes_sent > 0 and would > 1.2 * summary.wire_bytes_sent:
@@ -137,7 +137,7 @@ def utilisation(run: RunRecord) -> Figure:
     """Draw the share of time in which each replica computed."""
     many = len(run.replicas) > _MOST_LABELS
     lines = tuple(
-        Series(
+        ChartSeries(
             name=f"replica {replica}",
             label="" if many else f"replica {replica}",
             colour=7 if many else replica,
@@ -151,11 +151,11 @@ def utilisation(run: RunRecord) -> Figure:
     return Figure(heading="Compute utilisation against time", svg=line_chart(chart), caption=caption)
 
 
-def evaluations(run: RunRecord) -> list[EvaluationLine]:
+def evaluations(run: RunRecord) -> list[EvaluationMetrics]:
     """Return the evaluations, with the summary's as the last one where the metrics lack it."""
     found, summary = list(run.evaluations), run.finished()
     if not found or found[-1].step < summary.steps:
-        last = EvaluationLine(
+        last = EvaluationMetrics(
             step=summary.steps, time_s=summary.wall_s, tokens=summary.tokens, val_loss=summary.val_loss
         )
         found.append(last)
@@ -206,9 +206,9 @@ def figures_of_runs(runs: Mapping[str, RunRecord]) -> Sequence[Figure]:
     for colour, (name, run) in enumerate(runs.items()):
         count = tokens_per_step(run)
         tokens = tuple((e.step * count, e.val_loss) for e in evaluations(run))
-        by_tokens.append(Series(name=name, label=name, colour=colour, has_dots=True, points=tokens))
+        by_tokens.append(ChartSeries(name=name, label=name, colour=colour, has_dots=True, points=tokens))
         by_bytes.append(
-            Series(name=name, label=name, colour=colour, has_dots=True, points=validation_against_bytes(run))
+            ChartSeries(name=name, label=name, colour=colour, has_dots=True, points=validation_against_bytes(run))
         )
     first = Chart(title="Validation loss against tokens", x=tokens_axis(), y=loss_axis(), series=tuple(by_tokens))
     second = Chart(

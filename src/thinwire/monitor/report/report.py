@@ -1,19 +1,176 @@
-"""The report of one finished run: what came out, four figures, the settings, and the command that does it again."""
+"""Report of a run, `report.html`: key numbers, figures, faults and configuration on one page that loads nothing."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from thinwire.files import write_whole
+from thinwire.monitor.dashboard.findings_reader import Actions, Findings, downtime_told
+from thinwire.monitor.dashboard.sources import ObjectFile, RejectedLines
 from thinwire.monitor.report import figures
-from thinwire.monitor.report.chart import escape
-from thinwire.monitor.report.faults import trouble
-from thinwire.monitor.report.page import code, facts, gallery, page, write_page
+from thinwire.monitor.report.charts import CHART, PAGE, escape
+from thinwire.monitor.report.figures import Figure
+from thinwire.monitor.runlog.reader import parse_object
 from thinwire.monitor.runlog.run_folder import RunRecord, Summary, read_run
-from thinwire.units import format_bytes, format_count, format_rate, format_seconds
+from thinwire.monitor.runlog.tailer import JsonlTailer
+from thinwire.units import format_bytes, format_count, format_moment, format_rate, format_seconds
+from thinwire.version import __version__
+
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'"  # the browser itself refuses whatever would come from elsewhere
+)
+
+
+def page(title: str, *, parts: Sequence[str]) -> str:
+    """Put parts, which are HTML already, under a title, which is plain text."""
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8"/>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+            f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"/>',
+            f"<title>{escape(title)}</title>",
+            f"<style>{CHART}{PAGE}</style></head><body><main>",
+            f"<h1>{escape(title)}</h1>",
+            *parts,
+            f"<footer>Written by thinwire {escape(__version__)}. This page is one file and loads nothing.</footer>",
+            "</main></body></html>",
+            "",
+        ]
+    )
+
+
+def facts(rows: Sequence[tuple[str, str]], *, style: str = "") -> str:
+    """Return a table of names and values, both plain text."""
+    cells = "\n".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
+    return f'<div class="card"><table class="{style}"><tbody>{cells}</tbody></table></div>'
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table with a head, plain text everywhere; the first two columns are words, the others numbers."""
+    kind = ["", "", *[' class="number"'] * len(head)]
+    top = "".join(f'<th scope="col"{kind[i]}>{escape(cell)}</th>' for i, cell in enumerate(head))
+    lines = []
+    for first, *others in rows:
+        cells = "".join(f"<td{kind[i + 1]}>{escape(cell)}</td>" for i, cell in enumerate(others))
+        lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
+    body = "\n".join(lines)
+    name = escape(", ".join(head))
+    return (
+        f'<div class="card scroll" tabindex="0" role="group" aria-label="{name}">'
+        f'<table class="many"><thead><tr>{top}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def gallery(figures: Sequence[Figure]) -> str:
+    """Put figures beside each other where there is room."""
+    cards = "\n".join(
+        f'<figure class="card"><h3>{escape(f.heading)}</h3>{f.svg}<figcaption>{escape(f.caption)}</figcaption></figure>'
+        for f in figures
+    )
+    return f'<div class="cards">{cards}</div>'
+
+
+def code(command: str) -> str:
+    """Show a command to copy, its lines broken between options and never inside one."""
+    first, *options = command.split(" --")
+    words = " ".join([escape(first), *(f"<span>--{escape(option)}</span>" for option in options)])
+    return f'<div class="card"><pre>{words}</pre></div>'
+
+
+def write_page(path: Path, content: str) -> None:
+    """Write a page whole or not at all.
+
+    Raises:
+        OSError: It cannot be written there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, content)
+
+
+_NOTHING = "Nobody wrote down a finding: nothing broke, or nobody judged the run while it went on."
+_ROWS = {
+    "post_checkpoint_s": "work done again since the last checkpoint",
+    "detection_s": "until the fault was noticed",
+    "diagnosis_s": "until its place was known",
+    "reinitialisation_s": "until training went on",
+}
+
+
+def trouble(folder: Path) -> list[str]:
+    """Return a section on what broke as parts of HTML; the files are untrusted, and what cannot be read is told.
+
+    Args:
+        folder: The run's folder, with `findings.jsonl`, `actions.jsonl` and `downtime.json` where they were written.
+    """
+    refused, findings, actions = RejectedLines(), Findings(), Actions()
+    _read(folder / "findings.jsonl", findings, refused)
+    _read(folder / "actions.jsonl", actions, refused)
+    found, done = findings.to_json(), actions.to_json()
+    parts = ["<h2>What broke</h2>", *(_finding(one) for one in sorted(found, key=lambda one: one["at"] or 0.0))]
+    if not found:
+        parts.append(f"<p>{_NOTHING}</p>")
+    if done:
+        head = ("when", "what was done", "why", "to whom and with which result")
+        rows = [
+            (format_moment(one["at"]), f"{one['action']}{' (dry run: not done)' if one['is_dry_run'] else ''}",
+             one["why"], ": ".join(filter(None, (one["target"], one["result"]))))
+            for one in reversed(done)
+        ]  # fmt: skip
+        parts += ["<h3>What was done</h3>", grid(head, rows)]
+    parts += _lost(folder / "downtime.json", refused)
+    return [*parts, *(f'<p class="note">{escape(f"Not read: {words}")}</p>' for words in refused.told())]
+
+
+def _read(path: Path, told: Findings | Actions, refused: RejectedLines) -> None:
+    file = JsonlTailer(path)
+    while True:
+        _, lines = file.poll()
+        for number, line in lines:
+            try:
+                told.take(parse_object(line))
+            except ValueError as error:
+                refused.add(f"{path.name}:{number}", str(error))
+        if not file.is_behind:
+            return
+
+
+def _finding(one: Mapping[str, Any]) -> str:
+    over = f"over at {format_moment(one['over_at'])}" if one["is_over"] else "not over at the end"
+    since = f", since round {one['since_round']}" if one["since_round"] >= 0 else ""
+    rows = [
+        ("when", f"told at {format_moment(one['at'])}{since}; {over}"),
+        ("what", one["text"]),
+        ("evidence", "; ".join(f"{name.replace('_', ' ')}: {value}" for name, value in one["evidence"])),
+        ("how sure", f"{100 * one['confidence']:.0f} %"),
+        ("what to do", one["remedy"]),
+        ("what would tell the places apart", one["probe"]),
+    ]
+    return f"<h3>{escape(one['kind'])}: {escape(one['where'])}</h3>{facts([row for row in rows if row[1]])}"
+
+
+def _lost(path: Path, refused: RejectedLines) -> list[str]:
+    file = ObjectFile(path, refused)
+    file.poll()
+    if file.value is None:
+        return []
+    try:
+        told = downtime_told(file.value)
+    except ValueError as error:
+        refused.add(path.name, str(error))
+        return []
+    rows = [(words, f"{told[name]:.1f} s") for name, words in _ROWS.items() if name in told]
+    total_s, run_s = told.get("total_s"), told.get("run_s")
+    if total_s is not None:
+        share = f" of {run_s:.1f} s, {100 * total_s / run_s:.1f} %" if run_s else ""
+        rows.append(("together", f"{total_s:.1f} s{share}"))
+    return ["<h3>Time lost</h3>", facts(rows)] if rows else []
+
 
 REPORT = "report.html"
 _MOST_WARNINGS = 10

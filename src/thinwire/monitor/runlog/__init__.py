@@ -1,1 +1,8 @@
-"""Run log: record schema, writers, tailers and readers of the files in a run folder."""
+"""Run log: the files in a run's folder, their schema, writers and readers.
+
+- `records`: the schema, one dataclass a kind of record of a rank.
+- `writer`: appends whole lines; rotation, bounds and behaviour on a full disk.
+- `tailer`: reads what was appended to a growing file, in bounded pieces.
+- `reader`: untrusted lines to checked records; refused lines are counted.
+- `run_folder`: a whole folder, as a run with its metrics or as records for diagnosis.
+"""

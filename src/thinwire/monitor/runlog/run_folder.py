@@ -1,20 +1,27 @@
-"""A run's folder as values: its configuration, its metrics and transfers by replica, and its summary.
+"""Reader of a run's folder: as a run with configuration, metrics, transfers and summary, or as records for diagnosis.
 
-Files are read as they stand: the half-written last line of a run in progress is left out until it is whole. What
-else is not a run's is refused with the file, the line and the remedy.
+The half-written last line of a run in progress is left out until it is whole. Whatever else does not belong to a run is
+refused with file, line and remedy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from thinwire.errors import DataError
 from thinwire.events import Transfer
+from thinwire.monitor.flight_recorder import dumps as flight_recorder
+from thinwire.monitor.nccl import inspector as nccl_inspector
+from thinwire.monitor.nccl import ras as nccl_ras
+from thinwire.monitor.runlog.reader import MOST_RANKS, Records, numbered_lines, parse_line, parse_object, read_into
+from thinwire.monitor.runlog.records import Communicator, Operation, Span, TransferEnd, to_line
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -22,11 +29,11 @@ _METRICS = re.compile(r"metrics-replica-([0-9]{1,6})\.jsonl")
 _LONGEST_S = 1e9  # 32 years: no run takes that long, and no damaged time makes a reader count windows for ever
 _LARGEST_NUMBER = 1e300  # a hostile file must not turn sums into infinities
 
-Value = TypeVar("Value", bound="StepLine | EvaluationLine | Summary | Transfer | _WarningLine")
+Value = TypeVar("Value", bound="StepMetrics | EvaluationMetrics | Summary | Transfer | _WarningMetrics")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepLine:
+class StepMetrics:
     """What one replica wrote at one log interval.
 
     Attributes:
@@ -57,7 +64,7 @@ class StepLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationLine:
+class EvaluationMetrics:
     """Loss of the global parameters on the held-out split, nats per token, after `step` inner steps.
 
     Replicas share an evaluation: `targets` tells over how many tokens this one's part is the mean.
@@ -71,7 +78,7 @@ class EvaluationLine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WarningLine:
+class _WarningMetrics:
     step: int
     message: str
 
@@ -115,7 +122,7 @@ class ReplicaRecord:
     `warnings` are steps and what was said after them; `error` is its last words when it failed.
     """
 
-    steps: tuple[StepLine, ...] = ()
+    steps: tuple[StepMetrics, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     warnings: tuple[tuple[int, str], ...] = ()
     error: str = ""
@@ -137,7 +144,7 @@ class RunRecord:
     path: Path
     config: Mapping[str, Any]
     replicas: Mapping[int, ReplicaRecord]
-    evaluations: tuple[EvaluationLine, ...] = ()
+    evaluations: tuple[EvaluationMetrics, ...] = ()
     summary: Summary | None = None
     raw_summary: Mapping[str, Any] = field(default_factory=dict)
 
@@ -189,18 +196,18 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
-def join_evaluations(parts: Iterable[EvaluationLine]) -> list[EvaluationLine]:
+def join_evaluations(parts: Iterable[EvaluationMetrics]) -> list[EvaluationMetrics]:
     """Join the replicas' parts of each evaluation to one, in order of steps.
 
     Example:
         >>> parts = [
-        ...     EvaluationLine(step=7, time_s=1.0, tokens=10, val_loss=2.0, targets=30),
-        ...     EvaluationLine(step=7, time_s=1.1, tokens=10, val_loss=4.0, targets=10),
+        ...     EvaluationMetrics(step=7, time_s=1.0, tokens=10, val_loss=2.0, targets=30),
+        ...     EvaluationMetrics(step=7, time_s=1.1, tokens=10, val_loss=4.0, targets=10),
         ... ]
         >>> join_evaluations(parts)[0].val_loss
         2.5
     """
-    by_step: dict[int, list[EvaluationLine]] = {}
+    by_step: dict[int, list[EvaluationMetrics]] = {}
     for part in parts:
         by_step.setdefault(part.step, []).append(part)
     joined = []
@@ -242,22 +249,22 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}:{number}", _object(line, f"{path}:{number}")
 
 
-def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[EvaluationLine]]:
-    steps: list[StepLine] = []
-    evaluations: list[EvaluationLine] = []
+def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[EvaluationMetrics]]:
+    steps: list[StepMetrics] = []
+    evaluations: list[EvaluationMetrics] = []
     warnings: list[tuple[int, str]] = []
     error = ""
     for where, line in read_lines(path / f"metrics-replica-{number}.jsonl"):
         match line.get("kind"):
             case "step":
-                steps.append(parse(StepLine, line, source=where))
+                steps.append(parse(StepMetrics, line, source=where))
                 error = ""  # a resumed run goes on after an error
             case "eval":
-                evaluations.append(parse(EvaluationLine, line, source=where))
+                evaluations.append(parse(EvaluationMetrics, line, source=where))
             case "error":
                 error = str(line.get("message", "unknown error"))
             case "warning":
-                told = parse(_WarningLine, line, source=where)
+                told = parse(_WarningMetrics, line, source=where)
                 warnings.append((told.step, told.message))
             case other:
                 raise DataError(f"{where} is a line of the unknown kind {other!r}; this file is not a run's metrics")
@@ -275,7 +282,7 @@ def _transfer(line: Mapping[str, Any], where: str) -> Transfer:
     return transfer
 
 
-Line = TypeVar("Line", StepLine, EvaluationLine)
+Line = TypeVar("Line", StepMetrics, EvaluationMetrics)
 
 
 def _latest(lines: Iterable[Line]) -> list[Line]:
@@ -320,3 +327,242 @@ def _checked(value: Any, kind: str, what: str) -> Any:
         if kind != "int" and (finite or not isinstance(value, int)):
             return float(value)
     raise DataError(f"{what} must be a {kind}, got {str(value)[:60]!r}; the file is damaged, or it is not a run's")
+
+
+_TRANSFERS = re.compile(r"transfers-replica-([0-9]{1,6})\.jsonl")
+ROUNDS = "rounds"
+MEMBERS_FILE, JOURNAL_FILE = "members.jsonl", "coordinator.jsonl"
+# Messages of one round: fragments and phases are told apart, so that both ends find each other.
+_MOST_PARTS = 1 << 20
+_MOST_REMOVED = 4096
+_LEAST_PRESENT = 2
+
+
+def replica_of(path: Path) -> int | None:
+    """Return the replica whose file of a run this is, or none if it is no such file.
+
+    Example:
+        >>> replica_of(Path("runs/demo/transfers-replica-3.jsonl")), replica_of(Path("notes.txt"))
+        (3, None)
+    """
+    match = _TRANSFERS.fullmatch(path.name) or _METRICS.fullmatch(path.name)
+    return int(match.group(1)) if match else None
+
+
+def removed_replicas(folder: Path) -> frozenset[int]:
+    """Return the replicas that an elastic run removed while others went on, by its `members.jsonl` and its journal.
+
+    None where the run was left with less than two members: then the loss of the others is the fault. The numbers of
+    replicas are never given again. Of lines that hold something else nothing is taken.
+
+    Args:
+        folder: The run's folder on one host.
+    """
+    removed: set[int] = set()
+    present = _LEAST_PRESENT
+    for name in (MEMBERS_FILE, JOURNAL_FILE):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            for _, line in numbered_lines(path):
+                if line is None or (b'"removed"' not in line and b'"gone"' not in line):
+                    continue
+                with contextlib.suppress(ValueError):
+                    told = parse_object(line)
+                    removed |= _ranks([told.get("replica")] if told.get("what") == "gone" else told.get("removed"))
+                    present = len(_ranks(told["present"])) if "present" in told else present
+        except DataError:  # it went away, or may not be read: what is known stays
+            continue
+    return frozenset(removed) if present >= _LEAST_PRESENT else frozenset()
+
+
+def _ranks(told: object) -> set[int]:
+    found = told[:_MOST_REMOVED] if isinstance(told, list) else []
+    return {one for one in found if type(one) is int and 0 <= one < MOST_RANKS}
+
+
+def read_run_files(records: Records, paths: list[Path]) -> None:
+    """Read files of a run; each replica has a clock of its own, since its times begin with its training.
+
+    Rounds become operations: from the first message of a replica's round to its last.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    replicas = sorted({rank for path in paths if (rank := replica_of(path)) is not None})
+    hosts = tuple(f"replica-{rank}" for rank in replicas)
+    records.add(Communicator(communicator=ROUNDS, ranks=tuple(replicas), hosts=hosts))
+    for path in paths:
+        rank = replica_of(path)
+        assert rank is not None
+        take = _take_transfers if _TRANSFERS.fullmatch(path.name) else _take_metrics
+        take(records, path, rank)
+
+
+def _take_transfers(records: Records, path: Path, rank: int) -> None:
+    parts: dict[tuple[int, int, str], int] = defaultdict(int)
+    rounds: dict[int, list[TransferEnd]] = defaultdict(list)
+    for number, line in numbered_lines(path):
+        records.num_lines += 1
+        try:
+            told = parse_object(line)
+            if told.get("kind") != "round":
+                continue
+            end = end_of(told, rank, parts)
+            records.add(end)
+            rounds[end.operation].append(end)
+        except (ValueError, KeyError, TypeError) as error:
+            records.refuse(path.name, number, str(error) if isinstance(error, ValueError) else "fields are missing")
+    for sequence, round in enumerate(sorted(rounds)):
+        records.add(operation_of(rounds[round], sequence=sequence))
+
+
+def operation_of(ends: Sequence[TransferEnd], *, sequence: int) -> Operation:
+    """Return one replica's round as an operation, from all its ends."""
+    is_done = all(end.done_s is not None for end in ends)
+    return Operation(
+        communicator=ROUNDS, rank=ends[0].rank, sequence=sequence, kind="round", round=ends[0].operation,
+        posted_s=min(end.posted_s for end in ends),
+        done_s=max(end.done_s or end.posted_s for end in ends) if is_done else None,
+    )  # fmt: skip
+
+
+def end_of(told: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], int]) -> TransferEnd:
+    """Return a line of transfers as an end, checked as every record is.
+
+    Args:
+        told: The line's object.
+        rank: The replica that wrote it.
+        parts: Counts its messages by round, peer and direction; is counted up.
+
+    Raises:
+        ValueError: It holds what cannot be.
+        KeyError: A field is missing.
+        TypeError: A field is of a wrong type.
+    """
+    peer, round, direction = int(told["peer"]), int(told["round_id"]), str(told["direction"])
+    part = parts[round, peer, direction] % _MOST_PARTS
+    parts[round, peer, direction] += 1
+    error = str(told.get("error", ""))[:500]
+    made = TransferEnd(
+        communicator=ROUNDS, rank=rank, peer=peer, direction="sent" if direction == "sent" else "received",
+        operation=round, part=part, num_bytes=int(told["wire_bytes"]), posted_s=float(told["started_s"]),
+        done_s=None if error else float(told["finished_s"]), error=error,
+    )  # fmt: skip
+    checked = parse_line(to_line(made).encode())
+    assert isinstance(checked, TransferEnd)
+    return checked
+
+
+def _take_metrics(records: Records, path: Path, rank: int) -> None:
+    """Take the lines about steps: what a replica computed since its last line, and its loss."""
+    last_s, last_step = 0.0, 0
+    for number, line in numbered_lines(path):
+        records.num_lines += 1
+        try:
+            told = parse_object(line)
+            if told.get("kind") != "step":
+                continue
+            time_s, step = float(told["time_s"]), int(told["step"])
+            if time_s < last_s or step <= last_step:
+                raise ValueError("steps run backwards")
+            # what was waited for the wire is no work
+            work_s = (time_s - last_s) * min(1.0, max(0.0, float(told["compute_fraction"]))) / (step - last_step)
+            span = Span(
+                rank=rank, kind="compute", step=step, started_s=last_s, done_s=last_s + work_s, loss=float(told["loss"])
+            )
+            records.add(parse_line(to_line(span).encode()))
+            last_s, last_step = time_s, step
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            records.refuse(path.name, number, str(error) if type(error) is ValueError else "fields are missing")
+
+
+RECORDS = "records-rank-*.jsonl"
+_HEAD = 4096
+
+
+def read_files(paths: Iterable[Path]) -> Records:
+    """Read all files of one job, whatever they are.
+
+    A folder that holds records of ranks is read for these alone; several such folders may be of one job, one a host.
+    Files of NCCL's tools are known by what they hold, whatever their names. A folder also tells which replicas of an
+    elastic run were removed.
+
+    Raises:
+        DataError: A file cannot be read, or is none of those that can be diagnosed.
+    """
+    records = Records()
+    runs: dict[Path, list[Path]] = {}
+    dumps: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            records.removed |= removed_replicas(path)
+            if not _read_folder(records, path):
+                runs[path] = _files_of_run(path)
+        elif replica_of(path) is not None:
+            runs.setdefault(path.parent, []).append(path)
+        elif _is_dump(first := _head(path), path):
+            dumps.append(path)
+        else:
+            (nccl_reader(first) or read_into)(records, path)
+    if len(runs) > 1:
+        raise DataError(f"{' and '.join(map(str, runs))} are several runs; diagnose one at a time")
+    for files in runs.values():
+        read_run_files(records, sorted(set(files)))
+    flight_recorder.read_dumps(records, dumps)
+    return records
+
+
+def nccl_reader(first: bytes) -> Callable[[Records, Path], None] | None:
+    """Return the reader of a file of NCCL's tools that begins so; none where it is no such file."""
+    if nccl_inspector.is_inspector(first):
+        return nccl_inspector.read_inspector
+    return nccl_ras.read_ras if nccl_ras.is_ras(first) else None
+
+
+def _is_dump(first: bytes, path: Path) -> bool:
+    if flight_recorder.is_pickle(first):
+        raise DataError(
+            f"{path} is a pickle, which could run any program when it is read; {flight_recorder.HOW_TO_JSON}"
+        )
+    return nccl_reader(first) is None and flight_recorder.is_dump(first)
+
+
+def _read_folder(records: Records, folder: Path) -> bool:
+    """Read a folder's records of ranks, or files of NCCL's tools where it holds neither these nor files of a run.
+
+    Returns:
+        Whether there are any.
+    """
+    # backwards, so that a rank's older file comes before the one that it writes now
+    if recorded := sorted(filter(Path.is_file, folder.glob(RECORDS)), reverse=True):
+        for one in recorded:
+            read_into(records, one)
+        return True
+    files = [path for path in sorted(folder.glob("*")) if path.is_file()]  # a pipe would be waited for
+    if any(replica_of(path) is not None for path in files):
+        return False
+    known = [(read, path) for path in files if (read := nccl_reader(_head(path))) is not None]
+    for read, path in known:
+        read(records, path)
+    return bool(known)
+
+
+def _files_of_run(folder: Path) -> list[Path]:
+    found = [path for path in sorted(folder.glob("*.jsonl")) if replica_of(path) is not None]
+    found = [path for path in found if path.is_file()]  # a pipe would be waited for
+    if not found:
+        raise DataError(
+            f"{folder} holds no records-rank-N.jsonl, transfers-replica-N.jsonl or metrics-replica-N.jsonl of a run, "
+            "and no files of NCCL's Inspector or RAS"
+        )
+    return found
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error

@@ -1,35 +1,39 @@
-"""Files of lines that grow while they are read: only what is new is read, a bounded piece at a time."""
+"""Tailers of growing JSON-lines files: bounded reads of what was appended."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from thinwire.files import open_regular
-from thinwire.monitor.runlog.reader import MOST_LINE_BYTES
+from thinwire.monitor.runlog.reader import MOST_LINE_BYTES, parse_line, parse_object
+from thinwire.monitor.runlog.records import FORMAT, VERSION, Communicator, Record
 
 MOST_BYTES = 1 << 20
-Line = bytes | None
+# Of a file of records that was long at the first poll: its head, for the communicators, and its end.
+_RECORD_BYTES, _HEAD_BYTES = 2 << 20, 64 << 10
+NumberedLine = tuple[int, bytes | None]
 
 
-class GrowingFile:
-    """Reads what was appended to a file of lines since the last look.
+class JsonlTailer:
+    """Reads what was appended to a file of lines since the last poll.
 
-    A line without its end waits for the rest. A file that became shorter was cut by a run that was resumed, and one
-    with another inode was written anew: both are read from the start.
+    A line without its newline waits for the rest. A file that became shorter was cut by a resumed run, and one with
+    another inode was rewritten: both are read from the start.
 
     Args:
-        path: The file; it may come later.
-        most_bytes: Bytes that one look reads.
-        head_bytes: Where a file is longer than this and `most_bytes` when it is begun, so much of its head is read at
-            the first look, and its end from the second one on; None reads all of any file.
+        path: The file; it may be created later.
+        most_bytes: Bytes that one poll reads.
+        head_bytes: Of a file longer than this and `most_bytes` at the first poll, the first poll reads this much of
+            the head, and the second one the end; None reads all of any file.
 
     Attributes:
         path: The file.
         is_behind: Whether more is there than was read.
-        number: How many lines were read: the number of the last one, from 1, where no bytes were skipped.
-        changed_at: When the file was last written to, seconds since 1970; none while it is not there.
+        number: Lines read so far: the number of the last one, from 1, unless bytes were skipped.
+        changed_at: Time of the last write to the file, seconds since 1970; None while it is missing.
         num_skipped_bytes: Bytes between the head and the end, which are never read.
     """
 
@@ -43,17 +47,17 @@ class GrowingFile:
         self._head_bytes = head_bytes
         self._at = 0
         self._inode = -1
-        self._is_skipping = False  # what is left of a line that is too long
-        self._is_torn = False  # the line, since its begin was skipped
+        self._is_skipping = False  # the rest of a line that is too long
+        self._is_torn = False  # a line whose beginning was skipped
 
-    def look(self) -> tuple[bool, list[tuple[int, Line]]]:
-        """Return whether the file was begun anew, and its new lines with their numbers; none for one that is too long.
+    def poll(self) -> tuple[bool, list[NumberedLine]]:
+        """Return whether the file is read from the start again, and its new lines with their numbers.
 
-        A file that cannot be read has no new lines.
+        A line that is too long is None. A file that cannot be read has no new lines.
         """
         try:
             with open_regular(self.path) as file:
-                is_anew = self._is_anew(file)
+                is_restarted = self._is_restarted(file)
                 size = file.seek(0, os.SEEK_END)
                 is_long = self._head_bytes is not None and not self._at and size > self._most_bytes + self._head_bytes
                 num_bytes = self._head_bytes if is_long and self._head_bytes is not None else self._most_bytes
@@ -68,18 +72,22 @@ class GrowingFile:
             end_at = size - self._most_bytes
             self.num_skipped_bytes += end_at - num_bytes
             self._at, self._is_skipping, self._is_torn = end_at, False, True
-        return is_anew, lines
+        return is_restarted, lines
 
-    def _is_anew(self, file: BinaryIO) -> bool:
+    def new_lines(self) -> list[bytes]:
+        """Return the new lines that are not too long."""
+        return [line for _, line in self.poll()[1] if line is not None]
+
+    def _is_restarted(self, file: BinaryIO) -> bool:
         found = os.fstat(file.fileno())
-        is_anew = self._at > 0 and (found.st_size < self._at or found.st_ino != self._inode)
-        if is_anew:
+        is_restarted = self._at > 0 and (found.st_size < self._at or found.st_ino != self._inode)
+        if is_restarted:
             self._at, self.number, self._is_skipping, self._is_torn = 0, 0, False, False
         self._inode, self.changed_at = found.st_ino, found.st_mtime
-        return is_anew
+        return is_restarted
 
-    def _lines(self, content: bytes) -> list[tuple[int, Line]]:
-        found: list[tuple[int, Line]] = []
+    def _lines(self, content: bytes) -> list[NumberedLine]:
+        found: list[NumberedLine] = []
         whole = content.rfind(b"\n") + 1
         for line in content[:whole].split(b"\n")[:-1]:
             if self._is_torn:
@@ -92,7 +100,62 @@ class GrowingFile:
             elif line.strip():
                 found.append((self.number, line))
         self._at += whole
-        if len(content) - whole > MOST_LINE_BYTES:  # nobody writes such a line: it is passed over, not kept
+        if len(content) - whole > MOST_LINE_BYTES:  # no writer makes such a line: it is skipped, not kept
             self._is_skipping = not self._is_torn
             self._at += len(content) - whole
         return found
+
+
+class RecordTailer:
+    """Reads what was appended to a file of records since the last poll, see `JsonlTailer`.
+
+    Lines that are no record are counted and skipped: other processes write the file.
+
+    Args:
+        path: The file; it may be created later.
+        most_bytes: Bytes that one poll reads.
+
+    Attributes:
+        num_lines: Lines read.
+        num_refused: Of these, lines that are no record.
+    """
+
+    def __init__(self, path: Path, *, most_bytes: int = _RECORD_BYTES) -> None:
+        self.num_lines = 0
+        self.num_refused = 0
+        self._file = JsonlTailer(path, most_bytes=most_bytes, head_bytes=_HEAD_BYTES)
+
+    @property
+    def num_skipped_bytes(self) -> int:
+        """Bytes of a file that was long at the first poll, which were never read."""
+        return self._file.num_skipped_bytes
+
+    def new_records(self) -> list[Record]:
+        """Return the records since the last poll; none if the file is missing or cannot be read."""
+        skipped = self.num_skipped_bytes
+        records = list(self._parsed(self._file.poll()[1]))
+        if self.num_skipped_bytes == skipped:
+            return records
+        # of the head only the communicators matter: ranks and their hosts
+        known: list[Record] = [record for record in records if isinstance(record, Communicator)]
+        return [*known, *self._parsed(self._file.poll()[1])]
+
+    def _parsed(self, lines: Iterable[NumberedLine]) -> Iterator[Record]:
+        for _, line in lines:
+            if line is not None and _is_header(line):
+                continue
+            self.num_lines += 1
+            try:
+                yield parse_line(line)
+            except ValueError:
+                self.num_refused += 1
+
+
+def _is_header(line: bytes) -> bool:
+    if not line.startswith(b'{"format"'):
+        return False
+    try:
+        header = parse_object(line)
+    except ValueError:
+        return False
+    return header.get("format") == FORMAT and header.get("version") == VERSION

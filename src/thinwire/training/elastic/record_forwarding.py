@@ -20,8 +20,8 @@ from typing import Protocol
 from thinwire.elastic.rate_limit import Allowance
 from thinwire.files import is_no_room
 from thinwire.monitor.runlog.reader import parse_line
-from thinwire.monitor.runlog.record_file import RecordFile, record_paths
 from thinwire.monitor.runlog.records import Communicator, Record, to_line
+from thinwire.monitor.runlog.writer import record_paths, record_writer
 
 # Of a wire of 5 Mbit/s, less than one part in a hundred.
 BYTES_A_SECOND, _BYTES_AT_ONCE = 4096.0, 32768.0
@@ -232,10 +232,10 @@ class TakenRecords:
         lines = self._waiting.pop(replica, deque())
         lines.extend(new)
         try:
-            file = RecordFile(self._run_dir, rank=replica, is_continued=True, max_kept_bytes=0)
+            file = record_writer(self._run_dir, rank=replica, is_continued=True, max_kept_bytes=0)
             with contextlib.closing(file):
-                if file.write(lines) and replica in self._places:
-                    file.write([self._places[replica]])
+                if file.write_all(lines) and replica in self._places:
+                    file.write_all([self._places[replica]])
             self._make_room(replica)
             self._told.discard(replica)
         except OSError as error:

@@ -17,7 +17,7 @@ from thinwire.monitor.detect.live import News
 from thinwire.monitor.downtime import Downtime, Incident, account
 from thinwire.monitor.live_diagnosis import Members
 from thinwire.monitor.remediation import Action, target_of
-from thinwire.monitor.runlog.record_file import record_paths
+from thinwire.monitor.runlog.writer import record_paths
 
 Tell = Callable[[str, str], str]
 # A replica beats, and the coordinator is asked, once a second: one that was heard of so lately lives.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from thinwire.averaging.round_context import Average
-from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.monitor.runlog.writer import JsonlWriter
 from thinwire.sync.engine import Engine
 from thinwire.sync.schedule import Round
 
@@ -30,7 +30,7 @@ class RoundLog:
         self, run_dir: Path, *, replica: int, engine: Engine, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         # a line at a time, so that a replica that is killed leaves whole lines
-        self._file = LineFile(run_dir / f"rounds-replica-{replica}.jsonl", warn=warn)
+        self._file = JsonlWriter(run_dir / f"rounds-replica-{replica}.jsonl", warn=warn)
         self._engine = engine
         engine.on_applied = self._note
 

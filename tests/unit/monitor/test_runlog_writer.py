@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.full_disk import file_size_limit
-from thinwire.monitor.runlog.line_file import LineFile
+from thinwire.monitor.runlog.writer import JsonlWriter
 
 
 def test_lines_wait_until_they_are_flushed_and_go_to_the_end_of_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "lines").write_text("old\n")
-    file = LineFile(tmp_path / "lines")
+    file = JsonlWriter(tmp_path / "lines")
     file.write("one")
     assert (tmp_path / "lines").read_text() == "old\n"
     file.write("two", is_last=True)
@@ -27,7 +27,7 @@ def test_lines_wait_until_they_are_flushed_and_go_to_the_end_of_what_is_there(tm
 
 def test_what_has_no_room_is_kept_and_written_whole_once_there_is_room(tmp_path: Path) -> None:
     told: list[str] = []
-    file = LineFile(tmp_path / "lines", warn=told.append)
+    file = JsonlWriter(tmp_path / "lines", warn=told.append)
     file.write("a" * 49, is_last=True)
     with file_size_limit(80):
         for letter in "bcd":
@@ -47,7 +47,7 @@ def test_what_has_no_room_is_kept_and_written_whole_once_there_is_room(tmp_path:
 
 def test_beyond_the_bound_the_oldest_lines_are_lost_and_counted(tmp_path: Path) -> None:
     told: list[str] = []
-    file = LineFile(tmp_path / "lines", warn=told.append, max_kept_bytes=100)
+    file = JsonlWriter(tmp_path / "lines", warn=told.append, max_kept_bytes=100)
     with file_size_limit(1):
         for letter in "abcd":
             file.write(letter * 39, is_last=True)
@@ -55,7 +55,7 @@ def test_beyond_the_bound_the_oldest_lines_are_lost_and_counted(tmp_path: Path) 
     assert file.num_lost == 4 and told[1:] == [
         f"4 lines are missing in {tmp_path / 'lines'}, since there was no room for them"
     ]
-    other = LineFile(tmp_path / "others", max_kept_bytes=100)
+    other = JsonlWriter(tmp_path / "others", max_kept_bytes=100)
     with file_size_limit(1):
         for letter in "abcd":
             other.write(letter * 39, is_last=True)
@@ -64,7 +64,7 @@ def test_beyond_the_bound_the_oldest_lines_are_lost_and_counted(tmp_path: Path) 
 
 
 def test_threads_write_whole_lines(tmp_path: Path) -> None:
-    file = LineFile(tmp_path / "lines")
+    file = JsonlWriter(tmp_path / "lines")
 
     def write(letter: str) -> None:
         for number in range(2000):
@@ -82,4 +82,4 @@ def test_threads_write_whole_lines(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        LineFile(tmp_path / "nowhere" / "lines")
+        JsonlWriter(tmp_path / "nowhere" / "lines")

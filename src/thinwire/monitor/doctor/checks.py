@@ -1,0 +1,540 @@
+"""Checks of this host: versions, devices, folders, limits, speed, names, addresses, ports, firewall and MTU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+import torch
+
+from thinwire.errors import ConnectError
+from thinwire.transport.addresses import (
+    ANYWHERE,
+    address_of,
+    address_towards,
+    firewall_hint,
+    interface_of,
+    listen,
+    local_addresses,
+    resolve,
+)
+from thinwire.transport.process_group import available_backends
+from thinwire.transport.secret import read_secret
+from thinwire.units import format_bytes, format_seconds
+from thinwire.version import __version__
+
+
+class Verdict(StrEnum):
+    """How a check ended; `WRONG` alone makes the command fail."""
+
+    OK = "ok"
+    WARNING = "warning"
+    WRONG = "wrong"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: What.
+        verdict: How it is.
+        found: What was found, with numbers; for a skipped check the reason.
+        remedy: What to do, empty where there is nothing to do.
+
+    Example:
+        >>> Check(name="memory", verdict=Verdict.OK, found="8.00 GB are free").to_json()["verdict"]
+        'ok'
+    """
+
+    name: str
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        """Write it as plain values."""
+        return {**asdict(self), "verdict": self.verdict.value}
+
+
+def ok(name: str, found: str) -> Check:
+    """Say that a thing is well."""
+    return Check(name=name, verdict=Verdict.OK, found=found)
+
+
+def warning(name: str, found: str, *, remedy: str) -> Check:
+    """Say that a thing works, and may hurt."""
+    return Check(name=name, verdict=Verdict.WARNING, found=found, remedy=remedy)
+
+
+def wrong(name: str, found: str, *, remedy: str) -> Check:
+    """Say that a thing does not work."""
+    return Check(name=name, verdict=Verdict.WRONG, found=found, remedy=remedy)
+
+
+def skipped(name: str, reason: str) -> Check:
+    """Say that a thing could not be looked at, and why."""
+    return Check(name=name, verdict=Verdict.SKIPPED, found=reason)
+
+
+def wrong_by(name: str, error: Exception) -> Check:
+    """Turn an error of the library, which says what is wrong and after a semicolon what to do, into a check."""
+    found, _, remedy = str(error).partition("; ")
+    return wrong(name, found, remedy=remedy or "see the text")
+
+
+LEAST_DISK_BYTES, SCARCE_DISK_BYTES = 100e6, 2e9
+LEAST_MEMORY_BYTES, SCARCE_MEMORY_BYTES = 500e6, 2e9
+LEAST_FILES, SCARCE_FILES = 256, 1024
+_SIZE = 512
+_TIMINGS = 5
+_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_NVIDIA = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Builds:
+    """What is installed.
+
+    Attributes:
+        python: Its version.
+        torch: Its version.
+        cuda: The CUDA version that torch was built for, empty for a build without.
+        num_gpus: GPUs that torch sees.
+        has_gpu: Whether the machine has an NVIDIA driver.
+        pyzmq: Its version, empty where it is not installed.
+        backends: Whether torch.distributed has gloo and nccl.
+    """
+
+    python: str
+    torch: str
+    cuda: str
+    num_gpus: int
+    has_gpu: bool
+    pyzmq: str
+    backends: Mapping[str, bool]
+
+
+def installed() -> Builds:
+    """Ask this process."""
+    return Builds(
+        python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda or "",
+        num_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0, has_gpu=_NVIDIA.exists(),
+        pyzmq=_version_of("pyzmq"), backends=available_backends(),
+    )  # fmt: skip
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check_versions(builds: Builds, *, needs_pyzmq: bool) -> Check:
+    """Say what is installed, and whether a secret can be used.
+
+    Args:
+        builds: What is installed.
+        needs_pyzmq: Whether a secret is to be used.
+    """
+    found = f"thinwire {__version__}, Python {builds.python}, torch {builds.torch}, pyzmq {builds.pyzmq or '-'}"
+    if builds.pyzmq:
+        return ok("versions", found)
+    remedy = "install it: pip install 'thinwire[wire]'"
+    if needs_pyzmq:
+        return wrong("versions", f"{found}: a secret needs pyzmq", remedy=remedy)
+    return warning("versions", f"{found}: without pyzmq there is no secret (--secret)", remedy=remedy)
+
+
+def check_devices(builds: Builds) -> Check:
+    """Say whether torch uses the GPU that is here."""
+    if not builds.cuda:
+        if not builds.has_gpu:
+            return ok("devices", "torch is built without CUDA, and no NVIDIA driver is here: training on the CPU")
+        return warning(
+            "devices", "this machine has an NVIDIA driver, and torch is built without CUDA",
+            remedy="install a torch with CUDA (pytorch.org), or train on the CPU",
+        )  # fmt: skip
+    if builds.num_gpus:
+        return ok("devices", f"torch with CUDA {builds.cuda} sees {builds.num_gpus} GPUs")
+    what = "no GPU is visible" if builds.has_gpu else "no NVIDIA driver is here"
+    return warning(
+        "devices", f"torch is built for CUDA {builds.cuda}, and {what}",
+        remedy="see nvidia-smi and CUDA_VISIBLE_DEVICES; a container needs --gpus all; or train on the CPU",
+    )  # fmt: skip
+
+
+def check_backends(builds: Builds) -> Check:
+    """Say whether torch.distributed can join replicas."""
+    found = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in builds.backends.items())
+    if not builds.backends.get("gloo"):
+        return wrong(
+            "torch.distributed", f"{found}: replicas without a secret meet over gloo",
+            remedy="install a torch whose torch.distributed has gloo, as the wheels for Linux have",
+        )  # fmt: skip
+    if builds.num_gpus and not builds.backends.get("nccl"):
+        return warning(
+            "torch.distributed", f"{found}: a replica over several GPUs needs nccl",
+            remedy="install a torch with nccl, or use one GPU a replica",
+        )  # fmt: skip
+    return ok("torch.distributed", found)
+
+
+def check_secret(path: Path | None) -> Check:
+    """Read the secret, if one is given.
+
+    Args:
+        path: The file of `--secret`.
+    """
+    if path is None:
+        return skipped("secret", "no --secret FILE was given")
+    try:
+        secret = read_secret(path)
+    except ValueError as error:
+        return wrong_by("secret", error)
+    return ok("secret", f"{path} is a secret; its fingerprint {secret.fingerprint} must be the same on all hosts")
+
+
+def check_folder(name: str, folder: Path, *, free_bytes: Callable[[Path], int] | None = None) -> Check:
+    """Write a file into a folder, or into the nearest one above it that exists, and look at the free space.
+
+    Args:
+        name: What the folder is for.
+        folder: It need not exist; it is not made.
+        free_bytes: Tells the free space; asks the file system by default.
+    """
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+        free = (free_bytes or _free_bytes)(place)
+    except OSError as error:
+        return wrong(
+            name, f"{folder} cannot be written: {error.strerror} ({place})",
+            remedy="give another folder (--out, --cache-dir), or the right to write there",
+        )  # fmt: skip
+    found = f"{format_bytes(free)} are free for {folder}"
+    remedy = "make room, or give a folder on another disk (--out, --cache-dir)"
+    if free < LEAST_DISK_BYTES:
+        return wrong(name, found, remedy=remedy)
+    return warning(name, found, remedy=remedy) if free < SCARCE_DISK_BYTES else ok(name, found)
+
+
+def _free_bytes(place: Path) -> int:
+    return shutil.disk_usage(place).free
+
+
+def check_open_files(limit: int | None = None) -> Check:
+    """Look at how many files and sockets this process may open.
+
+    Args:
+        limit: The limit; by default this process's own.
+    """
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ok("open files", "no limit")
+    found = f"{limit:,} files and sockets may be open"
+    remedy = "raise it: ulimit -n 65536, or LimitNOFILE= of the service"
+    if limit < LEAST_FILES:
+        return wrong("open files", found, remedy=remedy)
+    return warning("open files", found, remedy=remedy) if limit < SCARCE_FILES else ok("open files", found)
+
+
+def check_memory(available: int | None = None, total: int | None = None) -> Check:
+    """Look at the free memory.
+
+    Args:
+        available: Bytes that can be had; asks the system by default.
+        total: Bytes that the machine has, likewise.
+    """
+    memory = psutil.virtual_memory()
+    available = memory.available if available is None else available
+    found = f"{format_bytes(available)} of {format_bytes(memory.total if total is None else total)} are free"
+    remedy = "end what else runs here, or take a smaller model or batch; thinwire plan says what a model needs"
+    if available < LEAST_MEMORY_BYTES:
+        return wrong("memory", found, remedy=remedy)
+    return warning("memory", found, remedy=remedy) if available < SCARCE_MEMORY_BYTES else ok("memory", found)
+
+
+def check_speed(
+    *, threads: int | None = None, cores: float | None = None, product_s: Callable[[int], float] | None = None
+) -> Check:
+    """Time a small matrix product with torch's threads and with one: too many threads are slower than one.
+
+    Args:
+        threads: Torch's threads; those of this process by default.
+        cores: Cores that this process may use; by default as the scheduler and the container say.
+        product_s: Tells the seconds of a product of two float32 matrices `(512, 512)` with so many threads; measures
+            by default.
+    """
+    threads = torch.get_num_threads() if threads is None else threads
+    cores = usable_cores() if cores is None else cores
+    measure = product_s or _product_s
+    many_s = measure(threads)
+    one_s = many_s if threads == 1 else measure(1)
+    rate = 2 * _SIZE**3 / many_s / 1e9
+    found = f"{rate:.0f} GFLOP/s with {threads} threads on {cores:g} cores, {format_seconds(many_s)} a product"
+    if threads > cores:
+        return warning(
+            "speed", f"{found}: more threads than cores",
+            remedy=f"set OMP_NUM_THREADS={max(1, int(cores))}, or thinwire train --threads",
+        )  # fmt: skip
+    if many_s > 1.1 * one_s:
+        return warning(
+            "speed", f"{found}, and {format_seconds(one_s)} with one thread: the threads hinder each other",
+            remedy="end what else computes here, or set OMP_NUM_THREADS lower",
+        )  # fmt: skip
+    return ok("speed", found)
+
+
+def usable_cores(limit: Path = _CPU_LIMIT) -> float:
+    """Return how many cores this process may use: those it is bound to, or fewer where its container has a limit.
+
+    Args:
+        limit: The kernel's file with the container's limit.
+    """
+    # Linux alone says which cores a process is bound to
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = float(bound)
+    try:
+        quota, period = limit.read_text().split()
+        return cores if quota == "max" else min(cores, int(quota) / int(period))
+    except (OSError, ValueError):
+        return cores
+
+
+def _product_s(threads: int) -> float:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        left, right = torch.rand(_SIZE, _SIZE), torch.rand(_SIZE, _SIZE)
+        torch.mm(left, right)  # the first one makes the threads
+        return statistics.median(_timed(lambda: torch.mm(left, right)) for _ in range(_TIMINGS))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    action()
+    return time.perf_counter() - began_s
+
+
+# RFC 8200: what every IPv6 link carries. VPNs go down to it, and below it is a mistake.
+LEAST_MTU = 1280
+LookUp = Callable[[str], Sequence[str]]
+_BRIDGES = re.compile(r"^(docker|br-|virbr|lxcbr|lxdbr|cni|podman|veth|cbr|flannel|cali)")
+_PRIVATE_NETWORKS = re.compile(r"^(wg|tun|tap|utun|tailscale|zt|ppp|nebula)")
+_REACH_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The address that this host would show to the others.
+
+    Attributes:
+        address: IPv4.
+        interface: Its interface.
+        why: What made it this one.
+        is_asked: Whether a person or the way to a given address chose it.
+    """
+
+    address: str
+    interface: str
+    why: str
+    is_asked: bool
+
+
+def look_up(name: str) -> list[str]:
+    """Return the IPv4 addresses of a name.
+
+    Raises:
+        OSError: It has none.
+    """
+    found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def check_own_name(hostname: str, *, find: LookUp = look_up) -> Check:
+    """See what this host's own name resolves to; programs that go by it advertise that.
+
+    Args:
+        hostname: The name.
+        find: Looks it up.
+    """
+    remedy = f"thinwire does not go by the name, but gloo alone does: give {hostname} its address in /etc/hosts"
+    try:
+        addresses = find(hostname)
+    except OSError as error:
+        return warning("host name", f"{hostname} cannot be resolved: {error}", remedy=remedy)
+    found = f"{hostname} is {', '.join(addresses)}"
+    if all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        return warning("host name", f"{found}: only this host itself reaches that", remedy=remedy)
+    return ok("host name", found)
+
+
+def choose(
+    *, interface: str | None, address: str | None, gloo_interface: str | None, target: str | None
+) -> Chosen | Check:
+    """Choose the address as `thinwire.connect` does, and say why; a check where none can be chosen.
+
+    Args:
+        interface: That of `--interface`.
+        address: That of `--address`.
+        gloo_interface: The variable GLOO_SOCKET_IFNAME.
+        target: An IPv4 address that is to be reached; without one, the default route counts.
+    """
+    named = interface or (gloo_interface or "").split(",")[0]
+    why = "--interface" if interface else "the variable GLOO_SOCKET_IFNAME"
+    try:
+        if address:
+            own, why = resolve(address), "--address"
+        elif named:
+            own = address_of(named)
+        else:
+            own = address_towards(target or ANYWHERE)
+            why = f"packets to {target} leave from it" if target else "the default route leaves from it"
+        return Chosen(
+            address=own, interface=interface_of(own), why=why, is_asked=bool(address or named or target)
+        )  # fmt: skip
+    except ConnectError:
+        return _no_route(target, local_addresses())
+    except ValueError as error:
+        return wrong_by("own address", error)
+
+
+def _no_route(target: str | None, addresses: Mapping[str, Sequence[str]]) -> Check:
+    outer = [f"{name} ({held[0]})" for name, held in addresses.items() if not held[0].startswith("127.")]
+    remedy = "bring the network up, or name an interface that the others reach: --interface"
+    if target is not None:
+        return wrong("own address", f"there is no route to {target}", remedy=remedy)
+    if not outer:
+        return wrong("own address", "no interface but loopback has an IPv4 address", remedy=remedy)
+    # a private switch needs no default route, so nothing is wrong yet
+    return warning(
+        "own address", f"there is no default route, and which of {', '.join(outer)} others reach cannot be told",
+        remedy="give the ADDRESS that is to be reached, or --interface",
+    )  # fmt: skip
+
+
+def check_own_address(chosen: Chosen, *, target: str | None) -> Check:
+    """Judge the address that the others would be told.
+
+    Args:
+        chosen: What was chosen.
+        target: The IPv4 address that is to be reached, if there is one.
+    """
+    found = f"{chosen.address} on {chosen.interface}: {chosen.why}"
+    address = ipaddress.IPv4Address(chosen.address)
+    remedy = "name an interface or address that the others reach: --interface, --address"
+    if address.is_loopback:
+        if target is not None and ipaddress.IPv4Address(target).is_loopback:
+            return ok("own address", f"{found}; it serves replicas on this host only")
+        return wrong("own address", f"{found}; other hosts do not reach a loopback address", remedy=remedy)
+    if address.is_link_local:
+        return warning("own address", f"{found}; no DHCP server gave this host an address", remedy=remedy)
+    if _BRIDGES.match(chosen.interface):
+        return warning(
+            "own address", f"{found}; this bridge joins containers or virtual machines of this host", remedy=remedy
+        )
+    if _PRIVATE_NETWORKS.match(chosen.interface):
+        note = f"{found}; all others must be in this private network too"
+        return ok("own address", note) if chosen.is_asked else warning("own address", note, remedy=remedy)
+    return ok("own address", found)
+
+
+def check_port(address: str, *, connect: Callable[[str, int], None] | None = None) -> Check:
+    """Listen on a free port of the address, and reach it from this host.
+
+    Args:
+        address: IPv4.
+        connect: Opens a connection to an address and a port, and closes it.
+    """
+    try:
+        with listen(address, backlog=1) as listener:
+            port = listener.getsockname()[1]
+            (connect or _connect)(address, port)
+    except ConnectError as error:
+        return wrong("listening", str(error), remedy="name an address of this host: --address, --interface")
+    except OSError as error:
+        return wrong(
+            "listening", f"port {port} of {address} cannot be reached even from this host: {error.strerror or error}",
+            remedy=f"let the firewall of this host pass it; {firewall_hint()}",
+        )  # fmt: skip
+    return ok("listening", f"port {port} of {address} was opened and reached from here")
+
+
+def _connect(address: str, port: int) -> None:
+    with socket.create_connection((address, port), timeout=_REACH_S):
+        pass
+
+
+def check_firewall(root: Path = Path("/")) -> Check:
+    """Look for a firewall that is switched on; its rules are not read.
+
+    Args:
+        root: The folder that holds `etc`, `run` and `proc`.
+    """
+    found = [name for name, is_on in _firewalls(root) if is_on]
+    if found:
+        return warning("firewall", f"{' and '.join(found)} may drop what the others send", remedy=firewall_hint())
+    return ok(
+        "firewall", f"neither ufw nor firewalld nor iptables is seen (nftables is not looked at); {firewall_hint()}"
+    )
+
+
+def _firewalls(root: Path) -> list[tuple[str, bool]]:
+    ufw = _text(root / "etc/ufw/ufw.conf")
+    is_ufw = re.search(r"^\s*ENABLED\s*=\s*yes", ufw, re.MULTILINE | re.IGNORECASE) is not None
+    is_firewalld = (root / "run/firewalld.pid").exists() or (root / "run/firewalld").is_dir()
+    return [
+        ("ufw", is_ufw),
+        ("firewalld", is_firewalld),
+        ("iptables", "filter" in _text(root / "proc/net/ip_tables_names").split()),
+    ]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def check_mtu(interface: str, *, mtu: int | None = None) -> Check:
+    """Look at the largest packet that an interface sends.
+
+    Args:
+        interface: Its name.
+        mtu: Bytes; asks the kernel by default.
+    """
+    if mtu is None:
+        status = psutil.net_if_stats().get(interface)
+        if status is None:
+            return skipped("MTU", f"{interface} is a label, and has no MTU of its own")
+        mtu = int(status.mtu)
+    if mtu < LEAST_MTU:
+        return warning(
+            "MTU", f"{interface} sends packets of at most {mtu} bytes; {LEAST_MTU} is the least that is usual",
+            remedy=f"ip link set dev {interface} mtu 1500, or what the VPN's documentation says",
+        )  # fmt: skip
+    return ok("MTU", f"{interface} sends packets of up to {mtu:,} bytes")
