@@ -17,7 +17,7 @@ from tests.sample_runs import append, step_line, write_run
 from thinwire.monitor.dashboard.page_template import document
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.findings import Place
-from thinwire.monitor.scenes import Fault
+from thinwire.monitor.synthetic_jobs import Fault
 
 NODE = shutil.which("node")
 PAGE = document().holding("").decode()

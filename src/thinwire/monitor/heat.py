@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
+from thinwire.monitor.detect.slow_compute import work_of
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.detect.work_history import work_of
 
 MOST_WINDOWS = 16
 MOST_RANKS = 32

@@ -18,8 +18,7 @@ from thinwire.monitor.heat_page import to_page, words
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Record, Span
 from thinwire.monitor.runlog.sources import read_files
-from thinwire.monitor.scenes import Fault, Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
 
 
 def spans(times_s: dict[int, list[float]], kind: str = "compute") -> list[Span]:

@@ -17,7 +17,7 @@ from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, TransferEnd, header_line, to_line
 from thinwire.monitor.runlog.run_files import MEMBERS_FILE, removed_replicas
 from thinwire.monitor.runlog.sources import read_files
-from thinwire.monitor.scenes import Fault
+from thinwire.monitor.synthetic_jobs import Fault
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 KILLED = Fault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=20)

@@ -18,8 +18,7 @@ from thinwire.monitor.dashboard.run_status import headline, replicas_told, run_s
 from thinwire.monitor.dashboard.sources import Sources
 from thinwire.monitor.dashboard.window import joined
 from thinwire.monitor.detect.clocks import SightingBook
-from thinwire.monitor.detect.detector_state import History
-from thinwire.monitor.detect.diagnose import diagnose, findings_of
+from thinwire.monitor.detect.diagnose import History, diagnose, findings_of
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps

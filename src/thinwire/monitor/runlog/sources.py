@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from thinwire.errors import DataError
-from thinwire.monitor.flight_recorder import dumps as flight_recorder
+from thinwire.monitor import flight_recorder as flight_recorder
 from thinwire.monitor.nccl import inspector as nccl_inspector
 from thinwire.monitor.nccl import ras as nccl_ras
 from thinwire.monitor.runlog import reader as reading
