@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.monitor.runlog.records import Communicator, header_line, to_line
-from thinwire.monitor.scenes import NOISES, Fault, Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import NOISES, Fault, Scene, rehearse
 
 HOSTS = ("a", "b", "c")
 

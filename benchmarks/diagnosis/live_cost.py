@@ -17,8 +17,7 @@ from pathlib import Path
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
 from thinwire.monitor.remediation import Action, Policy, Steering
 from thinwire.monitor.runlog.records import Communicator, header_line, to_line
-from thinwire.monitor.scenes import Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import Scene, rehearse
 
 
 class Nobody:

@@ -19,8 +19,7 @@ from typing import Any
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.fault_matrix import clean_scenes, judge, pairs_of_faults, scenes
 from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.scenes import NOISES
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import NOISES, rehearse
 
 RESULTS = Path(__file__).parents[1] / "results" / "diagnosis.jsonl"
 VERDICTS = ("right", "ambiguous", "wrong place", "wrong kind", "missed")

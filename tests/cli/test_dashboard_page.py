@@ -17,7 +17,7 @@ from tests.sample_runs import append, step_line, write_run
 from thinwire.monitor.dashboard.server import dashboard_page
 from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.findings import Place
-from thinwire.monitor.scenes import Fault
+from thinwire.monitor.synthetic_jobs import Fault
 
 NODE = shutil.which("node")
 PAGE = dashboard_page().holding("").decode()

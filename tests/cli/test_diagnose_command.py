@@ -14,8 +14,7 @@ import pytest
 from thinwire.cli.diagnose import FOUND, DiagnoseOptions, main
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.records import Communicator, Span, header_line, to_line
-from thinwire.monitor.scenes import Fault, Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
 
 HOSTS = ("a", "b", "c")
 

@@ -13,7 +13,7 @@ from thinwire.monitor.findings import Place
 from thinwire.monitor.prometheus_text import findings_text
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Communicator, Span, header_line, to_line
-from thinwire.monitor.scenes import Fault
+from thinwire.monitor.synthetic_jobs import Fault
 
 SLOW = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=24, severity=5.0)
 

@@ -119,7 +119,7 @@ def test_the_rank_that_breaks_a_job_is_named_where_ends_are_asked_for(
 
 
 def let_a_call_fail(folder: str) -> bool:
-    """GroupCall what the other rank does not, and return whether that it failed was written down while nobody waited."""
+    """Call what the other rank does not, and return whether that it failed was written down while nobody waited."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=2))
     ask_for_collectives()
     with thinwire.watch(folder, gpu_calls=True):

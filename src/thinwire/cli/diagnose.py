@@ -136,7 +136,7 @@ def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings:
 
 
 def _write_dumps(records: Records, folder: Path) -> bool:
-    from thinwire.monitor.flight_recorder.dump_writer import write_dumps
+    from thinwire.monitor.flight_recorder import write_dumps
 
     try:
         written = write_dumps(records, folder)

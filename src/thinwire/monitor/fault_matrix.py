@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thinwire.monitor.findings import Finding, Kind, Place
-from thinwire.monitor.scenes import NOISES, Fault, FaultKind, Pattern, Scene
+from thinwire.monitor.synthetic_jobs import NOISES, Fault, FaultKind, Pattern, Scene
 
 Verdict = Literal["right", "ambiguous", "wrong place", "wrong kind", "missed"]
 

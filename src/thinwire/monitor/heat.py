@@ -10,8 +10,8 @@ from html import escape
 from statistics import median_low
 from typing import Any
 
+from thinwire.monitor.detect.slow_compute import work_of
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.detect.work_history import work_of
 from thinwire.units import format_seconds
 
 MOST_WINDOWS = 16

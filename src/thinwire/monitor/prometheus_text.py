@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from thinwire.monitor.detect.change_points import median
+from thinwire.monitor.detect.slow_compute import work_of
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.detect.work_history import work_of
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.runlog.reader import Records
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from thinwire.monitor.detect.compute_gaps import between_operations
 from thinwire.monitor.detect.diagnose import diagnose
+from thinwire.monitor.detect.slow_compute import between_operations
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.runlog.reader import Records, from_records
 from thinwire.monitor.runlog.records import Communicator, Operation, Record

@@ -30,9 +30,8 @@ from hypothesis import strategies as st
 from thinwire.monitor.dashboard.chart_data import delay_matrix
 from thinwire.monitor.dashboard.window import RankWindow
 from thinwire.monitor.detect.delay_matrix import Cell
-from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.detect.live import LiveJudge, Window
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.detect.window import Window
 from thinwire.monitor.runlog.reader import Records, from_records
 from thinwire.monitor.runlog.records import Beat, Flow, Operation, Probe, Record
 

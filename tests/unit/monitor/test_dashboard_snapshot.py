@@ -22,7 +22,7 @@ from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import MOST_LINE_BYTES
 from thinwire.monitor.runlog.records import Operation, TransferEnd
 from thinwire.monitor.runlog.tailer import JsonlTailer
-from thinwire.monitor.scenes import Fault
+from thinwire.monitor.synthetic_jobs import Fault
 
 SLOW = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 2)), begin=30, severity=5.0)
 

@@ -8,20 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.monitor.detect import detector_state as history_module
+from thinwire.monitor.detect import diagnose as history_module
 from thinwire.monitor.detect.change_points import Watch
 from thinwire.monitor.detect.clocks import Sighting, SightingBook, align
-from thinwire.monitor.detect.detector_state import History, settled_s
+from thinwire.monitor.detect.diagnose import History, settled_s
 from thinwire.monitor.detect.link_history import LinkHistory, link_times
-from thinwire.monitor.detect.live import LiveJudge
+from thinwire.monitor.detect.live import LiveJudge, Window
+from thinwire.monitor.detect.slow_compute import work_times
 from thinwire.monitor.detect.timeline import Job, Message, build
-from thinwire.monitor.detect.window import Window
-from thinwire.monitor.detect.work_history import work_times
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, Span, TransferEnd
-from thinwire.monitor.scenes import NOISES, Fault, Scene
-from thinwire.monitor.synthetic_jobs import _Rehearsal
+from thinwire.monitor.synthetic_jobs import NOISES, Fault, Scene, _Rehearsal
 
 SLOW = Fault(kind="slow link", place=Place(kind="link", ranks=(0, 1)), begin=40, severity=6.0)
 SLOW_WORK = Fault(kind="slow work", place=Place(kind="rank", ranks=(2,)), begin=50, severity=3.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.flight_recorder import fr_trace
 
-from thinwire.monitor.flight_recorder.dump_writer import pickled, write_dumps
+from thinwire.monitor.flight_recorder import pickled, write_dumps
 from thinwire.monitor.runlog.reader import Records, from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record
 from thinwire.monitor.runlog.run_folder import read_files

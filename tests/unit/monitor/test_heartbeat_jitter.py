@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.monitor.detect.heartbeat_jitter import Lateness
+from thinwire.monitor.detect.heartbeats import Lateness
 from thinwire.monitor.detect.live import LiveJudge
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.runlog.records import Beat, Communicator, Record, TransferEnd

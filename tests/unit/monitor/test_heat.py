@@ -17,8 +17,7 @@ from thinwire.monitor.heat import HeatMap, heat_maps, to_page, words
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Record, Span
 from thinwire.monitor.runlog.run_folder import read_files
-from thinwire.monitor.scenes import Fault, Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
 
 
 def spans(times_s: dict[int, list[float]], kind: str = "compute") -> list[Span]:

@@ -10,8 +10,7 @@ import pytest
 
 from thinwire.monitor.detect.change_points import Watch
 from thinwire.monitor.detect.delay_matrix import Cell
-from thinwire.monitor.detect.intermittent import find_flapping
-from thinwire.monitor.detect.intermittent_turns import BothWays
+from thinwire.monitor.detect.intermittent import BothWays, find_flapping
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.timeline import Job
 

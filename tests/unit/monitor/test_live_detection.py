@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import DataError
-from thinwire.monitor.detect.live import LiveJudge, News, is_one_cause
-from thinwire.monitor.detect.window import Window
+from thinwire.monitor.detect.live import LiveJudge, News, Window, is_one_cause
 from thinwire.monitor.findings import Finding, Kind, Place
 from thinwire.monitor.runlog.records import (
     Beat,
@@ -26,8 +25,7 @@ from thinwire.monitor.runlog.records import (
 )
 from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.monitor.runlog.tailer import RecordTailer
-from thinwire.monitor.scenes import Fault, Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
 
 HOSTS = ("a", "b", "c")
 

@@ -9,13 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.monitor.detect.change_points import Watch
+from thinwire.monitor.detect.change_points import Company, Watch
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.intermittent import find_flapping
 from thinwire.monitor.detect.link_history import LinkTimes, link_times
 from thinwire.monitor.detect.live import LiveJudge
-from thinwire.monitor.detect.peer_baseline import Company
-from thinwire.monitor.detect.slow import find_slow_links
+from thinwire.monitor.detect.slow_links import find_slow_links
 from thinwire.monitor.detect.timeline import Job, build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.runlog.reader import from_records

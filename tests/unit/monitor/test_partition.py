@@ -16,7 +16,7 @@ from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Record, TransferEnd, header_line, to_line
 from thinwire.monitor.runlog.run_folder import MEMBERS_FILE, read_files, removed_replicas
-from thinwire.monitor.scenes import Fault
+from thinwire.monitor.synthetic_jobs import Fault
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 KILLED = Fault(kind="killed", place=Place(kind="rank", ranks=(1,)), begin=20)

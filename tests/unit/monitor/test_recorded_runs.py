@@ -7,7 +7,7 @@ import random
 import pytest
 
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.detect.sharing import alone_s
+from thinwire.monitor.detect.link_history import alone_s
 from thinwire.monitor.detect.timeline import Job, Message
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.runlog.reader import from_records

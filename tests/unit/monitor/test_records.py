@@ -29,8 +29,7 @@ from thinwire.monitor.runlog.records import (
     header_line,
     to_line,
 )
-from thinwire.monitor.scenes import Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import Scene, rehearse
 
 ONE_OF_EACH: list[Record] = [
     Communicator(communicator="world", ranks=(0, 1), hosts=("a", "b")),

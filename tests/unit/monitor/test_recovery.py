@@ -10,15 +10,14 @@ import pytest
 from thinwire.monitor.detect.change_points import Watch, median
 from thinwire.monitor.detect.delay_matrix import DelayMatrix
 from thinwire.monitor.detect.diagnose import diagnose
-from thinwire.monitor.detect.endpoint_detector import watch_ends
-from thinwire.monitor.detect.intermittent_turns import flapping_of
+from thinwire.monitor.detect.intermittent import flapping_of
+from thinwire.monitor.detect.link_history import watch_ends
 from thinwire.monitor.detect.live import LiveJudge
-from thinwire.monitor.detect.work import regular_stalls
+from thinwire.monitor.detect.slow_compute import regular_stalls
 from thinwire.monitor.findings import report
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Record
-from thinwire.monitor.scenes import Fault, Place, Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import Fault, Place, Scene, rehearse
 
 HOSTS = {0: "a", 1: "b", 2: "c", 3: "d"}
 CELLS = [(source, destination) for source in HOSTS for destination in HOSTS if source != destination]

@@ -26,8 +26,8 @@ from flow_scenes import (
     slow_from,
 )
 
+from thinwire.monitor.detect.connections import watch_bursts, watch_flows
 from thinwire.monitor.detect.delay_matrix import Cell
-from thinwire.monitor.detect.slow_connections import watch_bursts, watch_flows
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Flow, Operation, Probe, Record, TransferEnd

@@ -18,8 +18,7 @@ from thinwire.monitor.fault_matrix import (
 )
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import from_records
-from thinwire.monitor.scenes import NOISES, Fault, Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import NOISES, Fault, Scene, rehearse
 
 # Two hundred scenes are played for all tests together: minutes of a core, more where others use it too.
 pytestmark = pytest.mark.timeout(1800)

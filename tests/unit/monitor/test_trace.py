@@ -14,8 +14,7 @@ from thinwire.monitor.detect.timeline import Job, build
 from thinwire.monitor.findings import Place
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Beat, Communicator, Operation, Span, TransferEnd
-from thinwire.monitor.scenes import Fault, Scene
-from thinwire.monitor.synthetic_jobs import rehearse
+from thinwire.monitor.synthetic_jobs import Fault, Scene, rehearse
 from thinwire.monitor.trace import to_trace
 
 HOSTS = ("a", "a", "b", "c")

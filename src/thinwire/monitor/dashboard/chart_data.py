@@ -9,11 +9,10 @@ from itertools import pairwise
 from typing import Any
 
 from thinwire.monitor.detect.change_points import median
-from thinwire.monitor.detect.compute_gaps import Work
 from thinwire.monitor.detect.connections import usual_and_now
 from thinwire.monitor.detect.link_history import LinkTimes, link_times
+from thinwire.monitor.detect.slow_compute import Work, work_of
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.detect.work_history import work_of
 
 MOST_POINTS = 400
 

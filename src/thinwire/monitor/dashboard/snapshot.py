@@ -14,8 +14,7 @@ from thinwire.monitor.dashboard.findings_reader import downtime_told, finding_to
 from thinwire.monitor.dashboard.sources import MOST_RANKS, ObjectFile, Sources, links_told
 from thinwire.monitor.dashboard.window import joined
 from thinwire.monitor.detect.clocks import SightingBook
-from thinwire.monitor.detect.detector_state import History
-from thinwire.monitor.detect.diagnose import diagnose, findings_of
+from thinwire.monitor.detect.diagnose import History, diagnose, findings_of
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 
 from thinwire.monitor.detect.change_points import LEAST_RATIO, Watch
 from thinwire.monitor.detect.connections import (
     FEW_AFTER,
     PLACED_S,
+    UNDECIDED_S,
     SlowerWires,
     are_watched,
     dead_wires,
+    how_to_decide,
     is_probed,
     slower_wires,
+    with_probes,
 )
 from thinwire.monitor.detect.delay_matrix import WIRE_REMEDY, probe_for
 from thinwire.monitor.detect.link_history import size_class
@@ -28,7 +30,6 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 # Wires that are slowed by less than this part of what the operations are, as logarithms, do not explain those.
 OWN = 0.5
 # For so long bursts over the other wires are waited for where these are sent; else looks at connections.
-UNDECIDED_S = 5.0
 _UNPLACED_S = 2.5
 # What is slowed by less may look like a wire that shares its host with it; in a call that stands still it is no reason.
 _SLOW = math.log(2.0)
@@ -97,22 +98,11 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
         "comes last",
         confidence=0.6 * job.trust,
         remedy="find the link first",
-        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + _with_probes(job),
+        probe="exchange messages in pairs of ranks, or use exchanges that are recorded by peer" + with_probes(job),
     )  # fmt: skip
     if wires is None:
         return replace(found, text=f"{found.text}; the records do not tell by which link.")
     return _placed(found, wires, job)
-
-
-def how_to_decide(job: Job, places: Sequence[Place]) -> str:
-    """Return what would tell several places of wires apart; nothing where there is one."""
-    return probe_for(places) + _with_probes(job) if len(places) > 1 else ""
-
-
-def _with_probes(job: Job) -> str:
-    if job.messages or is_probed(job):  # thinwire's own rounds, whose messages are recorded, are not watched
-        return ""
-    return "; or let hosts time bursts to each other: thinwire.watch(..., probe_wires=True)"
 
 
 def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:

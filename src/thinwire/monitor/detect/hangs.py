@@ -16,7 +16,7 @@ from itertools import pairwise
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.collectives import may_be_placed_soon, placed_hang
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
-from thinwire.monitor.detect.missing_heartbeats import unrecorded
+from thinwire.monitor.detect.heartbeats import unrecorded
 from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
 from thinwire.monitor.detect.progress import LEAST_PATIENCE_S, UNSURE, is_dead, is_still, slow_ranks, slow_wires
 from thinwire.monitor.detect.timeline import Job, Message

@@ -3,23 +3,248 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import islice
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
 
-from thinwire.monitor.detect.change_points import Watch, median
+from thinwire.monitor.detect.change_points import OFTEN, Watch, at_least, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
-from thinwire.monitor.detect.intermittent_turns import (
-    BAD,
-    LEAST_BAD,
-    WINDOW,
-    BothWays,
-    Flapping,
-    flapping_of,
-    usual_share,
-)
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding
+
+# A job in which many messages take twice as long by nature still shows links that take four times as long.
+BAD = (math.log(2.2), math.log(4.0))
+_GOOD = math.log(1.4)
+# Of so many messages: bad ones that lie further apart are what a busy machine does, or faults of their own.
+WINDOW = 64
+_LEAST_EPISODES = 3
+LEAST_BAD = OFTEN
+_DENSE = 10  # of so many messages in a row most are bad: slow, not flapping
+_MOST_BAD = 7
+_SHORT = 4
+_LONGER = 3
+_USUAL_BAD = 0.01
+_OVER = 1e-3
+_LATEST = 32
+_CHANCE = 1e-6
+# Both ways at once messages are seldom so long without a fault: in jobs of the lab on busy cores 7 of 9,000 pairs of
+# messages were 2.2 times as long, none 3 times.
+_USUAL_BOTH = (2e-3, 3e-4)
+_CHANCE_BOTH = 1e-5
+# Of all pairs, so many may be bad in one round: what many show is no fault of a link.
+_MOST_PAIRS = 4
+# So many pairs tell what is usual.
+_MOST_LOOKED = 100
+
+_Value = tuple[int, float, float]  # round, seconds of the clock, logarithm of the ratio to the usual time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flapping:
+    """What a link does that flaps.
+
+    Attributes:
+        episodes: First and last round of each bad time.
+        since_s: When the first began.
+        bad: All rounds in bad times.
+        seen_round: The round that made it sure.
+    """
+
+    episodes: tuple[tuple[int, int], ...]
+    since_s: float
+    bad: frozenset[int]
+    seen_round: int
+
+
+def usual_share(watches: Mapping[Cell, Watch], least: float) -> float:
+    """Return which share of a link's messages may be longer by the logarithm `least`: twice that of the middle link.
+
+    Of the latest messages, or of all, whichever is less: what was broken before says nothing of now.
+    """
+    own = [watch.excess if watch.was_long else () for watch in watches.values() if watch.excess]
+    return _USUAL_BAD + 2 * _middle_share(own, least)
+
+
+def _middle_share(histories: Sequence[Sequence[_Value]], least: float) -> float:
+    shares = []
+    for latest in (_LATEST, None):
+        shares.append(median([_share(values, least, latest) for values in histories] or [0.0]))
+    return min(shares)
+
+
+def _share(values: Sequence[_Value], least: float, latest: int | None) -> float:
+    bad = [excess >= least for _, _, excess in islice(reversed(values), latest)]
+    return sum(bad) / len(bad) if bad else 0.0
+
+
+def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
+    """Return what a link does that is bad in several times with good ones between, more often than by chance.
+
+    Args:
+        watch: Its times.
+        least: The logarithm of the ratio from which a message is bad.
+        usual: Which share of its messages may be.
+    """
+    values = list(watch.excess)[-WINDOW:]
+    values = _above(_lately(values), values)
+    bad = [index for index, (_, _, excess) in enumerate(values) if excess >= least]
+
+    def chance(own: Sequence[int]) -> float:
+        return len(values) * at_least(len(own), own[-1] - own[0] + 1, usual)
+
+    return _in_turns(values, _without_changes(values, bad, [watch]), chance, least_bad=LEAST_BAD, most=_CHANCE)
+
+
+class BothWays:
+    """Looks for links whose messages are long both ways at once, again and again.
+
+    Args:
+        watches: Of all links.
+    """
+
+    def __init__(self, watches: Mapping[Cell, Watch]) -> None:
+        self._watches = watches
+        pairs = [(a, b) for a, b in watches if a < b and (b, a) in watches]
+        self._num_pairs = len(pairs)
+        self._often = [pair for pair in pairs if self._is_often_long(pair)]
+        looked_at = {*self._often, *pairs[:: 1 + len(pairs) // _MOST_LOOKED]} if self._often else set()
+        joint = {pair: _joint(watches[pair], watches[pair[::-1]])[-WINDOW:] for pair in pairs if pair in looked_at}
+        self._lately = {pair: _lately(values) for pair, values in joint.items()}
+        self._values = {pair: _above(self._lately[pair], values) for pair, values in joint.items()}
+
+    def _is_often_long(self, pair: Cell) -> bool:
+        return all(self._watches[way].num_long(of=WINDOW) >= _LEAST_EPISODES for way in (pair, pair[::-1]))
+
+    def flapping(self) -> dict[Cell, Flapping]:
+        """Return what each link does that flaps, under both of its ways."""
+        if not self._often:
+            return {}
+        self._num_bad = Counter(
+            number for values in self._values.values() for number, _, excess in values if excess >= BAD[0]
+        )
+        found = {}
+        for pair in self._often:
+            one = self._of(pair, self._values[pair], self._usual(pair))
+            if one is not None:
+                found[pair] = found[pair[::-1]] = one
+        return found
+
+    def _usual(self, pair: Cell) -> list[float]:
+        """Return which share of messages is that long without a fault: a little, and what all other pairs show."""
+        others = [excess for other, values in self._values.items() if other != pair for _, _, excess in values]
+        shares = [sum(excess >= least for excess in others) / max(1, len(others)) for least in BAD]
+        return [share + seen for share, seen in zip(_USUAL_BOTH, shares, strict=True)]
+
+    def _of(self, pair: Cell, values: Sequence[_Value], usual: Sequence[float]) -> Flapping | None:
+        most = max(1, self._num_pairs // _MOST_PAIRS)
+        bad = [
+            index
+            for index, (number, _, excess) in enumerate(values)
+            if excess >= BAD[0] and self._num_bad[number] <= most
+        ]
+
+        def chance(own: Sequence[int]) -> float:
+            likely = math.prod(usual[values[index][2] >= BAD[1]] for index in own)
+            return len(values) * math.comb(own[-1] - own[0] + 1, len(own)) * likely
+
+        both = [self._watches[pair], self._watches[pair[::-1]]]
+        bad = _without_changes(values, bad, both)
+        found = _in_turns(values, bad, chance, least_bad=_LEAST_EPISODES, most=_CHANCE_BOTH)
+        if found is None:
+            return None
+        first, last = found.episodes[0][0], found.episodes[-1][1]
+        # one way that is slow for good, and another that is long now and then, do not flap
+        least = BAD[0] + self._lately[pair]
+        slow = max(sum(excess >= least for excess in one.values_in(first, last)) for one in both)
+        return found if 2 * slow < sum(first <= number <= last for number, _, _ in values) else None
+
+
+def _lately(values: Sequence[_Value]) -> float:
+    """Return by how much times are longer in the middle than they were once.
+
+    What has become slower, such as by a connection that was made anew, may flap all the same.
+    """
+    return max(0.0, median([excess for _, _, excess in values] or [0.0]))
+
+
+def _above(level: float, values: Sequence[_Value]) -> list[_Value]:
+    return [(number, at_s, excess - level) for number, at_s, excess in values]
+
+
+def _joint(there: Watch, back: Watch) -> list[_Value]:
+    """Return of each round what both ways show at least."""
+    others = {number: excess for number, _, excess in back.excess}
+    return [(number, at_s, min(own, others[number])) for number, at_s, own in there.excess if number in others]
+
+
+def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable[Watch]) -> list[int]:
+    """Leave out what was told as slow and is over, which was no flapping, and what came before it was slow for good.
+
+    What was over so soon may be a bad time of a link that flaps.
+    """
+    past = [one.change for one in watches if one.change is not None and one.change.is_over]
+    past = [one for one in past if one.until_round - one.since_round > _SHORT]
+    bad = [index for index in bad if not any(one.since_round <= values[index][0] < one.until_round for one in past)]
+    dense = [late for early, late in zip(bad, bad[_MOST_BAD:], strict=False) if late - early < _DENSE]
+    return [index for index in bad if not dense or index > dense[-1]]
+
+
+def _in_turns(
+    values: Sequence[_Value], bad: list[int], chance: Callable[[Sequence[int]], float], *, least_bad: int, most: float
+) -> Flapping | None:
+    """Return what is bad in several times with good ones between, where that is no chance."""
+    bad = _alike(bad, len(values))
+    if len(bad) < least_bad:
+        return None
+    bad = _least_likely(bad, chance, least_bad)
+    stretch = [excess for _, _, excess in values[bad[0] : bad[-1] + 1]] if bad else []
+    # a link that is slow by about as much as counts as bad is never good
+    if not bad or 2 * sum(excess <= _GOOD for excess in stretch) < len(stretch) or _is_over(bad, len(values)):
+        return None
+    episodes: list[tuple[int, int]] = []
+    seen_round = -1
+    for count, index in enumerate(bad, start=1):
+        number = values[index][0]
+        if count > 1 and bad[count - 2] == index - 1:
+            episodes[-1] = (episodes[-1][0], number)
+        else:
+            episodes.append((number, number))
+        is_sure = count >= least_bad and len(episodes) >= _LEAST_EPISODES
+        if seen_round < 0 and is_sure and chance(bad[:count]) <= most:
+            seen_round = number
+    if seen_round < 0:
+        return None
+    rounds = frozenset(values[index][0] for index in bad)
+    return Flapping(episodes=tuple(episodes), since_s=values[bad[0]][1], bad=rounds, seen_round=seen_round)
+
+
+def _alike(bad: list[int], count: int) -> list[int]:
+    """Leave out bad times that are no turns: far longer ones, and one that goes on and may be there to stay."""
+    times: list[list[int]] = []
+    for place, index in enumerate(bad):
+        if not place or bad[place - 1] < index - 1:
+            times.append([])
+        times[-1].append(index)
+    if bad and bad[-1] == count - 1:
+        del times[-1]
+    most = max(_SHORT, _LONGER * median([len(own) for own in times] or [0]))
+    return [index for own in times if len(own) <= most for index in own]
+
+
+def _least_likely(bad: list[int], chance: Callable[[Sequence[int]], float], least_bad: int) -> list[int]:
+    """Return the latest bad messages, from that one on which makes them least likely; none where they are too few."""
+    begins = [place for place, index in enumerate(bad) if not place or bad[place - 1] < index - 1]
+    enough = [bad[place:] for place in begins[: 1 - _LEAST_EPISODES] if len(bad) - place >= least_bad]
+    return min(enough, key=chance, default=[])
+
+
+def _is_over(bad: list[int], count: int) -> bool:
+    """Return whether so long a time without bad messages was not there before, and is no chance at their rate."""
+    share, since = len(bad) / (bad[-1] - bad[0] + 1), count - 1 - bad[-1]
+    return since > max(late - early for early, late in pairwise(bad)) and (1 - share) ** since <= _OVER
+
 
 # Wires that failed in the lab took three times as long and more when they did, and busy machines made others of 2.4.
 _LEAST = math.log(2.5)

@@ -250,8 +250,8 @@ class WatchedWires:
         rank: Who writes.
         places: Of all ranks, in order.
         store: The port of the store that the ranks met at, which carries nothing of the job's; 0 where it is not known.
-        door: Where bursts of other hosts come in, see `open_probe_port`; none where wires are not probed. The lowest rank of
-            each host keeps it, the others close it.
+        door: Socket that receives bursts of other hosts, see `open_probe_port`; None if wires are not probed. The
+            lowest rank of each host keeps it, the others close it.
         clock: Seconds that only grow.
 
     Attributes:

@@ -61,7 +61,8 @@ class Watching:
 
     def __init__(
         self, file: JsonlWriter, *, rank: int, places: Sequence[RankPlace], store: int = 0,
-        door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic, is_polled: IsPolled = never_polled,
+        door: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
+        is_polled: IsPolled = never_polled,
     ) -> None:  # fmt: skip
         self.lost = ""
         self._file = file
@@ -256,7 +257,7 @@ def watch(
 ) -> Watching:  # fmt: skip
     """Record all that this job's ranks ask of torch.distributed from here on: DDP, FSDP2, collectives, messages.
 
-    GroupCall it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
+    Call it once on every rank, right after `init_process_group`: ranks tell each other their hosts in it, and calls are
     numbered from it on. Groups over gloo are recorded; calls on a GPU pass by and are counted, or with `gpu_calls` are
     recorded too. That has never run on a GPU, only over gloo: its first use gives an `UntestedWarning`.
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from thinwire.errors import DataError
 from thinwire.events import Transfer
-from thinwire.monitor.flight_recorder import dumps as flight_recorder
+from thinwire.monitor import flight_recorder
 from thinwire.monitor.nccl import inspector as nccl_inspector
 from thinwire.monitor.nccl import ras as nccl_ras
 from thinwire.monitor.runlog.reader import MOST_RANKS, Records, numbered_lines, parse_line, parse_object, read_into

@@ -5,14 +5,244 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import LEAST_RATIO, LONG, OFTEN, Watch, at_least, median
-from thinwire.monitor.detect.compute_gaps import Work
+from thinwire.monitor.detect.change_points import (
+    LEAST_HISTORY,
+    LEAST_RATIO,
+    LONG,
+    OFTEN,
+    Company,
+    Watch,
+    at_least,
+    median,
+)
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.detect.work_history import WorkTimes
 from thinwire.monitor.findings import Finding, Kind, Place
+from thinwire.monitor.runlog.records import Operation
+
+# A gap counts as long from this part of the one that half of all own time lies above.
+_LONG = 0.4
+_STRETCH = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One rank's time between two exchanges.
+
+    Attributes:
+        step: Its number.
+        at_s: When it began.
+        time_s: How long it took.
+    """
+
+    step: int
+    at_s: float
+    time_s: float
+
+
+_Gaps = dict[int, dict[int, Work]]  # by sequence number, then by rank
+
+
+def between_operations(job: Job) -> dict[int, list[Work]]:
+    """Return each rank's work, one a round or a step; of several communicators that of the one with most of it."""
+    rounds: dict[int, dict[int, Work]] = defaultdict(dict)
+    steps: dict[str, _Gaps] = defaultdict(lambda: defaultdict(dict))
+    ended: dict[tuple[str, int], Operation] = {}
+    for (communicator, sequence), own in sorted(job.operations.items(), key=lambda item: item[0][1]):
+        for rank, operation in own.items():
+            gap = _gap(ended.get((communicator, rank)), operation)
+            if gap is not None and operation.round < 0:
+                steps[communicator][sequence][rank] = gap
+            elif gap is not None:
+                known = rounds[rank].get(gap.step)
+                if known is None or known.time_s < gap.time_s:
+                    rounds[rank][gap.step] = gap
+            if operation.done_s is not None:
+                ended[communicator, rank] = operation
+    if rounds or not steps:
+        return {rank: list(works.values()) for rank, works in rounds.items()}
+    return _by_step(max(steps.values(), key=_total_s))
+
+
+def _gap(before: Operation | None, operation: Operation) -> Work | None:
+    """Return what lies between two operations that follow each other; none where they overlap."""
+    if before is None or before.done_s is None or before.sequence != operation.sequence - 1:
+        return None
+    if operation.posted_s < before.done_s:
+        return None
+    step = operation.round if operation.round >= 0 else operation.sequence
+    return Work(step=step, at_s=before.done_s, time_s=operation.posted_s - before.done_s)
+
+
+def _by_step(gaps: _Gaps) -> dict[int, list[Work]]:
+    ranks = {rank for own in gaps.values() for rank in own}
+    found: dict[int, list[Work]] = {rank: [] for rank in ranks}
+    since: dict[int, list[Work]] = defaultdict(list)
+    step = 0
+    for sequence, is_long in _long_ones(gaps, ranks):
+        for rank, gap in gaps[sequence].items():
+            since[rank].append(gap)
+        if is_long:
+            for rank, own in since.items():
+                time_s = math.fsum(gap.time_s for gap in own)
+                found[rank].append(Work(step=step, at_s=own[0].at_s, time_s=time_s))
+            since.clear()
+            step += 1
+    return found
+
+
+def _long_ones(gaps: _Gaps, ranks: Collection[int]) -> Iterator[tuple[int, bool]]:
+    """Yield each sequence number, and whether its gap is long.
+
+    What is long is told by the middle of many stretches: one wait of seconds would else make all other gaps short.
+    """
+    order = sorted(gaps)
+    common = [
+        _common_s([own[rank].time_s if rank in own else 0.0 for rank in ranks])
+        for own in (gaps[sequence] for sequence in order)
+    ]
+    halves = [_weighted_median(common[begin : begin + _STRETCH]) for begin in range(0, len(common), _STRETCH)]
+    long_s = _LONG * median(halves)
+    yield from ((sequence, time_s >= long_s > 0) for sequence, time_s in zip(order, common, strict=True))
+
+
+def _common_s(times_s: Sequence[float]) -> float:
+    """Return what at least half of the ranks have, so that a slow one alone makes no step."""
+    return sorted(times_s)[(len(times_s) - 1) // 2]
+
+
+def _weighted_median(times_s: Sequence[float]) -> float:
+    """Return the time that half of all time is in times as long or longer.
+
+    Example:
+        >>> _weighted_median([1.0, 1.0, 1.0, 8.0, 8.0])
+        8.0
+    """
+    left_s = math.fsum(times_s) / 2
+    for time_s in sorted(times_s, reverse=True):
+        left_s -= time_s
+        if left_s <= 0:
+            return time_s
+    return 0.0
+
+
+def _total_s(gaps: Mapping[int, Mapping[int, Work]]) -> float:
+    return math.fsum(gap.time_s for own in gaps.values() for gap in own.values())
+
+
+LEAST_LONGER_S = 0.01
+_LEAST_BESIDE = 3
+# A rank that is so many steps behind is not waited for.
+_BEHIND = 64
+
+
+@dataclass(slots=True)
+class WorkTimes:
+    """What is known of each rank's work.
+
+    Attributes:
+        own: Against its own history.
+        beside: Against the middle of all ranks in the same step; only with three ranks or more.
+        first: The first seconds of each.
+        least_longer_s: By how much work must grow to be told; more where steps had to be found in plain calls.
+    """
+
+    own: dict[int, Watch] = field(default_factory=dict)
+    beside: dict[int, Watch] = field(default_factory=dict)
+    first: dict[int, list[float]] = field(default_factory=dict)
+    least_longer_s: float = 0.0
+
+    @property
+    def usual(self) -> dict[int, float]:
+        """The middle of the first times of each."""
+        return {rank: median(values) for rank, values in self.first.items() if values}
+
+
+def work_of(job: Job) -> dict[int, list[Work]]:
+    """Return the work of each rank: its compute spans, or what lay between its operations where it wrote none."""
+    spans: dict[int, list[Work]] = defaultdict(list)
+    for span in job.spans:
+        if span.kind == "compute":
+            spans[span.rank].append(Work(step=span.step, at_s=span.started_s, time_s=span.done_s - span.started_s))
+    return dict(spans) if spans else between_operations(job)
+
+
+def work_times(job: Job) -> WorkTimes:
+    """Watch the work of every rank."""
+    return WorkHistory().take(job, is_all=True)
+
+
+class WorkHistory:
+    """Remembers how long each rank's work took.
+
+    Attributes:
+        newest: The latest step that was taken in, -1 before there is one.
+    """
+
+    def __init__(self) -> None:
+        self._times = WorkTimes()
+        self._plain, self._compared = Company(), Company()
+        self._taken: dict[int, int] = {}
+        self._held: dict[int, dict[int, Work]] = {}  # by step, then by rank: not all have come so far
+        self.newest = -1
+
+    def take(self, job: Job, *, is_all: bool) -> WorkTimes:
+        """Take in what is new, and return all that is known of the ranks in the job.
+
+        Args:
+            job: What was recorded lately.
+            is_all: Whether nothing more will come.
+        """
+        times = self._times
+        works = {rank: works for rank, works in work_of(job).items() if rank not in job.unsteady}
+        for rank, own in works.items():
+            if rank not in times.own:
+                times.own[rank], times.beside[rank] = Watch(company=self._plain), Watch(company=self._compared)
+                times.first[rank] = []
+            for work in own:
+                if work.step > self._taken.get(rank, -1):
+                    self._add(rank, work)
+        done = max(self._held, default=-1) if is_all else self._all_done(job, works)
+        for step in sorted(step for step in self._held if step <= done):
+            self._compare(step, self._held.pop(step))
+        if all(operation.round < 0 for own in job.operations.values() for operation in own.values()):
+            times.least_longer_s = LEAST_LONGER_S
+        return _within(times, works)
+
+    def _add(self, rank: int, work: Work) -> None:
+        times = self._times
+        self._taken[rank] = work.step
+        self.newest = max(self.newest, work.step)
+        self._held.setdefault(work.step, {})[rank] = work
+        times.own[rank].add(work.step, work.at_s, work.time_s)
+        if len(times.first[rank]) < 4 * LEAST_HISTORY:
+            times.first[rank].append(work.time_s)
+
+    def _all_done(self, job: Job, ranks: Iterable[int]) -> int:
+        """Return the last step that all ranks which can be waited for have done."""
+        alive = [rank for rank in ranks if job.now_s - job.last_seen_s.get(rank, job.now_s) <= job.silence_s(rank)]
+        steps = [self._taken[rank] for rank in alive if rank in self._taken]
+        return min((step for step in steps if step >= self.newest - _BEHIND), default=-1)
+
+    def _compare(self, step: int, works: dict[int, Work]) -> None:
+        middle = median([work.time_s for work in works.values()])
+        if len(works) >= _LEAST_BESIDE and middle > 0:
+            for rank, work in works.items():
+                self._times.beside[rank].add(step, work.at_s, work.time_s / middle)
+
+
+def _within(times: WorkTimes, ranks: Iterable[int]) -> WorkTimes:
+    """Return what is known of some ranks."""
+    present = set(ranks)
+    kept = [rank for rank in times.own if rank in present]
+    if len(kept) == len(times.own):
+        return times
+    own, beside, first = ({rank: known[rank] for rank in kept} for known in (times.own, times.beside, times.first))
+    return WorkTimes(own=own, beside=beside, first=first, least_longer_s=times.least_longer_s)  # type: ignore[arg-type]
+
 
 PEERS_RATIO = 2.0
 _LOOK_STEPS = 24

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from thinwire.monitor.detect.change_points import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
+from thinwire.monitor.detect.change_points import FAR_SAMPLES, LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
 from thinwire.monitor.detect.delay_matrix import (
     LEAST_ALONE,
     LEAST_END,
@@ -22,7 +22,6 @@ from thinwire.monitor.detect.delay_matrix import (
     probe_for,
 )
 from thinwire.monitor.detect.link_history import LinkTimes
-from thinwire.monitor.detect.peer_baseline import FAR_SAMPLES
 from thinwire.monitor.detect.progress import UNSURE
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import Finding

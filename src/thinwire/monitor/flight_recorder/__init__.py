@@ -1,1 +1,0 @@
-"""Reader and writer of dumps of the Flight Recorder of torch."""

@@ -1,0 +1,570 @@
+"""Ranks that come late to NCCL's operations, from how long each rank's kernel was in them (C4, arXiv 2406.04594).
+
+Who waits least came last. A rank that is late again and again, by more than it was or than the operation itself
+takes, keeps the others waiting: its own work is slow.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from thinwire.monitor.detect.change_points import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
+from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
+from thinwire.monitor.detect.link_history import size_class
+from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.nccl.values import TOGETHER, Numbers, Timing
+
+# From so many ranks on, what the others took is taken from all ranks: one more is little among them.
+_MANY = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """The operations of one kind in one communicator.
+
+    Attributes:
+        communicator: The begin of its hash.
+        kind: NCCL's name of it.
+        num_ranks: How many ranks the communicator has.
+        operations: Sequence number and what each rank wrote, in order; those that at least two ranks wrote.
+        seats: Host and process of each rank that wrote anything.
+    """
+
+    communicator: str
+    kind: str
+    num_ranks: int
+    operations: list[tuple[int, dict[int, Timing]]] = field(default_factory=list)
+    seats: Mapping[int, tuple[str, int]] = field(default_factory=dict)
+
+    @property
+    def unrecorded(self) -> int:
+        """How many ranks wrote nothing."""
+        return max(0, self.num_ranks - len(self.seats))
+
+    @property
+    def period_s(self) -> float:
+        """Seconds from one operation to the next, on the ranks' own clocks; NaN where they do not tell."""
+        first, last = self.operations[0], self.operations[-1]
+        both = first[1].keys() & last[1].keys()
+        spans = [last[1][rank].at_s - first[1][rank].at_s for rank in both]
+        return median([span / (last[0] - first[0]) for span in spans if span > 0 and last[0] > first[0]])
+
+    def usual_s(self) -> dict[int, float]:
+        """Return what an operation of each size takes where the last rank has come: the middle of the shortest."""
+        shortest: dict[int, list[float]] = defaultdict(list)
+        for _, own in self.operations:
+            shortest[class_of(own)].append(shortest_s(own))
+        return {classed: median(times) for classed, times in shortest.items()}
+
+
+def class_of(own: Mapping[int, Timing]) -> int:
+    """Return the size of an operation, as a class of sizes that are alike for `changes.Watch`."""
+    return 2 * size_class(next(iter(own.values())).num_bytes)
+
+
+def shortest_s(own: Mapping[int, Timing]) -> float:
+    """Return how long the rank that came last was in an operation: what the operation itself takes."""
+    return min(one.time_s for one in own.values())
+
+
+def late_s(own: Mapping[int, Timing]) -> dict[int, float]:
+    """Return by how many seconds each rank came later than the middle one of the others; 0 where it did not.
+
+    Example:
+        >>> kernel = dict(communicator="0x1", num_ranks=3, host="a", pid=1, kind="AllReduce", sequence=0, num_bytes=8)
+        >>> times = {0: 0.5, 1: 0.125, 2: 0.5}
+        >>> late_s({rank: Timing(rank=rank, time_s=time_s, at_s=0.0, **kernel) for rank, time_s in times.items()})
+        {0: 0.0, 1: 0.375, 2: 0.0}
+    """
+    if len(own) > _MANY:
+        middle = median([one.time_s for one in own.values()])
+        return {rank: max(0.0, middle - one.time_s) for rank, one in own.items()}
+    return {
+        rank: max(0.0, median([other.time_s for peer, other in own.items() if peer != rank]) - one.time_s)
+        for rank, one in own.items()
+    }
+
+
+def is_usable(timing: Timing) -> bool:
+    """Return whether a time is a kernel's: one by the CPU around the call holds the time in the queue too."""
+    return timing.time_s > 0 and timing.source != "collective_cpu"
+
+
+def numbers_of(timings: Iterable[Timing]) -> Numbers:
+    """Return the job's own number of each rank."""
+    seats = {(one.communicator, one.num_ranks, one.rank, (one.host, one.pid)) for one in timings}
+    return Numbers(sorted(seats))
+
+
+def series_of(timings: Iterable[Timing]) -> list[Series]:
+    """Return the operations in which all ranks end together, by communicator and kind."""
+    found: dict[tuple[str, str], dict[int, dict[int, Timing]]] = defaultdict(lambda: defaultdict(dict))
+    size_of: dict[str, int] = {}
+    seats: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
+    for one in timings:
+        if one.kind in TOGETHER:
+            size_of[one.communicator] = max(one.num_ranks, size_of.get(one.communicator, 0))
+            seats[one.communicator].setdefault(one.rank, (one.host, one.pid))
+            if is_usable(one):
+                # a number that comes again, as graphs that are replayed may have it, is told by none
+                found[one.communicator, one.kind][one.sequence].setdefault(one.rank, one)
+    return [
+        Series(communicator=name, kind=kind, num_ranks=size_of[name], operations=both, seats=seats[name])
+        for (name, kind), own in sorted(found.items())
+        if (both := list(_shared(own)))
+    ]
+
+
+def _shared(operations: Mapping[int, dict[int, Timing]]) -> Iterator[tuple[int, dict[int, Timing]]]:
+    for sequence in sorted(operations):
+        own = operations[sequence]
+        # other sizes at one number are other operations: the ranks' counts have parted
+        if len(own) > 1 and len({one.num_bytes for one in own.values()}) == 1:
+            yield sequence, own
+
+
+# Less than this, or than this part of the time from one operation to the next, is not worth a word.
+_LEAST_LATE_S = 0.0005
+_LEAST_SHARE = 0.02
+_LOOK = 24
+# Late from the start: in so many of all operations, by as much as the operation itself takes.
+_OFTEN = 0.7
+_ALIKE = 0.6
+_FOLLOWS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Late:
+    """One rank, or all ranks of a host, that came late to the operations of a series."""
+
+    series: Series
+    ranks: tuple[int, ...]
+    host: str = ""
+    change: Change | None
+    late_s: float
+    usual_s: float
+    since: tuple[int, float]
+    share_last: float
+
+
+def find_late(all_series: Iterable[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
+    """Return one finding for each rank or host that others wait for; who is late because it waits for another is none.
+
+    Args:
+        all_series: Operations side by side.
+        numbers: The job's own number of each rank.
+        trust: Part of the lines that could be used, in [0, 1].
+    """
+    told: dict[tuple[str, tuple[int, ...]], list[_Late]] = defaultdict(list)
+    for series in all_series:
+        for late in _late_in(series):
+            job_ranks = tuple(sorted(numbers.of(series.communicator, rank) for rank in late.ranks))
+            told[late.host, job_ranks].append(late)
+    findings = [_finding(lates, ranks, numbers, trust) for (_, ranks), lates in told.items()]
+    return sorted(_roots(findings), key=lambda one: (one.until_s is not None, -one.evidence["late_s"]))
+
+
+def _roots(findings: Sequence[Finding]) -> list[Finding]:
+    """Leave out ranks that are late where they have waited elsewhere, for one that is later still."""
+    left = []
+    for one in findings:
+        own = set(one.evidence["late"])
+        causes = [
+            other
+            for other in findings
+            if other is not one
+            and own <= set(other.evidence["waiting"])
+            and not set(other.evidence["late"]) <= set(one.evidence["waiting"])
+            and other.evidence["late_s"] >= _FOLLOWS * one.evidence["late_s"]
+        ]
+        if not causes:
+            left.append(one)
+    return left
+
+
+class _Lateness:
+    """By how much each rank of a series came late, operation by operation."""
+
+    def __init__(self, series: Series) -> None:
+        self.series = series
+        self.usual = series.usual_s()
+        self.watches: dict[int, Watch] = defaultdict(Watch)
+        self.rows: dict[int, list[tuple[int, float, bool]]] = defaultdict(list)
+        for sequence, own in series.operations:
+            classed = class_of(own)
+            for rank, by_s in (late := late_s(own)).items():
+                # beside what the operation takes: what is little beside that is no change
+                time_s = self.usual[classed] + by_s
+                self.watches[rank].add(sequence, own[rank].at_s, time_s, size_class=classed)
+                self.rows[rank].append((sequence, by_s, by_s > 0 and by_s == max(late.values())))
+        period_s = series.period_s
+        self.least_s = max(_LEAST_LATE_S, _LEAST_SHARE * period_s if period_s > 0 else 0.0)
+
+    def late(self, ranks: Sequence[int], change: Change | None, host: str = "") -> _Late:
+        """Return how late ranks were since a change, or since the begin."""
+        first = self.series.operations[0][0] if change is None else change.since_round
+        last = None if change is None else change.until_round - 1 if change.is_over else change.seen_round + _LOOK
+        rows = [
+            row for rank in ranks for row in self.rows[rank] if first <= row[0] and (last is None or row[0] <= last)
+        ]
+        began_s = min(own[rank].at_s for _, own in self.series.operations[:1] for rank in own)
+        return _Late(
+            series=self.series, ranks=tuple(ranks), host=host, change=change, usual_s=median(list(self.usual.values())),
+            late_s=median([by_s for _, by_s, _ in rows]) if rows else 0.0,
+            since=(first, began_s if change is None else change.since_s),
+            share_last=sum(is_last for _, _, is_last in rows) / max(1, len(rows)),
+        )  # fmt: skip
+
+
+def _late_in(series: Series) -> list[_Late]:
+    """Return the late ranks of a series, or their hosts; those late from the start only where nothing has changed."""
+    lateness = _Lateness(series)
+    alarmed: dict[int, _Late] = {}
+    for rank, watch in lateness.watches.items():
+        if watch.change is not None:
+            alarmed[rank] = lateness.late([rank], watch.change)
+    alarmed = {rank: late for rank, late in alarmed.items() if late.late_s >= lateness.least_s}
+    if not any(late.change is not None and not late.change.is_over for late in alarmed.values()):
+        alarmed |= {rank: always for rank in lateness.rows if (always := _always(lateness, rank)) is not None}
+    return _by_host(lateness, alarmed)
+
+
+def _always(lateness: _Lateness, rank: int) -> _Late | None:
+    rows = lateness.rows[rank]
+    late = lateness.late([rank], None)
+    often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= _OFTEN * len(rows)
+    is_late = len(rows) >= LEAST_HISTORY and often and late.late_s >= max(lateness.least_s, late.usual_s)
+    return late if is_late else None
+
+
+def _by_host(lateness: _Lateness, alarmed: dict[int, _Late]) -> list[_Late]:
+    """Return whole hosts where all of their ranks in this communicator are late alike, and single ranks else."""
+    ranks_on: dict[str, list[int]] = defaultdict(list)
+    for rank, (host, _) in lateness.series.seats.items():
+        ranks_on[host].append(rank)
+    found = []
+    for host, ranks in sorted(ranks_on.items()):
+        late = [alarmed[rank] for rank in ranks if rank in alarmed]
+        alike = bool(late) and min(one.late_s for one in late) >= _ALIKE * max(one.late_s for one in late)
+        if len(ranks) == len(late) > 1 and len(ranks_on) > 1 and alike:
+            first = min(late, key=lambda one: one.since)
+            found.append(lateness.late(sorted(ranks), first.change, host))
+        else:
+            found += late
+    return found
+
+
+def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, trust: float) -> Finding:
+    late = max(lates, key=lambda one: one.late_s)
+    series, change = late.series, late.change
+    place = Place(kind="host", hosts=(late.host,)) if late.host else Place(kind="rank", ranks=ranks)
+    others = sorted(
+        {numbers.of(one.series.communicator, rank) for one in lates for rank in one.series.seats} - set(ranks)
+    )
+    sure = 0.5 if change is None else 0.85
+    seats = [f"rank {rank} of {series.communicator}: {series.seats[rank][0]}, process {series.seats[rank][1]}"
+             for rank in late.ranks]  # fmt: skip
+    finding = Finding(
+        kind="non-communication slow",
+        places=(place,),
+        since_s=late.since[1], since_round=late.since[0],
+        evidence={
+            "late_s": round(late.late_s, 6), "operation_takes_s": round(late.usual_s, 6),
+            "came_last": round(late.share_last, 3), "late": list(ranks), "waiting": others[:64],
+            "seats": seats[:16], "communicators": sorted({one.series.communicator for one in lates})[:16],
+            "kinds": sorted({one.series.kind for one in lates}), "ranks_without_files": series.unrecorded,
+        },
+        text=f"{place.title} comes late to {series.kind} of communicator {series.communicator}: the "
+        f"others' kernels wait {late.late_s * 1e3:.3g} ms for it, where the operation itself takes "
+        f"{late.usual_s * 1e3:.3g} ms" + (", since the files begin." if change is None else "."),
+        # a rank that wrote nothing may have been later still
+        confidence=(sure if not series.unrecorded else 0.7 * sure) * trust,
+        remedy="look at this rank's own work: other load, thermal limits, data that comes late, more work than others "
+        "have" + (" from the start" if change is None else ""),
+    )  # fmt: skip
+    if change is None:
+        return finding
+    return replace(finding, seen_round=change.seen_round, until_s=change.until_s)
+
+
+PEERS_RATIO = 3.0
+_LOOK_SLOW = 24
+_LEAST_PEERS = 4
+_TEST = "run `thinwire diagnose test` on these hosts while the job stands: it measures each wire alone"
+
+
+def find_slow_collectives(all_series: Iterable[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
+    """Return that operations take longer for all ranks alike: one finding for those that last, one for what is over.
+
+    Times of collectives do not tell which wire it is.
+    """
+    slow: dict[bool, dict[str, tuple[Series, Watch]]] = {False: {}, True: {}}
+    for series in all_series:
+        watch = Watch()
+        for sequence, own in series.operations:
+            at_s = median([one.at_s for one in own.values()])
+            watch.add(sequence, at_s, shortest_s(own), size_class=class_of(own))
+        if watch.change is not None and _lasting(watch, watch.change) >= math.log(LEAST_RATIO):
+            slow[watch.change.is_over].setdefault(series.communicator, (series, watch))
+    return [_slow_collectives(list(own.values()), numbers, trust) for own in slow.values() if own]
+
+
+def _lasting(watch: Watch, change: Change) -> float:
+    return watch.excess_in(
+        change.since_round, change.until_round - 1 if change.is_over else change.seen_round + _LOOK_SLOW
+    )
+
+
+def _slow_collectives(slow: list[tuple[Series, Watch]], numbers: Numbers, trust: float) -> Finding:
+    series, watch = min(slow, key=lambda pair: pair[1].change.since_s if pair[1].change is not None else math.inf)
+    assert watch.change is not None
+    hosts = sorted({host for one, _ in slow for host, _ in one.seats.values()})
+    is_host = len(hosts) == 1 and not series.unrecorded
+    places = [Place(kind="host", hosts=(hosts[0],)) if is_host else Place(kind="communicator")]
+    if series.unrecorded:  # who comes last may be a rank that wrote nothing
+        gone = sorted(numbers.of(series.communicator, rank) for rank in range(series.num_ranks) if rank not in
+                      series.seats) if series.unrecorded <= 64 else []  # fmt: skip
+        places.append(Place(kind="rank", ranks=tuple(gone)) if gone else Place(kind="job"))
+    ratio = math.exp(_lasting(watch, watch.change))
+    return Finding(
+        kind="communication slow",
+        places=tuple(places),
+        since_s=watch.change.since_s, since_round=watch.change.since_round, seen_round=watch.change.seen_round,
+        until_s=watch.change.until_s,
+        evidence={
+            "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6),
+            "communicators": [one.communicator for one, _ in slow][:16], "kind": series.kind, "hosts": hosts[:64],
+        },
+        text=f"{series.kind} of communicator {series.communicator} takes {ratio:.1f} times as long as it did, also for "
+        "the rank that comes last" + (f"; so do {len(slow) - 1} other communicators'" if len(slow) > 1 else "")
+        + ". The times of collectives do not tell by which wire.",
+        confidence=(0.6 if len(places) == 1 else 0.4) * trust,
+        remedy="find the wire first: a collective is as slow as its slowest one",
+        probe=_TEST if len(places) == 1 else f"{_TEST}; and read the files of all ranks",
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Links:
+    """Times of messages by link, in the numbers of one communicator."""
+
+    communicator: str
+    watches: dict[Cell, Watch] = field(default_factory=lambda: defaultdict(Watch))
+    times: dict[tuple[Cell, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    host_of: dict[int, str] = field(default_factory=dict)
+    began_s: float = math.inf
+
+
+def find_slow_messages(timings: Iterable[Timing], numbers: Numbers, *, trust: float) -> list[Finding]:
+    """Return the links, senders, receivers or hosts whose messages take longer at both ends than before or than others.
+
+    A message's own time is the shorter one of its two ends': the other end has waited.
+    """
+    found = []
+    for links in _links_of(timings, numbers):
+        changed = {cell: watch.change for cell, watch in links.watches.items() if watch.change is not None}
+        lasting = {cell: change for cell, change in changed.items() if not change.is_over}
+        told = _longer(links, lasting, trust) or _longer(links, changed, trust) or _than_peers(links, trust)
+        found += told
+    return found
+
+
+def _links_of(timings: Iterable[Timing], numbers: Numbers) -> list[_Links]:
+    own: dict[tuple[str, int], dict[int, Timing]] = defaultdict(dict)
+    for one in timings:
+        if one.kind in ("Send", "Recv"):
+            own[one.communicator, one.rank].setdefault(one.sequence, one)
+    made: dict[str, _Links] = {}
+    ends: dict[tuple[str, int, int, str], list[Timing]] = defaultdict(list)
+    for (name, rank), messages in sorted(own.items()):
+        links = made.setdefault(name, _Links(name))
+        links.host_of[numbers.of(name, rank)] = next(iter(messages.values())).host
+        for one in without_gap(messages):
+            way = (rank, one.peer) if one.kind == "Send" else (one.peer, rank)
+            ends[name, *way, one.kind].append(one)
+    for (name, source, destination, kind), sent in sorted(ends.items()):
+        received = ends.get((name, source, destination, "Recv"), [])
+        if kind == "Send" and source != destination:
+            cell = numbers.of(name, source), numbers.of(name, destination)
+            _take(made[name], cell, zip(sent, received, strict=False))
+    return list(made.values())
+
+
+def without_gap(messages: Mapping[int, Timing]) -> Iterator[Timing]:
+    """Yield a rank's messages from its first one on, up to where the first is missing.
+
+    The Inspector counts a rank's messages to all peers together, from 1, so both ends of one have other numbers: the
+    n-th one to a peer is the n-th that this peer receives. After a gap nobody knows to whom those went that it lacks.
+
+    Example:
+        >>> list(without_gap({})), list(without_gap({2: None}))
+        ([], [])
+    """
+    number = 1
+    while number in messages:
+        yield messages[number]
+        number += 1
+
+
+def _take(links: _Links, cell: Cell, pairs: Iterable[tuple[Timing, Timing]]) -> None:
+    for number, (sent, received) in enumerate(pairs):
+        if sent.num_bytes != received.num_bytes:
+            return  # from here on they are not the same messages
+        if is_usable(sent) and is_usable(received):
+            time_s, classed = min(sent.time_s, received.time_s), size_class(sent.num_bytes)
+            links.watches[cell].add(number, sent.at_s, time_s, size_class=2 * classed)
+            links.times[cell, classed].append(time_s)
+            links.began_s = min(links.began_s, sent.at_s)
+
+
+def _longer(links: _Links, changed: Mapping[Cell, Change], trust: float) -> list[Finding]:
+    if not changed:
+        return []
+    excess = dict.fromkeys(links.watches, 0.0)
+    for cell, change in changed.items():
+        own = _lasting(links.watches[cell], change)
+        excess[cell] = own if own >= math.log(LEAST_RATIO) else 0.0
+    explained = DelayMatrix(excess, links.host_of).explain()
+    if explained is None:
+        return []
+    first = min((change for cell, change in changed.items() if cell in explained.cells), key=lambda one: one.since_s)
+    ratio, usual_s = math.exp(explained.excess), median([links.watches[cell].usual_s for cell in explained.cells])
+    named = " or ".join(map(str, explained.places))
+    return [Finding(
+        kind="communication slow", places=explained.places,
+        since_s=first.since_s, since_round=first.since_round, seen_round=first.seen_round, until_s=first.until_s,
+        evidence={"times_longer": round(ratio, 2), "usual_s": round(usual_s, 6), **_about(links, explained)},
+        text=f"Messages over {named} take {ratio:.1f} times as long as they did, at the end that waits less.",
+        confidence=(min(0.8, 0.5 + 0.3 * explained.fit) if len(explained.places) == 1 else 0.45) * trust,
+        remedy="look at the interface, cable and other traffic there",
+        probe=probe_for(explained.places),
+    )]  # fmt: skip
+
+
+def _than_peers(links: _Links, trust: float) -> list[Finding]:
+    """Return links that were slow from the start: three times the middle of those like them, or more."""
+    groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
+    for (cell, classed), times in links.times.items():
+        if len(times) >= LEAST_HISTORY:
+            groups[links.host_of[cell[0]] == links.host_of[cell[1]], classed][cell] = median(times)
+    found: dict[tuple[Place, ...], Finding] = {}
+    for _, cells in sorted(groups.items()):
+        middle_s = median(list(cells.values()))
+        excess = {cell: max(0.0, math.log(time_s / middle_s)) for cell, time_s in cells.items()}
+        bare = {cell: one if one >= math.log(PEERS_RATIO) / 2 else 0.0 for cell, one in excess.items()}
+        explained = DelayMatrix(bare, links.host_of).explain() if len(cells) >= _LEAST_PEERS else None
+        if explained is None or explained.excess < math.log(PEERS_RATIO):
+            continue
+        ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+        found.setdefault(explained.places, Finding(
+            kind="communication slow", places=explained.places, since_s=links.began_s, since_round=0,
+            evidence={"times_longer_than_peers": round(ratio, 2), "peers_s": round(middle_s, 6),
+                      **_about(links, explained)},
+            text=f"Messages over {named} have taken {ratio:.1f} times as long as those of others since the files "
+            "begin; it may be the rate of this wire.",
+            confidence=0.5 * trust,
+            remedy="measure this wire alone",
+            probe=probe_for(explained.places) or _TEST,
+        ))  # fmt: skip
+    return list(found.values())
+
+
+def _about(links: _Links, explained: Explanation) -> dict[str, object]:
+    cells = sorted(explained.cells)
+    return {
+        "links": [f"{source} -> {destination}" for source, destination in cells][:16],
+        "hosts": sorted({links.host_of[rank] for cell in cells for rank in cell})[:16],
+        "communicator": links.communicator,
+    }
+
+
+# What may be lost at the end of a file: what one dump holds. So long others must have gone on, at least.
+_LEAST_LEFT, _LEAST_LEFT_S = 8, 10.0
+_DUMPS = 3.0
+_MOST_NAMED = 64
+
+
+def find_gaps(all_series: Sequence[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
+    """Return ranks whose records end long before the others', and those that wrote none where most have.
+
+    Neither says that a rank did not come: what it had not come to cannot end, and so is in nobody's file.
+    """
+    found = {finding.places: finding for series in all_series for finding in _ended(series, numbers, trust)}
+    absent = [series for series in all_series if series.unrecorded and 2 * len(series.seats) >= series.num_ranks]
+    if absent:
+        series = max(absent, key=lambda one: (one.num_ranks, one.communicator))
+        found.setdefault((), _absent(series, numbers, trust))
+    return list(found.values())
+
+
+def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
+    own: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for sequence, timings in series.operations:
+        for rank, one in timings.items():
+            own[rank].append((sequence, one.at_s))
+    newest = series.operations[-1][0]
+    early = [rank for rank, rows in own.items() if newest - rows[-1][0] >= _LEAST_LEFT]
+    ended = {rank: left_s for rank in early if (left_s := _left_s(rank, own)) is not None}
+    found = []
+    for place, ranks in _places(series, sorted(ended), numbers):
+        last = min(own[rank][-1] for rank in ranks)
+        left_s = max(ended[rank] for rank in ranks)
+        found.append(Finding(
+            kind="no records", places=(place,), since_s=last[1], since_round=last[0],
+            evidence={"communicator": series.communicator, "last_operation": last[0],
+                      "ranks": [numbers.of(series.communicator, rank) for rank in ranks][:_MOST_NAMED],
+                      "others_last": max(rows[-1][0] for rows in own.values()), "others_went_on_s": round(left_s, 3),
+                      "seats": [": process ".join(map(str, series.seats[rank])) for rank in ranks][:16]},
+            text=f"The file of {place} ends with {series.kind} {last[0]} of communicator {series.communicator}, and "
+            f"others have written for {left_s:.0f} s more. They could not have ended these without it, so it took "
+            "part: its disk is full, the Inspector's thread has ended, or its file was copied sooner.",
+            confidence=0.5 * trust,
+            remedy="copy all files anew; look for room on its disk and for its process",
+        ))  # fmt: skip
+    return found
+
+
+def _left_s(rank: int, own: Mapping[int, Sequence[tuple[int, float]]]) -> float | None:
+    """Return for how long others went on after a rank's last operation, each by its own clock; none for no time."""
+    rows = own[rank]
+    after = [one[bisect_left(one, (rows[-1][0], -math.inf)) :] for other, one in own.items() if other != rank]
+    went_on = [one[-1][1] - one[0][1] if one else 0.0 for one in after]
+    dumps_s = max((late_s - early_s for (_, early_s), (_, late_s) in pairwise(rows)), default=0.0)
+    long_s, num_more = median(went_on), median([float(len(one)) for one in after])
+    is_over = num_more > _LEAST_LEFT and long_s >= max(_LEAST_LEFT_S, _DUMPS * dumps_s)
+    return long_s if is_over else None
+
+
+def _places(series: Series, ranks: Sequence[int], numbers: Numbers) -> Iterable[tuple[Place, list[int]]]:
+    """Yield whole hosts, and single ranks else."""
+    on: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        on[series.seats[rank][0]].append(rank)
+    for host, gone in sorted(on.items()):
+        everyone = [rank for rank, seat in series.seats.items() if seat[0] == host]
+        if len(everyone) == len(gone) > 1:
+            yield Place(kind="host", hosts=(host,)), gone
+        else:
+            yield from ((Place(kind="rank", ranks=(numbers.of(series.communicator, rank),)), [rank]) for rank in gone)
+
+
+def _absent(series: Series, numbers: Numbers, trust: float) -> Finding:
+    gone = [rank for rank in range(series.num_ranks) if rank not in series.seats][:_MOST_NAMED]
+    first: Timing = next(iter(series.operations[0][1].values()))
+    place = Place(kind="rank", ranks=tuple(numbers.of(series.communicator, rank) for rank in gone))
+    return Finding(
+        kind="no records", places=(place,), since_s=first.at_s, since_round=series.operations[0][0],
+        evidence={
+            "communicator": series.communicator, "ranks": list(place.ranks), "num_ranks": series.num_ranks,
+            "with_files": len(series.seats),
+        },
+        text=f"Of {series.num_ranks} ranks of communicator {series.communicator} {series.unrecorded} wrote nothing "
+        f"that was read ({place}): their files were not given, or the Inspector is not on there.",
+        confidence=0.3 * trust,
+        remedy="read the files of all ranks: without them none of these can be named as the late one",
+    )  # fmt: skip

@@ -1,0 +1,512 @@
+"""Findings from NCCL RAS: missing processes, lagging ranks, inconsistent states and errors.
+
+One answer of RAS is no picture of one moment: ranks that count differently may all be on their way. Only where a
+second answer counts the same have they stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.nccl.values import HASH_LETTERS, CommunicatorState, Member, Numbers, Process, Snapshot
+
+# Answers that are closer together than this are of one moment.
+_LEAST_APART_S = 1.0
+_LONG_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unchanged:
+    """For how long something is as it is.
+
+    Attributes:
+        num: How many answers show it so, the latest included.
+        since_s: When the first of them was, in seconds of RAS's clock; 0 where unknown.
+        apart_s: Seconds from the first of them to the latest; NaN where unknown.
+        has_moved: Whether an earlier answer shows it otherwise.
+    """
+
+    num: int
+    since_s: float
+    apart_s: float
+    has_moved: bool
+
+    @property
+    def has_stood(self) -> bool:
+        """Whether two answers of different moments show it so."""
+        return self.num > 1 and not self.apart_s < _LEAST_APART_S
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is known to have stood for half a minute."""
+        return self.has_stood and self.apart_s >= _LONG_S
+
+    @property
+    def lasted(self) -> float | str:
+        """Seconds for which it has been seen so, for a finding."""
+        if self.num == 1:
+            return "one answer only"
+        return "unknown" if math.isnan(self.apart_s) else round(self.apart_s, 3)
+
+    @property
+    def said(self) -> str:
+        """For how long, in words."""
+        how_long = "between them" if math.isnan(self.apart_s) else f"in {self.apart_s:.0f} s"
+        return f"nothing of it has changed {how_long} ({self.num} answers)"
+
+
+class Standing:
+    """All answers, in order.
+
+    Args:
+        snapshots: At least one, the latest last.
+        trust: Part of the lines that could be used, in [0, 1].
+    """
+
+    def __init__(self, snapshots: Sequence[Snapshot], trust: float) -> None:
+        self.snapshots = snapshots
+        self.latest = snapshots[-1]
+        self.trust = trust
+        self._numbers = Numbers(
+            (one.communicator, one.size, rank, member.seat)
+            for snapshot in snapshots
+            for one in snapshot.communicators
+            for rank, member in one.members.items()
+        )
+
+    def number(self, one: CommunicatorState, rank: int) -> int:
+        """Return the job's own number of a rank, or the communicator's where nothing better is known."""
+        return self._numbers.of(one.communicator, rank)
+
+    def seats(self, ranks: Iterable[tuple[CommunicatorState, int]]) -> list[str]:
+        """Return where ranks run, in words, of the first 16."""
+        told: list[str] = []
+        for one, rank in ranks:
+            member = one.members.get(rank)
+            if member is not None and member.seat is not None and len(told) < 16:
+                gpu = f", GPU {member.gpu}" if member.gpu >= 0 else ""
+                told.append(f"rank {rank} of {one.communicator}: {member.host}, process {member.pid}{gpu}")
+        return told
+
+    def has_trouble(self, one: CommunicatorState) -> bool:
+        """Return whether members of a communicator are lost or have failed, which explains what else is odd."""
+        return any(member.lost or member.init_error or member.async_error for member in one.members.values())
+
+    def first_s(self, shows: Callable[[Snapshot], bool]) -> float:
+        """Return when the first of the latest answers was that show something; 0 where unknown."""
+        first = self.latest
+        for snapshot in reversed(self.snapshots):
+            if not shows(snapshot):
+                break
+            first = snapshot
+        return first.at_s or 0.0
+
+    def unchanged(self, one: CommunicatorState, value: Callable[[Member], Any]) -> Unchanged:
+        """Return since when a communicator's members are all as they are, as far as answers tell of both."""
+        num, first, has_moved = 1, self.latest, False
+        for snapshot in reversed(self.snapshots[:-1]):
+            earlier = next((other for other in snapshot.communicators if other.communicator == one.communicator), None)
+            same = None if earlier is None else _is_same(one, earlier, value)
+            if not same:
+                # text leaves out communicators that are well: how far they were then nobody knows
+                has_moved = same is False
+                break
+            num, first = num + 1, snapshot
+        known = first.at_s is not None and self.latest.at_s is not None
+        apart_s = (self.latest.at_s or 0.0) - (first.at_s or 0.0) if known else math.nan
+        return Unchanged(num=num, since_s=first.at_s or 0.0, apart_s=apart_s, has_moved=has_moved)
+
+
+def _is_same(one: CommunicatorState, other: CommunicatorState, value: Callable[[Member], Any]) -> bool | None:
+    """Return whether two answers tell the same of a communicator, where both tell; none where they do not."""
+    told, then = ({(kind, count): num for kind, count, num in state.unlisted} for state in (one, other))
+    both = [told == then] if told and then else []
+    for rank in one.members.keys() & other.members.keys():
+        now, before = value(one.members[rank]), value(other.members[rank])
+        if isinstance(now, dict) and isinstance(before, dict):
+            both += [now[kind] == before[kind] for kind in now.keys() & before.keys()]
+        elif now and before:
+            both.append(now == before)
+    return all(both) if both else None
+
+
+def in_order(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return answers by their times, or as they came where one has none.
+
+    Example:
+        >>> first, second = Snapshot(source="b", at_s=2.0), Snapshot(source="a", at_s=1.0)
+        >>> [one.source for one in in_order([first, second])]
+        ['a', 'b']
+    """
+    if any(one.at_s is None for one in snapshots):
+        return list(snapshots)
+    return sorted(snapshots, key=lambda one: one.at_s or 0.0)
+
+
+def short_hash(communicator: str) -> str:
+    """Return a communicator's hash as the Inspector writes it, which cuts it.
+
+    Example:
+        >>> short_hash("0x7f8c496ae9f661a3")
+        '0x7f8c496ae9f661'
+    """
+    return communicator[:HASH_LETTERS]
+
+
+_MOST_NAMED = 64
+_ASK_AGAIN = "ask RAS again after some seconds, and diagnose both answers together: one that moves is well"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Behind:
+    """Those of a communicator that have launched least of a kind."""
+
+    one: CommunicatorState
+    kind: str
+    ranks: frozenset[int]
+    others: frozenset[int]
+    lowest: int
+    highest: int
+    num_unlisted: int
+
+    @property
+    def num(self) -> int:
+        return len(self.ranks) or self.num_unlisted
+
+    @property
+    def num_others(self) -> int:
+        return max(len(self.others), self.one.size - self.num)
+
+
+def find_behind(standing: Standing) -> list[Finding]:
+    """Return the ranks that have not come, and those that call something else than the others."""
+    found: list[tuple[Finding, set[object], set[object]]] = []
+    for one in standing.latest.communicators:
+        behind = list(_behind(one))
+        if not behind or standing.has_trouble(one):
+            continue
+        unchanged = standing.unchanged(one, lambda member: dict(member.counts))
+        if (swapped := _swapped(behind)) is not None:
+            found.append((_desync(standing, *swapped), set(), set()))
+        elif not unchanged.has_moved or unchanged.has_stood:
+            first = max(behind, key=lambda own: own.highest - own.lowest)
+            ranks, others = (_seats(one, own) for own in (first.ranks, first.others))
+            found.append((_not_come(standing, first, unchanged), ranks, others))
+    return [finding for finding, ranks, waiting in found if not _waits(ranks, waiting, found)]
+
+
+def _waits(
+    ranks: set[object], for_them: set[object], found: Sequence[tuple[Finding, set[object], set[object]]]
+) -> bool:
+    """Return whether those that are behind in one communicator wait in another one, for somebody else."""
+    return bool(ranks) and any(
+        ranks <= waiting and not behind <= for_them for _, behind, waiting in found if behind and not behind & ranks
+    )
+
+
+def _seats(one: CommunicatorState, ranks: frozenset[int]) -> set[object]:
+    """Return where ranks run; none where that is not known of all."""
+    seats = [one.members[rank].seat for rank in ranks]
+    return set(seats) if None not in seats else set()
+
+
+def _behind(one: CommunicatorState) -> Iterator[_Behind]:
+    kinds = {kind for member in one.members.values() for kind in member.counts} | {kind for kind, _, _ in one.unlisted}
+    for kind in sorted(kinds):
+        counts = {rank: member.counts[kind] for rank, member in one.members.items() if kind in member.counts}
+        unlisted = {count: num for name, count, num in one.unlisted if name == kind}
+        told = {*counts.values(), *unlisted}
+        if len(told) > 1:
+            lowest = min(told)
+            ranks = frozenset(rank for rank, count in counts.items() if count == lowest)
+            yield _Behind(
+                one=one, kind=kind, ranks=ranks, others=frozenset(counts) - ranks, lowest=lowest, highest=max(told),
+                num_unlisted=unlisted.get(lowest, 0),
+            )  # fmt: skip
+
+
+def _swapped(behind: Sequence[_Behind]) -> tuple[_Behind, _Behind] | None:
+    """Return two kinds of which a rank has launched fewer of the one and more of the other than another rank has.
+
+    Of ranks that all call the same in the same order, one is never ahead in one kind and behind in another.
+    """
+    for one in behind:
+        for other in behind:
+            if one.kind < other.kind and one.ranks & other.others and other.ranks & one.others:
+                return one, other
+    return None
+
+
+def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
+    few, many = sorted((one.ranks & other.others, other.ranks & one.others), key=len)
+    is_sure = len(few) < len(many)
+    calls, lacks = (other, one) if few <= one.ranks else (one, other)
+    ranks = few if is_sure else few | many
+    numbers = tuple(sorted(standing.number(one.one, rank) for rank in ranks))[:_MOST_NAMED]
+    places = [numbers] if is_sure else [(number,) for number in numbers]
+    return Finding(
+        kind="desync",
+        places=tuple(Place(kind="rank", ranks=own) for own in places),
+        since_s=standing.latest.at_s or 0.0, since_round=lacks.lowest + 1,
+        evidence={
+            "communicators": [one.one.communicator], "ranks": list(numbers),
+            "launched": [f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
+            "seats": standing.seats([(one.one, rank) for rank in sorted(ranks)]),
+        },
+        text=f"{Place(kind='rank', ranks=numbers).title} of communicator {one.one.communicator}: more {calls.kind} and "
+        f"fewer {lacks.kind} launched than by others, so they call different collectives.",
+        confidence=(0.8 if is_sure else 0.5) * standing.trust,
+        remedy="compare the code paths of these ranks: a branch on data, a rank number or an exception that was "
+        "swallowed",
+        probe="" if is_sure else "run with one more rank: the side with most ranks is right",
+    )  # fmt: skip
+
+
+def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Finding:
+    one = behind.one
+    numbers = tuple(sorted(standing.number(one, rank) for rank in behind.ranks))
+    named = numbers[:_MOST_NAMED] if behind.ranks else ()
+    place = _place(standing, one, behind, named)
+    is_few = behind.num < behind.num_others
+    stood = 0.9 if unchanged.is_long else 0.75
+    sure = (stood if is_few else 0.6) if unchanged.has_stood else 0.35
+    verb = "have" if behind.num > 1 and place.kind != "host" else "has"
+    who = place.title if named else f"A group of {behind.num} ranks, which RAS did not name,"
+    return Finding(
+        kind="non-communication hang",
+        places=(place,),
+        since_s=unchanged.since_s, since_round=behind.lowest + 1,
+        evidence={
+            "communicators": [one.communicator], "kind": behind.kind, "launched": behind.lowest,
+            "others_launched": behind.highest, "num_behind": behind.num, "ranks": list(named),
+            "num_others": behind.num_others, "unchanged_s": unchanged.lasted, "answers": unchanged.num,
+            "seats": standing.seats([(one, rank) for rank in sorted(behind.ranks)]),
+        },
+        text=f"{who} {verb} not come to {behind.kind} {behind.lowest + 1} of communicator {one.communicator}, which "
+        f"others have launched up to {behind.highest}"
+        + (f"; {unchanged.said}." if unchanged.has_stood else "; they may be on their way.")
+        + ("" if is_few else " As these are most of them, the others may have called it once too often instead."),
+        confidence=(sure if named else min(sure, 0.5)) * standing.trust,
+        remedy="take the stacks of these ranks (py-spy dump): they hang in their own code, or wait for somebody else"
+        if unchanged.has_stood else _ASK_AGAIN,
+        probe="" if named else "ask RAS for all ranks: ncclras -f json",
+    )  # fmt: skip
+
+
+def _place(standing: Standing, one: CommunicatorState, behind: _Behind, numbers: tuple[int, ...]) -> Place:
+    """Return the host whose ranks these are, where all hosts are known, or the ranks."""
+    if not numbers:
+        return Place(kind="communicator")
+    hosts = {one.members[rank].host for rank in behind.ranks}
+    (host, *others) = sorted(hosts)
+    beside = [member for rank, member in one.members.items() if member.host == host and rank not in behind.ranks]
+    if host and len(behind.ranks) > 1 and not others and not beside and standing.latest.is_whole:
+        return Place(kind="host", hosts=(host,))
+    return Place(kind="rank", ranks=numbers)
+
+
+def find_still(standing: Standing) -> list[Finding]:
+    """Return that no communicator of the job has moved for half a minute, where all ranks count alike.
+
+    Only RAS's JSON tells counts of communicators that are well. It does not count messages (Send, Recv).
+    """
+    counting = [one for one in standing.latest.communicators if any(_total(one))]
+    stood = [standing.unchanged(one, lambda member: dict(member.counts)) for one in counting]
+    if not counting or not standing.latest.is_whole or not all(one.is_long for one in stood):
+        return []
+    least = min(stood, key=lambda one: one.apart_s)
+    counts: Mapping[str, list[int]] = {one.communicator: [max(_total(one))] for one in counting[:16]}
+    return [Finding(
+        kind="communication hang", places=(Place(kind="job"),), since_s=least.since_s,
+        evidence={"unchanged_s": least.lasted, "answers": least.num, "communicators": [*counts],
+                  "launched": [max(own) for own in counts.values()]},
+        text=f"No rank has launched a collective in {least.apart_s:.0f} s, and all have launched as many: either all "
+        "are in one that does not end, which is a wire or a GPU, or all do something else, such as a checkpoint.",
+        confidence=0.4 * standing.trust,
+        remedy="take the stacks of some ranks (py-spy dump): those in a wait of CUDA are in the collective",
+        probe="run `thinwire diagnose test` on these hosts",
+    )]  # fmt: skip
+
+
+def _total(one: CommunicatorState) -> list[int]:
+    return [sum(member.counts.values()) for member in one.members.values()]
+
+
+REMOTE_ERROR = "Remote process error"
+_SYSTEM_ERROR = "System error"
+_ASK_AGAIN_STATES = "ask RAS again after some seconds, and diagnose both answers together"
+
+
+def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Finding]:
+    """Return what the latest answer of RAS shows to be wrong, held against the earlier ones.
+
+    Args:
+        snapshots: Of one job, in any order where they have times, else in the order in which they were asked for.
+        trust: Part of the lines that could be used, in [0, 1].
+    """
+    if not snapshots:
+        return []
+    standing = Standing(in_order(snapshots), trust)
+    gone = list(_find_lost(standing))
+    errors = list(_find_errors(standing, is_lost=bool(gone)))
+    states = list(_find_states(standing))
+    behind = find_behind(standing)
+    found = [*gone, *errors, *behind, *states]
+    told = {name for one in found for name in one.evidence.get("communicators", ())}
+    bare = [_bare(standing, one) for one in standing.latest.communicators if _is_bare(one, told)]
+    return [*found, *bare] or find_still(standing)
+
+
+def _find_lost(standing: Standing) -> Iterator[Finding]:
+    """Yield processes that RAS cannot reach, those of a host together."""
+    processes, ranks = _lost(standing.latest)
+    for state in ("dead", "unresponsive"):
+        hosts = sorted({one.host for one in processes[state]} | {member.host for _, member in ranks[state]})
+        for host in hosts:
+            own = sorted({(one.pid, one.gpus) for one in processes[state] if one.host == host})
+            members = [(name, one) for name, one in ranks[state] if one.host == host]
+            if own or members:
+                yield _gone(standing, state, host, own, members)
+
+
+_ByState = dict[str, list[tuple[CommunicatorState, Member]]]
+
+
+def _lost(latest: Snapshot) -> tuple[dict[str, list[Process]], _ByState]:
+    """Return processes and ranks that are lost; a rank whose process is not told is the one process that is, if so."""
+    processes = {"dead": list(latest.dead), "unresponsive": list(latest.unresponsive)}
+    ranks: _ByState = {"dead": [], "unresponsive": []}
+    known = {*latest.dead, *latest.unresponsive}
+    for one in latest.communicators:
+        for member in one.members.values():
+            if not member.lost:
+                continue
+            state = member.lost
+            if not member.host and len(known) == 1:
+                (process,) = known
+                member = Member(rank=member.rank, host=process.host, pid=process.pid, lost=state)
+                state = "dead" if latest.dead else state
+            ranks[state].append((one, member))
+            if member.host and not known:
+                processes[state].append(Process(host=member.host, pid=member.pid, gpus=str(member.gpu)))
+    return processes, ranks
+
+
+def _gone(
+    standing: Standing, state: str, host: str, processes: Sequence[tuple[int, str]],
+    members: Sequence[tuple[CommunicatorState, Member]],
+) -> Finding:  # fmt: skip
+    numbers = sorted({standing.number(one, member.rank) for one, member in members})
+    everyone = {member.rank for one in standing.latest.communicators for member in one.members.values()
+                if member.host == host and not member.lost}  # fmt: skip
+    is_host = len(numbers) > 1 and not everyone and standing.latest.is_whole
+    place = Place(kind="host", hosts=(host,)) if is_host or not numbers else Place(kind="rank", ranks=tuple(numbers))
+    pids = ", ".join(str(pid) for pid, _ in processes[:8])
+    who = f"{place.title} (host {host}, process {pids})" if pids else place.title
+    is_dead = state == "dead"
+    sure = 0.9 if is_dead else 0.7
+    return Finding(
+        kind="non-communication hang",
+        places=(place,),
+        since_s=standing.first_s(lambda snapshot: _is_lost(snapshot, host, [pid for pid, _ in processes])),
+        evidence={
+            "state": state, "host": host, "processes": [f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
+            "ranks": numbers[:64], "communicators": sorted({one.communicator for one, _ in members})[:16],
+        },
+        text=f"{who} has been given up by RAS, which could not reach it for a minute: it is dead or cut off." if is_dead
+        else f"{who} does not answer RAS: it is stopped, killed or cut off, or busy for some seconds.",
+        confidence=sure * standing.trust,
+        remedy="look at its own log and its host's: out of memory, an error of the GPU (dmesg, Xid), a crash; the "
+        "others wait for it" if is_dead
+        else f"look at the process and its host; {_ASK_AGAIN}: after a minute RAS gives it up",
+    )  # fmt: skip
+
+
+def _is_lost(snapshot: Snapshot, host: str, pids: Sequence[int]) -> bool:
+    processes, _ = _lost(snapshot)
+    return any(one.host == host and one.pid in pids for own in processes.values() for one in own)
+
+
+def _find_errors(standing: Standing, *, is_lost: bool) -> Iterator[Finding]:
+    """Yield the errors that ranks have of their own; those by the loss of others only where there is nothing else."""
+    found: dict[tuple[str, str], list[tuple[CommunicatorState, int]]] = defaultdict(list)
+    for one in standing.latest.communicators:
+        for rank, member in one.members.items():
+            for when, error in (("initialising", member.init_error), ("running", member.async_error)):
+                if error:
+                    found[when, error].append((one, rank))
+    own = {key: ranks for key, ranks in found.items() if key[1] != REMOTE_ERROR}
+    for (when, error), ranks in (own or ({} if is_lost else found)).items():
+        numbers = tuple(sorted({standing.number(one, rank) for one, rank in ranks}))
+        place = Place(kind="rank", ranks=numbers)
+        is_wire = error in (REMOTE_ERROR, _SYSTEM_ERROR)
+        names = sorted({one.communicator for one, _ in ranks})
+        yield Finding(
+            kind="communication hang" if is_wire else "non-communication hang",
+            places=(place,), since_s=standing.latest.at_s or 0.0,
+            evidence={"error": error, "while": when, "ranks": list(numbers)[:64], "communicators": names[:16],
+                      "seats": standing.seats(ranks)},
+            text=f"{place.title} has failed while {when} communicator {names[0]}: {error}"
+            + (", which says that another process or the wire to it is lost." if error == REMOTE_ERROR else "."),
+            confidence=(0.5 if error == REMOTE_ERROR else 0.85) * standing.trust,
+            remedy="read what its own log says with NCCL_DEBUG=WARN" + ("; find who was lost" if is_wire else ""),
+            probe="run `thinwire diagnose test` on these hosts" if is_wire else "",
+        )  # fmt: skip
+
+
+def _find_states(standing: Standing) -> Iterator[Finding]:
+    """Yield the ranks that are in another state than the rest of their communicator."""
+    for one in standing.latest.communicators:
+        states: dict[str, list[int]] = defaultdict(list)
+        for rank, member in one.members.items():
+            if member.status:
+                states[member.status].append(rank)
+        if len(states) < 2 or standing.has_trouble(one):
+            continue
+        ranks, said = _odd(states)
+        numbers = tuple(sorted(standing.number(one, rank) for rank in ranks))
+        place = Place(kind="rank", ranks=numbers)
+        same = standing.unchanged(one, lambda member: member.status)
+        yield Finding(
+            kind="non-communication hang",
+            places=(place,), since_s=same.since_s,
+            evidence={"states": [f"{name}: {len(own)}" for name, own in sorted(states.items())],
+                      "ranks": list(numbers)[:64], "communicators": [one.communicator], "unchanged_s": same.lasted,
+                      "seats": standing.seats([(one, rank) for rank in ranks])},
+            text=f"{place.title} {said} communicator {one.communicator}, and others are not so far"
+            + (f": {same.said}." if same.has_stood else "; this may be on its way."),
+            confidence=(0.75 if same.has_stood else 0.3) * standing.trust,
+            remedy="take the stacks of these ranks (py-spy dump)" if same.has_stood else _ASK_AGAIN_STATES,
+        )  # fmt: skip
+
+
+def _odd(states: dict[str, list[int]]) -> tuple[list[int], str]:
+    """Return the ranks that keep a communicator from going on, and what they do."""
+    for name, said in (("ABORT", "has aborted"), ("INIT", "is still initialising")):
+        if name in states:
+            return states[name], said
+    ended = [*states.get("FINALIZE", ()), *states.get("NOCOMM", ())]
+    running = states.get("RUNNING", [])
+    if not running or len(ended) < len(running):
+        return (ended, "has ended or left") if running else (states["FINALIZE"], "has not ended with the others of")
+    return running, "has not ended, as others have,"
+
+
+def _is_bare(one: CommunicatorState, told: Iterable[str]) -> bool:
+    """Return whether RAS calls a communicator not well, and nothing of it was told."""
+    return not one.members and not one.unlisted and one.errors not in ("", "OK") and one.communicator not in told
+
+
+def _bare(standing: Standing, one: CommunicatorState) -> Finding:
+    return Finding(
+        kind="non-communication hang", places=(Place(kind="communicator"),), since_s=standing.latest.at_s or 0.0,
+        evidence={"communicators": [one.communicator], "ras_says": one.errors, "size": one.size},
+        text=f"RAS calls a communicator {one.communicator} {one.errors}, and which ranks is not in what was read.",
+        confidence=0.3 * standing.trust,
+        remedy="ask RAS for all: ncclras -f json, or verbose status",
+    )  # fmt: skip
