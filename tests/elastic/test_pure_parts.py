@@ -13,7 +13,7 @@ from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
-from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode, numbers, windows_of
+from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode, numbers
 from thinwire.elastic.roster import MemberState, Roster
 from thinwire.elastic.round_decision import Vote, decide
 from thinwire.elastic.rounds import RoundTracker
@@ -322,8 +322,8 @@ def test_bounds_of_words() -> None:
             numbers(wrong, what="members")
     for wrong in ({"a": 1}, {"1": -1}, {"1": True}, {"9" * 19: 1}, {str(n): 1 for n in range(65)}, []):
         with pytest.raises(PayloadError):
-            windows_of(wrong)
-    assert windows_of({"3": 4}) == {3: 4}
+            decode(encode("launch", round=0, step=0, used=wrong), to_member=False)
+    assert decode(encode("launch", round=0, step=0, used={"3": 4}), to_member=False)["used"] == {3: 4}
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(1, 65535), st.from_regex(r"[a-z0-9.-]{1,20}", fullmatch=True))

@@ -11,7 +11,7 @@ import statistics
 from dataclasses import asdict
 
 from thinwire.elastic.admin_commands import Counter
-from thinwire.elastic.protocol import RUN_OVER, VERSION, Message, numbers, printable, rates_of, windows_of
+from thinwire.elastic.protocol import RUN_OVER, VERSION, Message, printable
 from thinwire.elastic.roster import MemberState, RosterMember
 from thinwire.elastic.round_decision import Vote
 from thinwire.elastic.rounds import Decision
@@ -188,12 +188,12 @@ class Coordinator(Counter):
         member.loss = float(message["loss"])
 
     def _on_rates(self, member: RosterMember, message: Message, now_s: float) -> None:
-        rates, latest = rates_of(message["rates"]), rates_of(message["latest"])
+        rates, latest = message["rates"], message["latest"]
         self.places.hear(member.replica, rates)
         self.detours.hear(member.replica, latest)
 
     def _on_launch(self, member: RosterMember, message: Message, now_s: float) -> None:
-        used = windows_of(message["used"])
+        used = message["used"]
         is_open = message["round"] in self.book.open_rounds
         if not is_open and len(self.book.open_rounds) >= _MOST_OPEN:
             raise PayloadError(f"a launch of round {message['round']}: at most {_MOST_OPEN} are open at a time")
@@ -215,7 +215,7 @@ class Coordinator(Counter):
             self._tell_decision(decision, to=member)
 
     def _on_withhold(self, member: RosterMember, message: Message, now_s: float) -> None:
-        round_id, used = message["round"], windows_of(message["used"])
+        round_id, used = message["round"], message["used"]
         if round_id not in self.book.withheld and len(self.book.withheld) >= _MOST_OPEN:
             raise PayloadError(f"a part of round {round_id} withheld: at most {_MOST_OPEN} rounds are open at a time")
         self.ledger.use(member.replica, used)
@@ -239,7 +239,7 @@ class Coordinator(Counter):
             self._drop_where_bad(bad.replica, message["parts"])
 
     def _on_vote(self, member: RosterMember, message: Message, now_s: float) -> None:
-        has = numbers(message["has"], what="the parts that a replica holds")
+        has = message["has"]
         if any(one >= self.roster.next_replica for one in has):
             raise PayloadError(f"a vote of replica {member.replica} for parts of replicas that nobody has heard of")
         vote = Vote(has=frozenset(has), reference_hash=message["hash"])
