@@ -28,7 +28,7 @@ from typing import Any
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_client import Line, ask_once
-from thinwire.elastic.coordinator_server import Hub
+from thinwire.elastic.coordinator_server import CoordinatorServer
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import VERSION, Message
 from thinwire.errors import ConnectError
@@ -46,7 +46,9 @@ _FIRST_EXTRA_ADDRESS = 20
 
 def serve(folder: Path) -> None:
     """Be a coordinator until the process is ended."""
-    hub = Hub(secret=read_secret(folder / "secret"), address="10.77.0.1", port=PORT, say=lambda text: None)
+    hub = CoordinatorServer(
+        secret=read_secret(folder / "secret"), address="10.77.0.1", port=PORT, say=lambda text: None
+    )
     coordinator = Coordinator(
         job={"thinwire": __version__}, planned=1, sync_interval=10, overlap_steps=1, shard_windows=8, send=hub.send,
         record=lambda what, fields: None, generation="g",

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_server import Hub
+from thinwire.elastic.coordinator_server import CoordinatorServer
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.join import Seated, join
 from thinwire.transport.secret import Secret
@@ -44,7 +44,7 @@ def await_all(folder: Path, names: list[str], logs: list[Path]) -> None:
 
 def coordinate(folder: Path, address: str, *, planned: int, has_detours: bool = True) -> None:
     """Be the coordinator until the file `over` is there."""
-    hub = Hub(secret=SECRET, address=address, port=PORT, say=print)
+    hub = CoordinatorServer(secret=SECRET, address=address, port=PORT, say=print)
     coordinator = Coordinator(
         job={"thinwire": __version__}, planned=planned, sync_interval=INTERVAL, overlap_steps=0, shard_windows=8,
         send=hub.send, record=lambda what, fields: print(what, fields, flush=True), generation=hub.generation,

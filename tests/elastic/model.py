@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.elastic.adaptive_timeout import Patience
+from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import Council
 from thinwire.elastic.protocol import VERSION, decode, encode
@@ -109,7 +109,7 @@ class World:
             job={"thinwire": __version__}, planned=self.planned, sync_interval=10, overlap_steps=1, shard_windows=8,
             send=self.send, record=self.record, generation="g",
         )  # fmt: skip
-        made.book._spreads = Patience(least_s=LIMIT_S, most_s=LIMIT_S)
+        made.book._spreads = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
         return made
 
     def _move_in(self, number: int) -> None:
@@ -119,7 +119,7 @@ class World:
         say("join", version=VERSION, thinwire=__version__, host=str(number))
         council = Council(replica=number, interval_steps=10, say=Mouth(self, number), now=self.now, meet=meet)
         council.changed = NoLock()  # type: ignore[assignment]
-        council.transfers = Patience(least_s=LIMIT_S, most_s=LIMIT_S)
+        council.transfers = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
         council._next_beat_s = float("inf")
         self.replicas[number] = Replica(number=number, council=council)
         say("here", address="127.0.0.1", port=1, corpus="c", windows=1, held=0, era=0, disk=0)
@@ -341,7 +341,7 @@ class World:
             )
             for number, one in sorted(book.open_rounds.items())
         ]  # fmt: skip
-        members = [(m.replica, str(m.standing), m.is_suspect) for m in self.coordinator.roster]
+        members = [(m.replica, str(m.state), m.is_suspect) for m in self.coordinator.roster]
         there = [self._key_of(replica) for replica in self.replicas.values()]
         state = (
             rounds, sorted(self.decided.items()), sorted(book.late), members, there, self.faults,

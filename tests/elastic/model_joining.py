@@ -16,10 +16,10 @@ from life_parts import Means, Person
 from lives import INTERVAL, OVERLAP, SHARD, Life
 from model import LIMIT_S, Crash, Event
 
-from thinwire.elastic.adaptive_timeout import Patience
+from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.protocol import VERSION, decode, encode
-from thinwire.elastic.roster import Standing
+from thinwire.elastic.roster import MemberState
 from thinwire.errors import PayloadError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.version import __version__
@@ -124,7 +124,7 @@ class Town:
             shard_windows=SHARD, send=self.send, record=self.record, generation="g", part_share=self._part_share,
             clock=self.now,
         )  # fmt: skip
-        made.book._spreads = Patience(least_s=LIMIT_S, most_s=LIMIT_S)
+        made.book._spreads = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
         return made
 
     def life_of(self, number: int) -> Life | None:
@@ -302,7 +302,7 @@ class Town:
         self._check_data()
 
     def _check_states(self) -> None:
-        active = [self.lives[m.token] for m in self.coordinator.roster if m.standing is Standing.ACTIVE]
+        active = [self.lives[m.token] for m in self.coordinator.roster if m.state is MemberState.ACTIVE]
         training = [life for life in active if life.is_here and life.phase in ("training", "last", "done")]
         longest = max((life.means for life in training), key=len, default=())
         for life in training:

@@ -90,8 +90,8 @@ def test_a_lost_state_is_offered_again_to_who_says_again_where_it_is() -> None:
 def test_who_says_again_that_it_takes_part_is_told_again_that_it_does() -> None:
     desk = Desk().begun()
     desk.hear(b"a", "active", step=0)
-    standings = {one["replica"]: one["standing"] for one in desk.words(b"a", "roster")[0]["members"]}
-    assert standings == {0: "active", 1: "active"}
+    states = {one["replica"]: one["standing"] for one in desk.words(b"a", "roster")[0]["members"]}
+    assert states == {0: "active", 1: "active"}
 
 
 def test_the_end_is_told_again_and_after_a_crash_among_those_that_are_done() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from town import Resident, Town, live_together
 
-from thinwire.elastic.adaptive_timeout import Patience
+from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.coordinator_session import Council
 from thinwire.elastic.round_driver import round_of
 from thinwire.elastic.round_state_machine import Ask, Bid, Seen
@@ -382,7 +382,7 @@ class Triangle:
             self.town.coordinator._tell_pace()
         last = self.residents[2]
         last.shelf.get = partial(self._get, last.shelf.get)  # type: ignore[method-assign]
-        last.council.transfers = Patience(least_s=0.5, most_s=0.5)
+        last.council.transfers = AdaptiveTimeout(least_s=0.5, most_s=0.5)
         for resident in self.residents:
             active = resident.council.active
             resident.council.wait_for(

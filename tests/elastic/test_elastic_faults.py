@@ -13,8 +13,8 @@ from torch import nn
 from town import Resident, Town
 
 import thinwire
+from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.averaging.quorum_messages import read_part_header
-from thinwire.elastic.adaptive_timeout import Patience
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
 from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of
 from thinwire.errors import Expelled, NonFiniteError
@@ -53,7 +53,7 @@ class Worker:
         self.captured: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
         self.expelled = False
         self.failure: BaseException | None = None
-        self.council.transfers = Patience(least_s=0.3, most_s=1.0)
+        self.council.transfers = AdaptiveTimeout(least_s=0.3, most_s=1.0)
         self.model = build()
         method = thinwire.methods.streaming_diloco(sync_interval=interval, overlap_steps=1, num_fragments=2)
         self.optimizer = thinwire.DistributedOptimizer(
@@ -131,7 +131,7 @@ class Street:
     def quicken(self) -> None:
         """Let the coordinator wait for votes a second at most, and for late replicas half of one."""
         with self.town.lock:
-            self.town.coordinator.book._spreads = Patience(least_s=0.5, most_s=1.0)
+            self.town.coordinator.book._spreads = AdaptiveTimeout(least_s=0.5, most_s=1.0)
             self.town.coordinator.book.grace_s = lambda *, step_s: 0.5  # type: ignore[method-assign]
 
     def begin(self) -> None:

@@ -19,7 +19,7 @@ from tests.strangers import GARBAGE, GARBAGE_NAMES, hangs_up, memory_is_bounded
 from thinwire.elastic import coordinator_server as hub_module
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_client import Line, ask_once
-from thinwire.elastic.coordinator_server import TOKEN_BYTES, Hub, caller_keys, hub_keys
+from thinwire.elastic.coordinator_server import TOKEN_BYTES, CoordinatorServer, client_keys, coordinator_keys
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
 from thinwire.elastic.rate_limit import UNSEEN_BYTES
@@ -38,7 +38,7 @@ class Port:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.journal: list[tuple[str, dict[str, Any]]] = []
-        self.hub = Hub(secret=SECRET, address=HOST, port=0, say=self.said.append)
+        self.hub = CoordinatorServer(secret=SECRET, address=HOST, port=0, say=self.said.append)
         self.coordinator = Coordinator(
             job={"thinwire": __version__}, planned=1, sync_interval=10, overlap_steps=1, shard_windows=8,
             send=self.hub.send, record=lambda what, fields: self.journal.append((what, fields)), generation="g",
@@ -105,10 +105,10 @@ class Caller:
     def __init__(self, port: Port, *, token: bytes | None = None) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self.plug = self._context.socket(zmq.DEALER)
-        keys = caller_keys(SECRET)
+        keys = client_keys(SECRET)
         self.plug.identity = token or b"t" + os.urandom(TOKEN_BYTES - 1)
         self.plug.curve_publickey, self.plug.curve_secretkey = keys.public, keys.private
-        self.plug.curve_serverkey = hub_keys(SECRET).public
+        self.plug.curve_serverkey = coordinator_keys(SECRET).public
         self.plug.reconnect_ivl = -1
         self.plug.linger = 0
         self.plug.sndtimeo = round(1000 * SOON_S)
@@ -153,9 +153,9 @@ def test_who_has_not_the_secret_is_never_heard(port: Port, way: str) -> None:
     context: zmq.Context[Any] = zmq.Context()
     plug = context.socket(zmq.DEALER)
     if way != "no key":
-        keys = caller_keys(SECRET if way == "another server's key" else OTHER)
+        keys = client_keys(SECRET if way == "another server's key" else OTHER)
         plug.curve_publickey, plug.curve_secretkey = keys.public, keys.private
-        plug.curve_serverkey = hub_keys(SECRET if way == "the server's key alone" else OTHER).public
+        plug.curve_serverkey = coordinator_keys(SECRET if way == "the server's key alone" else OTHER).public
     monitor = plug.get_monitor_socket(
         zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH

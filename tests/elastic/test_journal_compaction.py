@@ -34,7 +34,8 @@ def replayed(lines: Lines) -> dict[str, Any]:
         "decisions": [asdict(one) for one in found.book.decisions.values()], "ledger": found.ledger.state_dict(),
         "undo": found.ledger.undo_state(), "findings": found.findings, "notes": found._notes, "corpus": found._corpus,
         "era": found._era, "disk": found._from_disk, "started": found.has_started, "finished": found.has_finished,
-        "failure": found.failure, "gaps": [[one.replica, one.host, one.is_called] for one in found.spares.gaps],
+        "failure": found.failure,
+        "vacancies": [[one.replica, one.host, one.is_called] for one in found.spares.vacancies],
         "waiting": found.cuts.waiting, "accounts": [[*when, trained(data)] for *when, data in found._accounts],
     }  # fmt: skip
 
@@ -84,7 +85,7 @@ class Life(Desk):
     def _round(self) -> None:
         step = self.coordinator.book.step + 10
         self.number += 1
-        active = [one for one in self.coordinator.roster if str(one.standing) == "active"]
+        active = [one for one in self.coordinator.roster if str(one.state) == "active"]
         bad = {one.replica for one in active[1:] if self.random.random() < 0.15}
         good = [one for one in active if one.replica not in bad]
         for one in active:

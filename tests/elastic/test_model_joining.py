@@ -8,7 +8,7 @@ from model_joining import Town
 from searching import Search, finish, wander
 
 from thinwire.elastic.coordinator_view import Offer, View
-from thinwire.elastic.data_leases import Ledger
+from thinwire.elastic.data_leases import DataLeases
 from thinwire.training.elastic.state_fetch import held_offer
 
 FAULTS = ("lose", "twice", "spoil", "swap", "die", "crash", "hurry", "pause", "leave")
@@ -81,7 +81,7 @@ def test_the_search_finds_a_coordinator_that_forgets(broken: type[Town], what: s
 
 def test_the_search_finds_a_ledger_that_keeps_what_those_had_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     start = pickle.dumps(Town(faults=6, kinds=("leave", "crash", "pause")))
-    monkeypatch.setattr(Ledger, "borrowers", lambda ledger: ())
+    monkeypatch.setattr(DataLeases, "borrowers", lambda ledger: ())
     with pytest.raises(AssertionError, match="data is lost"):
         for seed in range(600):
             wander(start, seed=seed, steps=60)

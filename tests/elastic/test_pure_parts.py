@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire.elastic.adaptive_timeout import Patience
-from thinwire.elastic.data_leases import Ledger
+from thinwire.adaptive_timeout import AdaptiveTimeout
+from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
-from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode, numbers, windows_of
-from thinwire.elastic.roster import Roster, Standing
+from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode, numbers
+from thinwire.elastic.roster import MemberState, Roster
 from thinwire.elastic.round_decision import Vote, decide
-from thinwire.elastic.rounds import RoundBook
-from thinwire.elastic.snapshots import Cuts
+from thinwire.elastic.rounds import RoundTracker
+from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret
 
@@ -80,11 +80,11 @@ def test_many_voters_are_decided_at_once_and_by_the_same_rules() -> None:
         decide({0: Vote(has=frozenset({1}))})
 
 
-def book() -> RoundBook:
-    return RoundBook(sync_interval=10, overlap_steps=2)
+def book() -> RoundTracker:
+    return RoundTracker(sync_interval=10, overlap_steps=2)
 
 
-def voted(one: RoundBook, *members: int, has: set[int], now_s: float = 0.0) -> None:
+def voted(one: RoundTracker, *members: int, has: set[int], now_s: float = 0.0) -> None:
     for member in members:
         one.vote(member, Vote(has=frozenset(has)), round_id=0, step=10, now_s=now_s)
 
@@ -157,7 +157,7 @@ class Account:
     """Keeps books of every window by itself, beside the ledger."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger(shard_windows=5)
+        self.ledger = DataLeases(shard_windows=5)
         self.num_trained = self.repeated = 0
         self.counted: set[tuple[int, int]] = set()
         self.lent: dict[int, dict[int, tuple[int, int]]] = {0: {}, 1: {}, 2: {}}  # by shard, windows used and counted
@@ -197,7 +197,7 @@ class Account:
         self.lent[replica].clear()
 
     def save(self, replica: int, shard: int, window: int) -> None:
-        again = Ledger(shard_windows=1)
+        again = DataLeases(shard_windows=1)
         again.load_state_dict(json.loads(json.dumps(self.ledger.state_dict())))
         assert again.state_dict() == self.ledger.state_dict()
         self.ledger = again
@@ -214,7 +214,7 @@ def test_every_window_is_counted_once_or_repeated_and_said_so(plays: Play) -> No
 
 
 def test_all_windows_come_in_the_end_whoever_leaves() -> None:
-    ledger, seen = Ledger(shard_windows=5), []
+    ledger, seen = DataLeases(shard_windows=5), []
     for replica in range(20):
         lease = ledger.lend(replica)
         until = min(5, lease.start + 1 + replica % 3)
@@ -224,7 +224,7 @@ def test_all_windows_come_in_the_end_whoever_leaves() -> None:
     assert len(seen) == len(set(seen)) == ledger.counted and ledger.repeated == 0
     assert sorted(seen) == [divmod(number, 5) for number in range(len(seen))]
     with pytest.raises(ValueError, match="at least 1"):
-        Ledger(shard_windows=0)
+        DataLeases(shard_windows=0)
 
 
 def test_a_journal_cut_at_any_byte_gives_back_all_whole_lines_and_takes_new_ones(tmp_path: Path) -> None:
@@ -322,8 +322,8 @@ def test_bounds_of_words() -> None:
             numbers(wrong, what="members")
     for wrong in ({"a": 1}, {"1": -1}, {"1": True}, {"9" * 19: 1}, {str(n): 1 for n in range(65)}, []):
         with pytest.raises(PayloadError):
-            windows_of(wrong)
-    assert windows_of({"3": 4}) == {3: 4}
+            decode(encode("launch", round=0, step=0, used=wrong), to_member=False)
+    assert decode(encode("launch", round=0, step=0, used={"3": 4}), to_member=False)["used"] == {3: 4}
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(1, 65535), st.from_regex(r"[a-z0-9.-]{1,20}", fullmatch=True))
@@ -344,13 +344,13 @@ def test_other_words_are_no_invitation_but_one_error(text: str) -> None:
 
 @given(st.lists(st.floats(0, 1000), max_size=100))
 def test_patience_stays_in_its_bounds_and_above_the_median(times: list[float]) -> None:
-    patience = Patience(least_s=1.0, most_s=30.0)
+    patience = AdaptiveTimeout(least_s=1.0, most_s=30.0)
     for seconds in times:
         patience.observe(seconds)
     assert 1.0 <= patience.limit_s <= 30.0
     assert patience.limit_s >= min(patience.median_s, 30.0)
     with pytest.raises(ValueError, match="least_s"):
-        Patience(least_s=2.0, most_s=1.0)
+        AdaptiveTimeout(least_s=2.0, most_s=1.0)
 
 
 def test_numbers_are_never_used_twice_and_a_suspect_has_less_time() -> None:
@@ -363,12 +363,12 @@ def test_numbers_are_never_used_twice_and_a_suspect_has_less_time() -> None:
     assert [one.replica for one in roster.silent(now_s=4.0)] == [1]
     roster.hear(second, now_s=4.0, is_beat=False)
     assert not roster.silent(now_s=5.0) and not second.is_suspect
-    second.standing = Standing.ACTIVE
+    second.state = MemberState.ACTIVE
     assert roster.active == (1,)
 
 
 def test_a_cut_that_nobody_reached_in_time_is_chosen_anew_and_later() -> None:
-    cuts = Cuts()
+    cuts = StateSnapshots()
     cuts.wait(9)
     cut = cuts.schedule(active=(0, 1), step=10, step_s=0.1)
     cuts.miss(cut.step, 0)
@@ -382,7 +382,7 @@ def test_a_cut_that_nobody_reached_in_time_is_chosen_anew_and_later() -> None:
 
 
 def test_holders_of_another_state_are_named_and_old_cuts_forgotten() -> None:
-    cuts = Cuts()
+    cuts = StateSnapshots()
     for replica, root in ((0, "aa"), (1, "bb"), (2, "bb")):
         cut = cuts.hold(5, replica, root=root, num_bytes=1)
     assert cut.agreed == ("bb", 1) and cut.agreeing() == (1, 2) and cut.odd() == (0,)

@@ -10,7 +10,7 @@ from town import Resident, Town, live_together
 
 from thinwire.elastic.coordinator_session import Council
 from thinwire.elastic.join import note_rate
-from thinwire.elastic.protocol import rates_of
+from thinwire.elastic.protocol import decode, encode
 from thinwire.elastic.round_driver import round_of
 from thinwire.elastic.round_state_machine import Action, Ask, Bid, CastVote, Seen
 from thinwire.elastic.rounds import Decision
@@ -161,9 +161,9 @@ def test_only_what_was_sent_well_and_is_large_enough_tells_a_rate() -> None:
 
 @pytest.mark.parametrize("bad", [[], {"a": 1}, {"1": -1}, {"1": 0.5}, {"1": True}, {"1" * 20: 1}, {"\u0661": 1}])
 def test_rates_that_cannot_be_are_refused(bad: object) -> None:
-    with pytest.raises(PayloadError, match=r"rate|number"):
-        rates_of(bad)
-    assert rates_of({"3": 7}) == {3: 7}
+    with pytest.raises(PayloadError, match=r"\$\.rates"):
+        decode(encode("rates", rates=bad, latest={}), to_member=False)
+    assert decode(encode("rates", rates={"3": 7}, latest={}), to_member=False)["rates"] == {3: 7}
 
 
 class Site:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic import round_driver as proposal_module
-from thinwire.elastic.adaptive_timeout import Patience
 from thinwire.elastic.coordinator_session import Council
 from thinwire.elastic.round_decision import Vote
 from thinwire.elastic.round_driver import HEAD_BYTES, Proposal
 from thinwire.elastic.round_state_machine import Ask, Bid, CastVote, Seen
-from thinwire.elastic.rounds import Decision, RoundBook
+from thinwire.elastic.rounds import Decision, RoundTracker
 from thinwire.events import FIRST_LAST_ROUND
 
 LONG_S, USUAL_S = 0.6, 0.05
@@ -85,7 +85,7 @@ def member(replica: int) -> dict[str, Any]:
 def proposal_of(shelf: SlowShelf, *, holders: list[int], there: range) -> Proposal:
     """Return replica 2's view of a decided round whose mean is replica 0's part."""
     council = Council(replica=2, interval_steps=4, say=lambda kind, **fields: None)
-    council.transfers = Patience(least_s=USUAL_S, most_s=USUAL_S)
+    council.transfers = AdaptiveTimeout(least_s=USUAL_S, most_s=USUAL_S)
     council.hear({"kind": "roster", "members": [member(n) for n in there], "started": True, "number": 1})
     council.hear({
         "kind": "decision", "round": 9, "launch_step": 12, "members": [0], "holders": holders, "step": 12, "closed": 12,
@@ -115,7 +115,10 @@ def test_a_part_that_takes_longer_than_usual_still_comes(clock: Clock) -> None:
 def test_a_part_that_is_late_on_a_busy_link_is_not_asked_for_twice(clock: Clock) -> None:
     shelf = SlowShelf(clock)
     proposal = proposal_of(shelf, holders=[0, 1], there=range(3))
-    proposal._council.is_busy, proposal._council.transfers = lambda: True, Patience(least_s=2 * USUAL_S, most_s=1.0)
+    proposal._council.is_busy, proposal._council.transfers = (
+        lambda: True,
+        AdaptiveTimeout(least_s=2 * USUAL_S, most_s=1.0),
+    )
     proposal._council.transfers.observe(0.0)
     proposal.wait(deadline_s=1)
     assert [source for source, _ in shelf.asked] == [0]
@@ -158,7 +161,7 @@ def test_a_part_on_a_thin_link_is_waited_for_as_long_as_nobody_needs_the_result(
 def test_a_vote_is_waited_for_as_long_as_nobody_needs_the_result(
     bears: bool, round_id: int, last_step: int, open_s: float
 ) -> None:
-    book = RoundBook(sync_interval=60, overlap_steps=5, bears=bears, last_step=last_step)
+    book = RoundTracker(sync_interval=60, overlap_steps=5, bears=bears, last_step=last_step)
     for replica in (0, 1):
         book.launch(replica, round_id=round_id, launch_step=20, now_s=0.0)
     assert book.calls((0, 1), step_s=0.5, now_s=0.5) == {round_id: (0, 1)}
@@ -167,5 +170,5 @@ def test_a_vote_is_waited_for_as_long_as_nobody_needs_the_result(
     def is_decided(now_s: float) -> bool:
         return bool(book.decided((0, 1), steps={0: 21}, now_s=now_s, step_s=0.5))
 
-    book._spreads = Patience(least_s=2.0, most_s=2.0)
+    book._spreads = AdaptiveTimeout(least_s=2.0, most_s=2.0)
     assert not is_decided(open_s - 1) and is_decided(open_s)

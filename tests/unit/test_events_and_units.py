@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from thinwire.adaptive_timeout import Deadlines
 from thinwire.events import Transfer, TransferLog, peak_bits_per_s, rates
-from thinwire.sync.deadlines import Deadlines
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_rate, parse_seconds
 
 

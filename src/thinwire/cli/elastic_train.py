@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cli.elastic_run import replica_roles, run_here, tell
-from thinwire.elastic.data_leases import Ledger
+from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.journal import Journal
 from thinwire.errors import CheckpointError, ThinwireError
@@ -226,7 +226,7 @@ def _begin_journal(begun: Begun) -> None:
     if begun.state is not None:
         note = begun.state.note
         if "data" in note:
-            ledger = Ledger(shard_windows=1)
+            ledger = DataLeases(shard_windows=1)
             ledger.load_state_dict(note["data"])
             ledger.release_all()
             journal.write("ledger", ledger.state_dict())

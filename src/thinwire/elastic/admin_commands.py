@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.elastic.journal_replay import Memory
 from thinwire.elastic.protocol import VERSION, printable
-from thinwire.elastic.roster import Member
+from thinwire.elastic.roster import RosterMember
 from thinwire.errors import PayloadError
 
 # Launchers ask once a second.
@@ -125,7 +125,7 @@ class Counter(Memory):
         if (gaps := self.spares.news()) is not None:
             self._record("gaps", {"gaps": gaps})
 
-    def _was_called(self, member: Member) -> bool:
+    def _was_called(self, member: RosterMember) -> bool:
         return any(one["host"] == member.host for one in self.replaced)
 
     def _replace(self, replica: int, host: str) -> None:
@@ -145,7 +145,7 @@ class Counter(Memory):
         """Let a replica go; see `Coordinator`."""
         raise NotImplementedError
 
-    def _named(self, target: str) -> list[Member]:
+    def _named(self, target: str) -> list[RosterMember]:
         """Return the replicas of a number or a host; all where nothing is named."""
         return [member for member in self.roster if target in ("", str(member.replica), member.host)]
 
@@ -153,5 +153,5 @@ class Counter(Memory):
         there = ", ".join(f"{member.replica} ({member.host})" for member in self.roster) or "none"
         return f"there is no replica or host {target[:80]!r}; there are: {there}"
 
-    def _told(self, what: str, found: list[Member]) -> str:
+    def _told(self, what: str, found: list[RosterMember]) -> str:
         return "; ".join(f"replica {member.replica} on {member.host} {what}" for member in found)

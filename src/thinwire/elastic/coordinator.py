@@ -11,8 +11,8 @@ import statistics
 from dataclasses import asdict
 
 from thinwire.elastic.admin_commands import Counter
-from thinwire.elastic.protocol import RUN_OVER, VERSION, Message, numbers, printable, rates_of, windows_of
-from thinwire.elastic.roster import Member, Standing
+from thinwire.elastic.protocol import RUN_OVER, VERSION, Message, printable
+from thinwire.elastic.roster import MemberState, RosterMember
 from thinwire.elastic.round_decision import Vote
 from thinwire.elastic.rounds import Decision
 from thinwire.errors import PayloadError
@@ -68,7 +68,7 @@ class Coordinator(Counter):
 
     # -- what replicas say
 
-    def _join(self, token: bytes, member: Member | None, message: Message, *, now_s: float) -> None:
+    def _join(self, token: bytes, member: RosterMember | None, message: Message, *, now_s: float) -> None:
         if message["version"] != VERSION or message["thinwire"] != self._job.get("thinwire"):
             why = (
                 f"the job runs thinwire {self._job.get('thinwire')} with protocol version {VERSION}, and this host "
@@ -94,8 +94,8 @@ class Coordinator(Counter):
         welcome = {"replica": member.replica, "generation": self._generation, "job": self._job}
         self._send(token, "welcome", welcome)
 
-    def _on_here(self, member: Member, message: Message, now_s: float) -> None:
-        if member.standing is not Standing.ARRIVING:
+    def _on_here(self, member: RosterMember, message: Message, now_s: float) -> None:
+        if member.state is not MemberState.ARRIVING:
             self._answer_again(member)
             return
         corpus = message["corpus"], message["windows"]
@@ -113,7 +113,7 @@ class Coordinator(Counter):
         member.address, member.port = message["address"], message["port"]
         member.disk_step = message["disk"]
         member.own_step, member.own_era = message["held"], message["era"]
-        member.standing = Standing.LOADING
+        member.state = MemberState.LOADING
         if self._may_go_on(message["held"], era=message["era"]):
             member.step = member.held_step = message["held"]  # from there on rounds are kept for it
         else:
@@ -127,10 +127,10 @@ class Coordinator(Counter):
         if member.held_step:
             self._offer_from_nobody(member.replica, "own", step=member.held_step)
 
-    def _answer_again(self, member: Member) -> None:
+    def _answer_again(self, member: RosterMember) -> None:
         """Say again what a replica still waits for that has said where it is: the first answer was lost on its way."""
         self._tell_roster(to=member)
-        if member.standing is not Standing.LOADING:
+        if member.state is not MemberState.LOADING:
             return
         cut = self.cuts.of(member.replica)
         if cut is not None:
@@ -142,7 +142,7 @@ class Coordinator(Counter):
         else:
             self.cuts.wait(member.replica)
 
-    def _on_active(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_active(self, member: RosterMember, message: Message, now_s: float) -> None:
         member.step = message["step"]
         self.cuts.loaded(member.replica)
         is_reviver = self._reviver == member.replica
@@ -156,10 +156,10 @@ class Coordinator(Counter):
             self._forget_accounts()
             self.book.begin_anew(member.step)
             self._write_revived(member.step, is_begun=True)
-        if member.standing is Standing.ACTIVE:
+        if member.state is MemberState.ACTIVE:
             self._tell_roster(to=member)
-        if member.standing is Standing.LOADING:
-            member.standing, member.begin_step = Standing.ACTIVE, message["step"]
+        if member.state is MemberState.LOADING:
+            member.state, member.begin_step = MemberState.ACTIVE, message["step"]
             self.book.late.discard(member.replica)
             self._write_member(member)
             self._find(f"replica {member.replica} on {member.host} takes part from step {member.step}")
@@ -177,23 +177,23 @@ class Coordinator(Counter):
                 self._write_member(member)
                 self._offer_from_nobody(replica, "own", step=member.held_step)
 
-    def _on_beat(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_beat(self, member: RosterMember, message: Message, now_s: float) -> None:
         member.step = max(member.step, message["step"])
         member.step_s = float(message["step_s"])
-        if message["roster"] != self._roster_number() and member.standing is not Standing.ARRIVING:
+        if message["roster"] != self._roster_number() and member.state is not MemberState.ARRIVING:
             self._tell_roster(to=member)  # the last one was lost on its way
 
-    def _on_work(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_work(self, member: RosterMember, message: Message, now_s: float) -> None:
         member.steps_per_interval, member.tokens_s = float(message["steps_per_interval"]), float(message["tokens_s"])
         member.loss = float(message["loss"])
 
-    def _on_rates(self, member: Member, message: Message, now_s: float) -> None:
-        rates, latest = rates_of(message["rates"]), rates_of(message["latest"])
+    def _on_rates(self, member: RosterMember, message: Message, now_s: float) -> None:
+        rates, latest = message["rates"], message["latest"]
         self.places.hear(member.replica, rates)
         self.detours.hear(member.replica, latest)
 
-    def _on_launch(self, member: Member, message: Message, now_s: float) -> None:
-        used = windows_of(message["used"])
+    def _on_launch(self, member: RosterMember, message: Message, now_s: float) -> None:
+        used = message["used"]
         is_open = message["round"] in self.book.open_rounds
         if not is_open and len(self.book.open_rounds) >= _MOST_OPEN:
             raise PayloadError(f"a launch of round {message['round']}: at most {_MOST_OPEN} are open at a time")
@@ -214,8 +214,8 @@ class Coordinator(Counter):
         else:
             self._tell_decision(decision, to=member)
 
-    def _on_withhold(self, member: Member, message: Message, now_s: float) -> None:
-        round_id, used = message["round"], windows_of(message["used"])
+    def _on_withhold(self, member: RosterMember, message: Message, now_s: float) -> None:
+        round_id, used = message["round"], message["used"]
         if round_id not in self.book.withheld and len(self.book.withheld) >= _MOST_OPEN:
             raise PayloadError(f"a part of round {round_id} withheld: at most {_MOST_OPEN} rounds are open at a time")
         self.ledger.use(member.replica, used)
@@ -225,10 +225,10 @@ class Coordinator(Counter):
             self._tell_decision(decision, to=member)
             self._drop_where_bad(member.replica, message["parts"])
 
-    def _on_reject(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_reject(self, member: RosterMember, message: Message, now_s: float) -> None:
         """Note that a replica found another one's parts bad; drop that one where most others say so, or itself."""
         bad = self.roster.get(message["member"])
-        if bad is None or message["parts"] < MOST_BAD_PARTS or member.standing is not Standing.ACTIVE:
+        if bad is None or message["parts"] < MOST_BAD_PARTS or member.state is not MemberState.ACTIVE:
             return
         bad.rejected_by[member.replica] = message["since"]
         others = set(self.roster.active) - {bad.replica}
@@ -238,8 +238,8 @@ class Coordinator(Counter):
             self._uncount(bad.replica, since=since)
             self._drop_where_bad(bad.replica, message["parts"])
 
-    def _on_vote(self, member: Member, message: Message, now_s: float) -> None:
-        has = numbers(message["has"], what="the parts that a replica holds")
+    def _on_vote(self, member: RosterMember, message: Message, now_s: float) -> None:
+        has = message["has"]
         if any(one >= self.roster.next_replica for one in has):
             raise PayloadError(f"a vote of replica {member.replica} for parts of replicas that nobody has heard of")
         vote = Vote(has=frozenset(has), reference_hash=message["hash"])
@@ -250,7 +250,7 @@ class Coordinator(Counter):
         if decision is not None:
             self._tell_decision(decision, to=member)
 
-    def _on_lease(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_lease(self, member: RosterMember, message: Message, now_s: float) -> None:
         number = message["number"]
         if number != self._lent.get(member.replica, (-1, None))[0]:  # else the answer was lost on its way
             if self.ledger.num_lent(member.replica) >= _MOST_LENT:
@@ -260,47 +260,47 @@ class Coordinator(Counter):
         lease = self._lent[member.replica][1]
         self._send(member.token, "leased", {"number": number, "shard": lease.shard, "start": lease.start})
 
-    def _on_captured(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_captured(self, member: RosterMember, message: Message, now_s: float) -> None:
         cut = self.cuts.hold(message["step"], member.replica, root=message["root"], num_bytes=message["bytes"])
         if cut.agreed is not None and len(cut.holders) > 1:
             for replica in cut.odd():
                 self._expel(replica, why=f"holds other global parameters than the others at step {cut.step}")
         self._show(cut, to=(member.replica, *cut.joiners))
 
-    def _on_account(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_account(self, member: RosterMember, message: Message, now_s: float) -> None:
         self._send(member.token, "account", {"step": message["step"], "note": self._run_note(message["step"])})
 
-    def _on_missed(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_missed(self, member: RosterMember, message: Message, now_s: float) -> None:
         self.cuts.miss(message["step"], member.replica)
 
-    def _on_lost(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_lost(self, member: RosterMember, message: Message, now_s: float) -> None:
         self.roster.suspect(message["replica"], now_s=now_s)
 
-    def _on_stuck(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_stuck(self, member: RosterMember, message: Message, now_s: float) -> None:
         why = printable(message["why"], most=300)
         self._expel(member.replica, why=f"could not get round {message['round']}: {why}")
 
-    def _on_note(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_note(self, member: RosterMember, message: Message, now_s: float) -> None:
         self._notices[member.replica] = self._notices.get(member.replica, 0) + 1
         if self._notices[member.replica] <= _MOST_NOTICES:
             self._find(f"replica {member.replica} on {member.host}: {printable(message['text'], most=400)}")
 
-    def _on_records(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_records(self, member: RosterMember, message: Message, now_s: float) -> None:
         if message["number"] > self._recorded.get(member.replica, -1):  # else the answer was lost on its way
             self._recorded[member.replica] = message["number"]
             self.keep_records(member.replica, message["text"])
         self._send(member.token, "recorded", {"number": self._recorded[member.replica]})
 
-    def _on_done(self, member: Member, message: Message, now_s: float) -> None:
-        if member.standing is not Standing.DONE:
+    def _on_done(self, member: RosterMember, message: Message, now_s: float) -> None:
+        if member.state is not MemberState.DONE:
             self._notes[member.replica] = message["note"]
             self._record("note", {"replica": member.replica, "note": message["note"]})
-            member.standing = Standing.DONE
+            member.state = MemberState.DONE
             self._write_member(member)
         if self._finish is not None:  # the word was lost on its way
             self._send(member.token, "finish", self._finish)
 
-    def _on_leave(self, member: Member, message: Message, now_s: float) -> None:
+    def _on_leave(self, member: RosterMember, message: Message, now_s: float) -> None:
         self._remove(member, why=printable(message["why"], most=300) or "left", is_told=False)
 
     # -- what follows
@@ -327,7 +327,7 @@ class Coordinator(Counter):
     def _start_when_all_are_there(self, now_s: float) -> None:
         if self.has_started or self._first_s is None:
             return
-        here = self.roster.with_standing(Standing.LOADING)
+        here = self.roster.in_state(MemberState.LOADING)
         if here and (len(here) >= self._planned or now_s > self._first_s + self._founding_s):
             self.has_started = True
             self._record("started", {})
@@ -354,7 +354,7 @@ class Coordinator(Counter):
         """End the run where no active replica has a finite part for a round: no replica holds a model to go on with."""
         active = self.roster.active
         round_id = next((one for one in self.book.withheld if self.book.is_hopeless(one, active)), None)
-        if round_id is None or self.failure or self.roster.with_standing(Standing.DONE):
+        if round_id is None or self.failure or self.roster.in_state(MemberState.DONE):
             return
         many = f"parts of all {len(active)} active replicas hold"
         self.failure = (
@@ -392,7 +392,7 @@ class Coordinator(Counter):
                 self.cuts.loaded(joiner)
             return
         is_waited_for = self._reviver is not None and self.roster.get(self._reviver) is not None
-        if is_waited_for or self.roster.with_standing(Standing.DONE):
+        if is_waited_for or self.roster.in_state(MemberState.DONE):
             return
         disk_steps = {
             one: member.disk_step for one in self.cuts.waiting if (member := self.roster.get(one)) is not None
@@ -425,11 +425,11 @@ class Coordinator(Counter):
                 f"it had launched; what it trained on is trained again, and not counted as repeated"
             )
         for member in self.roster:
-            if member.standing is not Standing.ARRIVING:
+            if member.state is not MemberState.ARRIVING:
                 self._tell_decision(decision, to=member)
 
     def _finish_when_all_are_done(self, present: tuple[int, ...]) -> None:
-        done = self.roster.with_standing(Standing.DONE)
+        done = self.roster.in_state(MemberState.DONE)
         # after another process of the coordinator heard them, they say it again
         has_notes = done and all(member.replica in self._notes for member in done)
         # the last word is spoken: who had no part in it, or is not there, would add nothing to it
@@ -441,7 +441,7 @@ class Coordinator(Counter):
             self.has_finished = True
             self._tell_all("finish", self._finish)
         if self.has_finished:
-            for late in self.roster.with_standing(Standing.ARRIVING, Standing.LOADING, Standing.ACTIVE):
+            for late in self.roster.in_state(MemberState.ARRIVING, MemberState.LOADING, MemberState.ACTIVE):
                 self._expel(late.replica, why=RUN_OVER)
 
     def _members(self, round_id: int) -> tuple[int, ...]:
@@ -453,12 +453,12 @@ class Coordinator(Counter):
             self._remove(member, why=why, is_lost=why != RUN_OVER)
 
     def _remove(
-        self, member: Member, *, why: str, is_told: bool = True, is_lost: bool = False, is_non_finite: bool = False,
-        is_found: bool = True,
+        self, member: RosterMember, *, why: str, is_told: bool = True, is_lost: bool = False,
+        is_non_finite: bool = False, is_found: bool = True,
     ) -> None:  # fmt: skip
         if is_told:
             self._send(member.token, "expelled", {"why": why, "is_non_finite": is_non_finite})
-        if is_lost and member.standing is not Standing.DONE:
+        if is_lost and member.state is not MemberState.DONE:
             self.spares.lose(member.replica, member.host, now_s=member.heard_s)
         self.roster.remove(member.replica)
         self.book.forget(member.replica)

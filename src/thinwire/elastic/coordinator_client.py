@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from thinwire.elastic.coordinator_server import TOKEN_BYTES, caller_keys, hub_keys, set_up_hub
+from thinwire.elastic.coordinator_server import TOKEN_BYTES, client_keys, coordinator_keys, set_socket_options
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError
@@ -43,11 +43,11 @@ class Line:
         self._is_closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plug = self._context.socket(zmq.DEALER)
-        set_up_hub(self._plug)
-        keys = caller_keys(secret)
+        set_socket_options(self._plug)
+        keys = client_keys(secret)
         # never the byte zero first: ZeroMQ keeps such names for itself
         self._plug.setsockopt(zmq.IDENTITY, b"t" + secrets.token_bytes(TOKEN_BYTES - 1))
-        self._plug.setsockopt(zmq.CURVE_SERVERKEY, hub_keys(secret).public)
+        self._plug.setsockopt(zmq.CURVE_SERVERKEY, coordinator_keys(secret).public)
         self._plug.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
         self._plug.setsockopt(zmq.CURVE_SECRETKEY, keys.private)
         self._plug.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)

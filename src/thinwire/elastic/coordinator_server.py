@@ -13,7 +13,7 @@ from zmq.utils import z85
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode
-from thinwire.elastic.rate_limit import Allowance, Callers
+from thinwire.elastic.rate_limit import ConnectionLimits, RateLimit
 from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.connection import HANDSHAKE_S, HEARTBEAT_S, KeyPair
@@ -32,12 +32,12 @@ _TOLD_A_SECOND, _TOLD_AT_ONCE = 0.2, 64.0
 _MOST_TEXT = 300
 
 
-def hub_keys(secret: Secret) -> KeyPair:
+def coordinator_keys(secret: Secret) -> KeyPair:
     """Return the coordinator's keys."""
     return _pair(secret, "thinwire membership v1 coordinator")
 
 
-def caller_keys(secret: Secret) -> KeyPair:
+def client_keys(secret: Secret) -> KeyPair:
     """Return the keys with which replicas and people's commands prove that they have the secret."""
     return _pair(secret, "thinwire membership v1 caller")
 
@@ -47,7 +47,7 @@ def _pair(secret: Secret, label: str) -> KeyPair:
     return KeyPair(public=zmq.curve_public(private), private=private)
 
 
-def set_up_hub(plug: zmq.Socket[bytes]) -> None:
+def set_socket_options(plug: zmq.Socket[bytes]) -> None:
     """Set the bounds and times of both ends of the coordinator's connections."""
     plug.setsockopt(zmq.LINGER, 0)
     plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES + 64)
@@ -58,7 +58,7 @@ def set_up_hub(plug: zmq.Socket[bytes]) -> None:
     plug.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(HANDSHAKE_S * 1000))
 
 
-class Hub:
+class CoordinatorServer:
     """Serves a coordinator.
 
     Args:
@@ -78,15 +78,15 @@ class Hub:
     def __init__(self, *, secret: Secret, address: str, port: int, say: Callable[[str], None]) -> None:
         self._say = say
         self._slips: dict[bytes, int] = {}
-        self._callers = Callers()
-        self._told = Allowance(a_second=_TOLD_A_SECOND, at_once=_TOLD_AT_ONCE)
+        self._callers = ConnectionLimits()
+        self._told = RateLimit(a_second=_TOLD_A_SECOND, at_once=_TOLD_AT_ONCE)
         self._guard_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.generation = secrets.token_hex(8)
-        callers = {caller_keys(secret).public_bytes: 0}
+        callers = {client_keys(secret).public_bytes: 0}
         try:
             self._door = Listener(
-                self._context, address=address, port=port, keys=hub_keys(secret), callers=callers,
+                self._context, address=address, port=port, keys=coordinator_keys(secret), callers=callers,
                 decide=lambda replica: ACCEPTED, prepare=_prepare,
             )  # fmt: skip
         except BaseException:
@@ -166,7 +166,7 @@ class Hub:
 
 
 def _prepare(plug: zmq.Socket[bytes]) -> None:
-    set_up_hub(plug)
+    set_socket_options(plug)
     plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES_HERE + 64)
     plug.setsockopt(zmq.RCVHWM, _MOST_WAITING)
     # a replica that dials again under its token takes the place of its old connection

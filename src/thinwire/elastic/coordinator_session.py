@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.adaptive_local_steps import Others
-from thinwire.elastic.adaptive_timeout import Patience
 from thinwire.elastic.coordinator_view import Neighbour, Offer, View
 from thinwire.elastic.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.elastic.rounds import Decision
@@ -56,7 +56,7 @@ class Council:
         transfers: How long parts take to come once a round was called.
         quiet: Tells from whom nothing comes just now.
         is_busy: Tells whether this replica's link is busy with what comes.
-        bearable_steps: For so many steps a round's parts may be on their way without anybody waiting for its result.
+        max_overdue_steps: For so many steps a round's parts may be on their way without anybody waiting for its result.
         last_step: The run's last inner step.
         lacking: By decided round, how many of its parts are not here yet.
         others: When the others launch.
@@ -74,17 +74,17 @@ class Council:
         self.interval_steps = interval_steps
         self.changed = threading.Condition(threading.RLock())
         self.view = View(heard_s=now())
-        self.transfers = Patience(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
+        self.transfers = AdaptiveTimeout(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
         self.step = 0
         self.step_s = 0.0
         self.steps_per_interval = self.tokens_s = self.loss = 0.0
         self.others = Others()
         self.rates = Rates()
-        self.relayed = Patience(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
+        self.relayed = AdaptiveTimeout(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
         self.used: dict[int, int] = {}
         self.quiet: Callable[[], Collection[int]] = frozenset
         self.is_busy: Callable[[], bool] = bool
-        self.bearable_steps, self.last_step = 0.0, math.inf
+        self.max_overdue_steps, self.last_step = 0.0, math.inf
         self.lacking: dict[int, int] = {}
         self._now = now
         self._say = say

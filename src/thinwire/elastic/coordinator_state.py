@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from thinwire.elastic.data_leases import Lease, Ledger
-from thinwire.elastic.roster import Member, Roster, Standing
-from thinwire.elastic.rounds import Decision, RoundBook
+from thinwire.elastic.data_leases import DataLeases, Lease
+from thinwire.elastic.roster import MemberState, Roster, RosterMember
+from thinwire.elastic.rounds import Decision, RoundTracker
 from thinwire.elastic.routing import DetourBook
 from thinwire.elastic.site_topology import SiteBook
-from thinwire.elastic.snapshots import Cut, Cuts
-from thinwire.elastic.standby_hosts import SpareHosts
+from thinwire.elastic.snapshots import StateSnapshot, StateSnapshots
+from thinwire.elastic.standby_hosts import StandbyHosts
 from thinwire.events import FIRST_LAST_ROUND
 
 # Intervals whose parts are kept for a replica that is behind.
@@ -76,18 +76,18 @@ class Desk:
         part_share: float = 0.0, bears: bool = False, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self.roster = Roster()
-        self.book = RoundBook(
+        self.book = RoundTracker(
             sync_interval=sync_interval, overlap_steps=overlap_steps, bears=bears,
             last_step=job.get("config", {}).get("steps") or math.inf,
         )  # fmt: skip
-        self.ledger = Ledger(shard_windows=shard_windows)
-        self.cuts = Cuts()
+        self.ledger = DataLeases(shard_windows=shard_windows)
+        self.cuts = StateSnapshots()
         self.has_started = False
         self.has_finished = False
         self.failure = ""
         self._bad_hosts: set[str] = set()  # where replicas were dropped because their parts held NaN or infinity
         self.is_paused = False
-        self.places, self.detours, self.spares = SiteBook(), DetourBook(), SpareHosts()
+        self.places, self.detours, self.spares = SiteBook(), DetourBook(), StandbyHosts()
         self.findings, self.orders, self.replaced = [], [], []
         self._job = dict(job)
         self._planned = planned
@@ -126,8 +126,8 @@ class Desk:
         for member in self.roster:
             self._send(member.token, kind, fields)
 
-    def _tell_roster(self, *, to: Member | None = None) -> None:
-        there = [member.describe() for member in self.roster if member.standing is not Standing.ARRIVING]
+    def _tell_roster(self, *, to: RosterMember | None = None) -> None:
+        there = [member.describe() for member in self.roster if member.state is not MemberState.ARRIVING]
         fields = {"members": there, "started": self.has_started, "number": self._roster_number()}
         for member in self.roster if to is None else (to,):
             self._send(member.token, "roster", fields)
@@ -135,7 +135,7 @@ class Desk:
     def _roster_number(self) -> int:
         return 2 * self.roster.number + self.has_started
 
-    def _tell_decision(self, decision: Decision, *, to: Member) -> None:
+    def _tell_decision(self, decision: Decision, *, to: RosterMember) -> None:
         fields = {
             "round": decision.round_id, "launch_step": decision.launch_step, "members": list(decision.members),
             "holders": list(decision.holders), "step": decision.step, "closed": self.book.closed_step,
@@ -171,7 +171,7 @@ class Desk:
 
     def _is_held(self, decision: Decision) -> bool:
         """Tell whether somebody who takes part has a round's parts: those that came later may have none of it."""
-        active = self.roster.with_standing(Standing.ACTIVE)
+        active = self.roster.in_state(MemberState.ACTIVE)
         return any(one.replica in decision.holders or one.begin_step <= decision.launch_step for one in active)
 
     def _tell_pace(self) -> None:
@@ -186,7 +186,7 @@ class Desk:
         fields = {"step_s": self.roster.step_s(), "sites": [list(site) for site in sites], "detours": detours}
         self._tell_all("pace", fields)
 
-    def _write_member(self, member: Member) -> None:
+    def _write_member(self, member: RosterMember) -> None:
         own = {"token": member.token.hex(), "held_step": member.held_step, "begin_step": member.begin_step}
         own["disk_step"] = member.disk_step
         self._written[member.replica] = {**member.describe(), **own}
@@ -249,13 +249,13 @@ class Desk:
         One that is further behind than `_MOST_BEHIND` intervals, as after a long pause, joins again instead.
         """
         most_behind = self._furthest_step() - _MOST_BEHIND * self._sync_interval
-        steps = [max(member.step, most_behind) for member in self.roster.with_standing(Standing.ACTIVE)]
+        steps = [max(member.step, most_behind) for member in self.roster.in_state(MemberState.ACTIVE)]
         # what they fetch is of this step, also where another process of the coordinator told them of it
-        steps += [member.step for member in self.roster.with_standing(Standing.LOADING) if member.step]
+        steps += [member.step for member in self.roster.in_state(MemberState.LOADING) if member.step]
         needed = self.cuts.needed_step()
         return max(0, min([*steps, *([] if needed is None else [needed])], default=0) - 1)
 
-    def _show(self, cut: Cut, *, to: tuple[int, ...]) -> None:
+    def _show(self, cut: StateSnapshot, *, to: tuple[int, ...]) -> None:
         agreed = cut.agreed
         if agreed is None:
             return

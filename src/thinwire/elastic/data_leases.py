@@ -35,7 +35,7 @@ class Lease:
     counted: int = 0
 
 
-class Ledger:
+class DataLeases:
     """What of the data is lent, counted, or was trained on in vain.
 
     Args:
@@ -48,7 +48,7 @@ class Ledger:
         repeated: Windows that were trained on by replicas that went before a round counted them.
 
     Example:
-        >>> ledger = Ledger(shard_windows=10)
+        >>> ledger = DataLeases(shard_windows=10)
         >>> ledger.lend(0).shard, ledger.lend(1).shard
         (0, 1)
         >>> ledger.use(0, {0: 8})
@@ -195,7 +195,7 @@ class Ledger:
         """
         self.release_all()
         repeated, counted = self.repeated, self.counted
-        begin = Ledger(shard_windows=self.shard_windows).state_dict()
+        begin = DataLeases(shard_windows=self.shard_windows).state_dict()
         self.load_state_dict(begin if state is None else state)
         self.release_all()
         self.repeated = repeated + counted - self.counted

@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from thinwire.errors import ThinwireError
 from thinwire.files import is_no_room, sync_folder
@@ -94,7 +95,7 @@ class Journal:
         Raises:
             ThinwireError: It cannot be written.
         """
-        line = json.dumps({"what": what, **fields}, separators=(",", ":")).encode() + b"\n"
+        line = msgspec.json.encode({"what": what, **fields}) + b"\n"
         try:
             self._append_or_keep(line)
             while self._num_unwritten_bytes > MAX_UNWRITTEN_BYTES and not self.flush():
@@ -146,7 +147,7 @@ class Journal:
         """
         if self._unwritten or self._num_bytes < self._compact_bytes:
             return False
-        data = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines())
+        data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines())
         try:
             file = self._replace(data)
         except OSError:  # the old lines are there, and are added to
@@ -219,12 +220,12 @@ class Journal:
     def _read(self) -> list[dict[str, Any]]:
         if not self._path.exists():
             return []
-        raw = self._path.read_text(encoding="utf-8", errors="replace")
-        self._is_torn = bool(raw) and not raw.endswith("\n")
+        raw = self._path.read_bytes()
+        self._is_torn = bool(raw) and not raw.endswith(b"\n")
         found = []
-        for line in raw.splitlines():
+        for line in raw.split(b"\n"):
             with contextlib.suppress(ValueError):
-                value = json.loads(line)
+                value = msgspec.json.decode(line)
                 if isinstance(value, dict) and isinstance(value.get("what"), str):
                     found.append(value)
         return found

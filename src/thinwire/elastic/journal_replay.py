@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from thinwire.elastic.coordinator_state import MOST_FINDINGS, Desk
-from thinwire.elastic.roster import Member, Standing
+from thinwire.elastic.roster import MemberState, RosterMember
 from thinwire.elastic.rounds import Decision
 
 # Replicas that went, in a compacted journal: the latest ones.
@@ -22,7 +22,7 @@ class Memory(Desk):
         """Take back what an earlier process of the coordinator wrote down."""
         for line in lines:
             self._replay(dict(line), now_s=now_s)
-        for member in self.roster.with_standing(Standing.LOADING):
+        for member in self.roster.in_state(MemberState.LOADING):
             self._first_s = now_s
             if not member.held_step:
                 self.cuts.wait(member.replica)
@@ -94,9 +94,9 @@ class Memory(Desk):
         before = self.roster.get(line["replica"])
         has_counted = line.pop("has_counted", False) or (before is not None and before.has_counted)
         self._written[line["replica"]] = line
-        self.roster.put(Member(
+        self.roster.put(RosterMember(
             replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
-            address=line["address"], port=line["port"], standing=Standing(line["standing"]), step=line["step"],
+            address=line["address"], port=line["port"], state=MemberState(line["standing"]), step=line["step"],
             is_awaited=True, held_step=line.get("held_step", 0),
             begin_step=line.get("begin_step", 0), disk_step=line.get("disk_step", 0), has_counted=has_counted,
         ))  # fmt: skip

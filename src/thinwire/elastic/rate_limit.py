@@ -13,7 +13,7 @@ UNSEEN_BYTES = 1 << 25
 _FRAME_OVERHEAD_BYTES, _BEAT_BYTES_A_SECOND = 128, 512.0
 
 
-class Allowance:
+class RateLimit:
     """So much a second, and so much at once; pure, time comes in as a number.
 
     Args:
@@ -21,7 +21,7 @@ class Allowance:
         at_once: How much there is at most.
 
     Example:
-        >>> allowance = Allowance(a_second=1.0, at_once=2.0)
+        >>> allowance = RateLimit(a_second=1.0, at_once=2.0)
         >>> [allowance.take(now_s=0.0) for _ in range(3)], allowance.take(now_s=1.0)
         ([True, True, False], True)
     """
@@ -43,25 +43,25 @@ class Allowance:
         return True
 
 
-def _per_connection() -> Allowance:
-    return Allowance(a_second=MOST_A_SECOND, at_once=MOST_AT_ONCE)
+def _per_connection() -> RateLimit:
+    return RateLimit(a_second=MOST_A_SECOND, at_once=MOST_AT_ONCE)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Caller:
+class _Connection:
     tap: KernelConnection
     since_s: float
-    allowance: Allowance = field(default_factory=_per_connection)
+    allowance: RateLimit = field(default_factory=_per_connection)
     is_told_of: bool = False
     num_bytes: int = 0
     num_frames: int = 0
 
 
-class Callers:
+class ConnectionLimits:
     """All connections from which something came."""
 
     def __init__(self) -> None:
-        self._callers: dict[int, _Caller] = {}
+        self._callers: dict[int, _Connection] = {}
 
     def __len__(self) -> int:
         return len(self._callers)
@@ -70,7 +70,7 @@ class Callers:
         """Note a message of a connection, by its descriptor; tell whether it may send so many."""
         caller = self._callers.get(fd)
         if caller is None:
-            caller = self._callers[fd] = _Caller(tap=KernelConnection(fd), since_s=now_s)
+            caller = self._callers[fd] = _Connection(tap=KernelConnection(fd), since_s=now_s)
         caller.num_bytes += num_bytes
         caller.num_frames += 1
         return caller.allowance.take(now_s=now_s)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.adaptive_local_steps import is_slower
-from thinwire.elastic.adaptive_timeout import Patience
 
 # Signs of life come once a second; so many seconds without one are always borne, and no more than the second number.
 # Rounds wait for a silent replica only once, and one that is let go has to fetch the whole state: it is worth a while.
@@ -17,7 +17,7 @@ LEAST_SILENCE_S, MOST_SILENCE_S = 20.0, 30.0
 SUSPECT_SILENCE_S = 3.0
 
 
-class Standing(StrEnum):
+class MemberState(StrEnum):
     """How far a replica has come."""
 
     ARRIVING = "arriving"
@@ -31,7 +31,7 @@ class Standing(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class Member:
+class RosterMember:
     """One replica.
 
     Attributes:
@@ -40,7 +40,7 @@ class Member:
         host: As it calls itself.
         address: Where others reach it, with `port`.
         port: Its port.
-        standing: How far it has come.
+        state: How far it has come.
         heard_s: When it was last heard of.
         step: The step that it last told.
         step_s: Seconds that its steps take, 0 where it has not said so.
@@ -65,7 +65,7 @@ class Member:
     heard_s: float
     address: str = ""
     port: int = 0
-    standing: Standing = Standing.ARRIVING
+    state: MemberState = MemberState.ARRIVING
     step: int = 0
     step_s: float = 0.0
     steps_per_interval: float = 0.0
@@ -86,7 +86,7 @@ class Member:
         """Return what other replicas and people are told of it."""
         return {
             "replica": self.replica, "host": self.host, "address": self.address, "port": self.port,
-            "standing": str(self.standing), "step": self.step, "step_s": round(self.step_s, 4),
+            "standing": str(self.state), "step": self.step, "step_s": round(self.step_s, 4),
             "paused": self.is_paused, "steps_per_interval": round(self.steps_per_interval, 1),
             "tokens_s": round(self.tokens_s, 1), "loss": round(self.loss, 4),
         }  # fmt: skip
@@ -108,24 +108,24 @@ class Roster:
 
     def __init__(self, *, next_replica: int = 0) -> None:
         self.next_replica = next_replica
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, RosterMember] = {}
         self._by_token: dict[bytes, int] = {}
-        self._gaps = Patience(least_s=LEAST_SILENCE_S, most_s=MOST_SILENCE_S)
+        self._gaps = AdaptiveTimeout(least_s=LEAST_SILENCE_S, most_s=MOST_SILENCE_S)
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[RosterMember]:
         return iter(list(self._members.values()))
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def add(self, token: bytes, *, host: str, now_s: float) -> Member:
+    def add(self, token: bytes, *, host: str, now_s: float) -> RosterMember:
         """Give a replica a number."""
-        member = Member(replica=self.next_replica, token=token, host=host, heard_s=now_s)
+        member = RosterMember(replica=self.next_replica, token=token, host=host, heard_s=now_s)
         self.next_replica += 1
         self.put(member)
         return member
 
-    def put(self, member: Member) -> None:
+    def put(self, member: RosterMember) -> None:
         """Take in a replica that has a number already."""
         self.next_replica = max(self.next_replica, member.replica + 1)
         self._members[member.replica] = member
@@ -137,16 +137,16 @@ class Roster:
         if member is not None:
             self._by_token.pop(member.token, None)
 
-    def get(self, replica: int) -> Member | None:
+    def get(self, replica: int) -> RosterMember | None:
         """Return one by its number."""
         return self._members.get(replica)
 
-    def by_token(self, token: bytes) -> Member | None:
+    def by_token(self, token: bytes) -> RosterMember | None:
         """Return one by its connection."""
         replica = self._by_token.get(token)
         return None if replica is None else self._members[replica]
 
-    def hear(self, member: Member, *, now_s: float, is_beat: bool) -> None:
+    def hear(self, member: RosterMember, *, now_s: float, is_beat: bool) -> None:
         """Note a sign of life."""
         if is_beat and not member.is_awaited:
             self._gaps.observe(now_s - member.heard_s)
@@ -164,7 +164,7 @@ class Roster:
         """How long a replica may be silent."""
         return self._gaps.limit_s
 
-    def silent(self, *, now_s: float) -> list[Member]:
+    def silent(self, *, now_s: float) -> list[RosterMember]:
         """Return those that have been silent for too long."""
         found = [m for m in self._members.values() if now_s - m.heard_s > self._borne_s(m, now_s=now_s)]
         if len(found) > 1 and 2 * len(found) >= len(self._members):
@@ -172,7 +172,7 @@ class Roster:
             return [member for member in found if now_s - member.heard_s > MOST_SILENCE_S]
         return found
 
-    def _borne_s(self, member: Member, *, now_s: float) -> float:
+    def _borne_s(self, member: RosterMember, *, now_s: float) -> float:
         if member.is_awaited:  # it dials again, less and less often, for as long as nobody was there
             return MOST_SILENCE_S
         others = [other for other in self._members.values() if other is not member]
@@ -184,17 +184,17 @@ class Roster:
     @property
     def number(self) -> int:
         """A number that differs where other replicas take part, or from elsewhere; the same in each process."""
-        known = [(m.replica, m.host, m.address, m.port, str(m.standing)) for m in self._members.values()]
+        known = [(m.replica, m.host, m.address, m.port, str(m.state)) for m in self._members.values()]
         return zlib.crc32(repr(sorted(known)).encode())
 
-    def with_standing(self, *standings: Standing) -> list[Member]:
+    def in_state(self, *states: MemberState) -> list[RosterMember]:
         """Return those that have come so far, in the order of their numbers."""
-        return sorted((m for m in self._members.values() if m.standing in standings), key=lambda m: m.replica)
+        return sorted((m for m in self._members.values() if m.state in states), key=lambda m: m.replica)
 
     @property
     def active(self) -> tuple[int, ...]:
         """The numbers of those that take part in rounds."""
-        return tuple(member.replica for member in self.with_standing(Standing.ACTIVE))
+        return tuple(member.replica for member in self.in_state(MemberState.ACTIVE))
 
     def fresh_steps(self, *, now_s: float, within_s: float) -> dict[int, int]:
         """Return the steps of those that take part, were heard of just now, and do a step in so many seconds."""
@@ -208,15 +208,15 @@ class Roster:
         """
         return tuple(member.replica for member in self._heard(now_s))
 
-    def _heard(self, now_s: float) -> list[Member]:
+    def _heard(self, now_s: float) -> list[RosterMember]:
         return [
             member
-            for member in self.with_standing(Standing.ACTIVE)
+            for member in self.in_state(MemberState.ACTIVE)
             if member.is_awaited
             or not (now_s - member.heard_s >= SUSPECT_SILENCE_S or member.is_suspect or member.is_paused)
         ]
 
-    def ahead_s(self, member: Member) -> float:
+    def ahead_s(self, member: RosterMember) -> float:
         """Return how long before the others a replica may launch a round, because its next step would be too late."""
         return member.step_s if is_slower(member.step_s, fastest_s=self.step_s()) else 0.0
 
@@ -225,11 +225,11 @@ class Roster:
 
         So one that comes or goes moves it by no more than its share.
         """
-        told = [(m.loss, m.tokens_s) for m in self.with_standing(Standing.ACTIVE) if m.loss and m.tokens_s]
+        told = [(m.loss, m.tokens_s) for m in self.in_state(MemberState.ACTIVE) if m.loss and m.tokens_s]
         return sum(loss * tokens for loss, tokens in told) / sum(tokens for _, tokens in told) if told else 0.0
 
     def step_s(self) -> float:
         """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""
         return min(
-            (m.step_s for m in self._members.values() if m.standing is Standing.ACTIVE and m.step_s), default=0.0
+            (m.step_s for m in self._members.values() if m.state is MemberState.ACTIVE and m.step_s), default=0.0
         )

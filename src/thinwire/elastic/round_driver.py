@@ -195,7 +195,7 @@ class Proposal:
 
     def _borne_s(self) -> float:
         """Return for how long after the call parts may come without anybody waiting for the result."""
-        steps = self._council.bearable_steps
+        steps = self._council.max_overdue_steps
         is_at_end = self._round_id >= FIRST_LAST_ROUND or self._launch_step + steps > self._council.last_step
         return 0.0 if is_at_end else steps * self._council.others.step_s
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from thinwire.elastic.adaptive_timeout import Patience
+from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.round_decision import Vote, decide
 from thinwire.events import FIRST_LAST_ROUND
 
@@ -32,13 +32,13 @@ _ALONE_S = 10.0
 _KEPT = 8192
 
 
-def bearable_steps(*, sync_interval: int, overlap_steps: int) -> float:
+def max_overdue_steps(*, sync_interval: int, overlap_steps: int) -> float:
     """Return for how many steps after a launch parts may be on their way where training goes on without the result.
 
     Up to its step of application nobody misses it; from there on a tenth of the interval.
 
     Example:
-        >>> bearable_steps(sync_interval=30, overlap_steps=4)
+        >>> max_overdue_steps(sync_interval=30, overlap_steps=4)
         7.0
     """
     return overlap_steps + _SHARE_OF_INTERVAL * sync_interval
@@ -96,7 +96,7 @@ def grace_steps(*, sync_interval: int, overlap_steps: int) -> float:
     return max(1.0, 0.5 * overlap_steps + _SHARE_OF_INTERVAL * sync_interval)
 
 
-class RoundBook:
+class RoundTracker:
     """All rounds of a run; time comes in as a number, so that nothing here waits.
 
     Args:
@@ -127,10 +127,10 @@ class RoundBook:
         self._withheld: dict[int, dict[int, int]] = {}
         self._sync_interval = sync_interval
         self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
-        bearable = bearable_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
+        bearable = max_overdue_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
         self._bearable_steps = bearable if bears else 0.0
         self._last_step = last_step
-        self._spreads = Patience(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
+        self._spreads = AdaptiveTimeout(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
 
     @property
     def open_rounds(self) -> Mapping[int, OpenRound]:

@@ -16,7 +16,7 @@ _KEPT = 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Cut:
+class StateSnapshot:
     """One cut.
 
     Attributes:
@@ -50,11 +50,11 @@ class Cut:
         return tuple(sorted(replica for replica, found in self.holders.items() if found != self.agreed))
 
 
-class Cuts:
+class StateSnapshots:
     """All cuts that somebody may need; pure.
 
     Example:
-        >>> cuts = Cuts()
+        >>> cuts = StateSnapshots()
         >>> cuts.wait(7)
         >>> cut = cuts.schedule(active=(0, 1), step=10, step_s=0.25)
         >>> cut.step, sorted(cut.joiners)
@@ -64,7 +64,7 @@ class Cuts:
     """
 
     def __init__(self) -> None:
-        self._cuts: dict[int, Cut] = {}
+        self._cuts: dict[int, StateSnapshot] = {}
         self._waiting: set[int] = set()
         self._margin_s = _MARGIN_S
 
@@ -77,7 +77,7 @@ class Cuts:
         """Note that a replica needs a state."""
         self._waiting.add(joiner)
 
-    def schedule(self, *, active: Iterable[int], step: int, step_s: float) -> Cut | None:
+    def schedule(self, *, active: Iterable[int], step: int, step_s: float) -> StateSnapshot | None:
         """Choose a cut for those that wait, None where there are none.
 
         Args:
@@ -88,15 +88,15 @@ class Cuts:
         if not self._waiting:
             return None
         ahead = math.ceil(self._margin_s / step_s) + 1 if step_s > 0 else 2
-        cut = self._cuts.setdefault(step + ahead, Cut(step=step + ahead))
+        cut = self._cuts.setdefault(step + ahead, StateSnapshot(step=step + ahead))
         cut.joiners |= self._waiting
         cut.asked = tuple(active)
         self._waiting.clear()
         return cut
 
-    def hold(self, step: int, replica: int, *, root: str, num_bytes: int) -> Cut:
+    def hold(self, step: int, replica: int, *, root: str, num_bytes: int) -> StateSnapshot:
         """Note that a replica holds the state of a cut."""
-        cut = self._cuts.setdefault(step, Cut(step=step))
+        cut = self._cuts.setdefault(step, StateSnapshot(step=step))
         cut.holders[replica] = root, num_bytes
         if cut.joiners:
             self._margin_s = max(_MARGIN_S, self._margin_s / 2)
@@ -126,11 +126,11 @@ class Cuts:
         for cut in self._cuts.values():
             cut.joiners.discard(joiner)
 
-    def wanted(self) -> list[Cut]:
+    def wanted(self) -> list[StateSnapshot]:
         """Return the cuts that somebody fetches, or will."""
         return [cut for cut in self._cuts.values() if cut.joiners]
 
-    def of(self, joiner: int) -> Cut | None:
+    def of(self, joiner: int) -> StateSnapshot | None:
         """Return the cut whose state a replica is to fetch, None where there is none yet."""
         return next((cut for cut in self._cuts.values() if joiner in cut.joiners), None)
 
@@ -138,7 +138,7 @@ class Cuts:
         """Return the earliest step whose state, and the rounds after it, somebody needs."""
         return min((cut.step for cut in self._cuts.values() if cut.joiners), default=None)
 
-    def _give_up(self, cut: Cut) -> None:
+    def _give_up(self, cut: StateSnapshot) -> None:
         """Let those wait again that fetch what nobody will hold."""
         if cut.joiners and not cut.holders and not set(cut.asked) - cut.missed:
             self._waiting |= cut.joiners

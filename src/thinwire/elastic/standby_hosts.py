@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 # A spare asks once a second: one that was heard of so lately is there.
 HEARD_S = 5.0
-_MOST_SPARES, _MOST_GAPS = 256, 64
+_MOST_SPARES, _MAX_VACANCIES = 256, 64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class _Spare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
+class Vacancy:
     """A place that is to be taken.
 
     Attributes:
@@ -38,7 +38,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Called:
+class StandbyCall:
     """A spare that was called.
 
     Attributes:
@@ -50,27 +50,27 @@ class Called:
     replica: int
 
 
-class SpareHosts:
+class StandbyHosts:
     """See the module.
 
     Attributes:
-        gaps: Places that nobody has taken yet, the oldest first.
+        vacancies: Places that nobody has taken yet, the oldest first.
 
     Example:
-        >>> spares = SpareHosts()
+        >>> spares = StandbyHosts()
         >>> spares.ask(b"s", "gamma", now_s=0.0), spares.waiting(now_s=1.0)
         (False, ('gamma',))
         >>> spares.lose(1, "beta", now_s=1.0)
         >>> spares.due(now_s=10.0, patience_s=20.0), spares.due(now_s=22.0, patience_s=20.0)
         ([], [])
         >>> spares.ask(b"s", "gamma", now_s=22.5), spares.due(now_s=23.0, patience_s=20.0)
-        (False, [Called(host='gamma', replica=1)])
+        (False, [StandbyCall(host='gamma', replica=1)])
         >>> spares.ask(b"s", "gamma", now_s=23.5), spares.waiting(now_s=23.5)
         (True, ())
     """
 
     def __init__(self) -> None:
-        self.gaps: list[Gap] = []
+        self.vacancies: list[Vacancy] = []
         self._has_news = False
         self._spares: dict[bytes, _Spare] = {}
         # replicas whose place a spare was called for by a process that may have ended before it could say so
@@ -98,9 +98,9 @@ class SpareHosts:
 
     def _call_again(self, spare: _Spare) -> None:
         """Call a spare that was called before this process began, if it has not come and asks again."""
-        for gap in self.gaps:
-            if gap.host == spare.host and gap.replica in self._untold:
-                self._untold.remove(gap.replica)
+        for vacancy in self.vacancies:
+            if vacancy.host == spare.host and vacancy.replica in self._untold:
+                self._untold.remove(vacancy.replica)
                 spare.is_called = True
                 return
 
@@ -110,13 +110,13 @@ class SpareHosts:
 
     def lose(self, replica: int, host: str, *, now_s: float) -> None:
         """Note that a replica was lost."""
-        self._change([*self.gaps, Gap(replica=replica, host=host, since_s=now_s)])
+        self._change([*self.vacancies, Vacancy(replica=replica, host=host, since_s=now_s)])
 
     def come(self, host: str) -> None:
         """Note that a replica of a host has joined, which takes the oldest place that waits for that host."""
-        found = next((gap for gap in self.gaps if gap.host == host), None)
+        found = next((vacancy for vacancy in self.vacancies if vacancy.host == host), None)
         if found is not None:
-            self._change([gap for gap in self.gaps if gap is not found])
+            self._change([vacancy for vacancy in self.vacancies if vacancy is not found])
 
     def call(self, replica: int, *, now_s: float) -> str | None:
         """Call a spare for a replica's place, and return its host; None where none waits."""
@@ -125,19 +125,19 @@ class SpareHosts:
             return None
         free[0].is_called = True
         # where it does not come in its turn, another one is called
-        others = [gap for gap in self.gaps if gap.replica != replica]
-        self._change([*others, Gap(replica=replica, host=free[0].host, since_s=now_s, is_called=True)])
+        others = [vacancy for vacancy in self.vacancies if vacancy.replica != replica]
+        self._change([*others, Vacancy(replica=replica, host=free[0].host, since_s=now_s, is_called=True)])
         self._untold.discard(replica)
         return free[0].host
 
-    def due(self, *, now_s: float, patience_s: float) -> list[Called]:
+    def due(self, *, now_s: float, patience_s: float) -> list[StandbyCall]:
         """Call spares for the places that nobody has taken for so long, as far as spares wait."""
         found = []
-        for gap in [gap for gap in self.gaps if now_s - gap.since_s > patience_s]:
-            host = self.call(gap.replica, now_s=now_s)
+        for vacancy in [vacancy for vacancy in self.vacancies if now_s - vacancy.since_s > patience_s]:
+            host = self.call(vacancy.replica, now_s=now_s)
             if host is None:
                 break
-            found.append(Called(host=host, replica=gap.replica))
+            found.append(StandbyCall(host=host, replica=vacancy.replica))
         return found
 
     def news(self) -> list[list[int | str]] | None:
@@ -147,7 +147,7 @@ class SpareHosts:
 
     def told(self) -> list[list[int | str]]:
         """Return the places as a journal holds them."""
-        return [[gap.replica, gap.host, int(gap.is_called)] for gap in self.gaps]
+        return [[vacancy.replica, vacancy.host, int(vacancy.is_called)] for vacancy in self.vacancies]
 
     def load(self, told: Sequence[Sequence[int | str]], *, now_s: float) -> None:
         """Take back what was told to a journal; patience begins anew, since spares have to find this process first.
@@ -155,15 +155,15 @@ class SpareHosts:
         Whoever was called and asks again has not heard it, and is called again at once.
         """
         # a journal of an earlier version does not say who was called
-        self.gaps = [
-            Gap(replica=int(replica), host=str(host), since_s=now_s, is_called=any(map(bool, called)))
+        self.vacancies = [
+            Vacancy(replica=int(replica), host=str(host), since_s=now_s, is_called=any(map(bool, called)))
             for replica, host, *called in told
-        ][-_MOST_GAPS:]
-        self._untold = {gap.replica for gap in self.gaps if gap.is_called}
+        ][-_MAX_VACANCIES:]
+        self._untold = {vacancy.replica for vacancy in self.vacancies if vacancy.is_called}
 
     def _free(self, now_s: float) -> list[_Spare]:
         return [one for one in self._spares.values() if not one.is_called and now_s - one.heard_s <= HEARD_S]
 
-    def _change(self, gaps: list[Gap]) -> None:
-        self.gaps = gaps[-_MOST_GAPS:]
+    def _change(self, vacancies: list[Vacancy]) -> None:
+        self.vacancies = vacancies[-_MAX_VACANCIES:]
         self._has_news = True

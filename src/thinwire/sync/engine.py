@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.adaptive_timeout import Deadlines
 from thinwire.averaging.exchange import BoundExchange, Exchange, NeedsDirections
 from thinwire.averaging.round_context import Average, RoundContext
 from thinwire.averaging.topology import Peers
@@ -21,7 +22,6 @@ from thinwire.shared_random import derive_seed
 from thinwire.sync.catch_up import CatchUp, ElasticCatchUp, QuorumCatchUp
 from thinwire.sync.closure_methods import BoundProgram
 from thinwire.sync.consistency_check import check_hashes
-from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine_state import EngineState
 from thinwire.sync.in_flight import InFlight, launch
 from thinwire.sync.method import Method

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.adaptive_timeout import Deadlines
 from thinwire.averaging.elastic_mean import ElasticSession
 from thinwire.averaging.exchange import TwoPhase
 from thinwire.averaging.round_context import RoundContext
@@ -19,7 +20,6 @@ from thinwire.compat import EagerOptimizer
 from thinwire.errors import CheckpointError
 from thinwire.sync.closure_methods import repeatable
 from thinwire.sync.consistency_check import handshake
-from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.engine import Engine
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from thinwire.adaptive_timeout import Deadlines
 from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.monitor.record.recorder import Recorder
-from thinwire.sync.deadlines import Deadlines
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.attempts import note_cost
 from thinwire.training.build import lr_factor

@@ -9,7 +9,7 @@ import pytest
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.protocol import VERSION, decode, encode
-from thinwire.elastic.standby_hosts import Called, SpareHosts
+from thinwire.elastic.standby_hosts import StandbyCall, StandbyHosts
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.findings import Finding, Place
 from thinwire.monitor.remediation import Action
@@ -100,7 +100,7 @@ def test_a_spare_that_reads_another_corpus_leaves_the_place_to_the_next_one() ->
     # one that joins by itself and cannot take part was never part of the run
     town.hear(b"x", "join", version=VERSION, thinwire=__version__, host="x")
     town.hear(b"x", "here", address="127.0.0.1", port=1, corpus="another", windows=100, held=0, era=0, disk=0)
-    assert "x" not in {gap.host for gap in town.coordinator.spares.gaps}
+    assert "x" not in {vacancy.host for vacancy in town.coordinator.spares.vacancies}
 
 
 def test_one_that_has_come_to_the_end_has_no_place_to_be_taken() -> None:
@@ -145,7 +145,7 @@ def test_without_a_spare_a_call_says_how_to_add_one() -> None:
 
 def told_of_a_call() -> list[list[int | str]]:
     """Return what a journal holds of a spare that was called, and of a place that waits for its own host."""
-    spares = SpareHosts()
+    spares = StandbyHosts()
     spares.lose(2, "b", now_s=0.0)
     assert not spares.ask(b"old", "s", now_s=0.0) and spares.call(1, now_s=0.0) == "s"
     told = spares.news()
@@ -154,40 +154,42 @@ def told_of_a_call() -> list[list[int | str]]:
 
 
 def test_a_spare_that_has_not_heard_its_call_is_called_again_by_the_next_coordinator() -> None:
-    spares = SpareHosts()
+    spares = StandbyHosts()
     spares.load(told_of_a_call(), now_s=1.0)
     assert not spares.ask(b"b", "b", now_s=2.0), "its own host's process comes without being called"
     assert not spares.ask(b"t", "t", now_s=2.0)
     assert spares.ask(b"s", "s", now_s=2.0) and spares.ask(b"s", "s", now_s=3.0)
     assert not spares.ask(b"again", "s", now_s=3.0), "one for each place"
     spares.come("s")
-    assert [gap.replica for gap in spares.gaps] == [2]
+    assert [vacancy.replica for vacancy in spares.vacancies] == [2]
 
 
 @pytest.mark.parametrize("way", ["it came", "it was passed over", "an earlier version wrote it"])
 def test_a_spare_whose_place_is_not_its_own_any_more_waits_on(way: str) -> None:
-    spares = SpareHosts()
+    spares = StandbyHosts()
     told = told_of_a_call()
     spares.load([one[:2] for one in told] if way == "an earlier version wrote it" else told, now_s=1.0)
     if way == "it came":
         spares.come("s")
     elif way == "it was passed over":
         spares.ask(b"t", "t", now_s=30.0)
-        assert spares.due(now_s=31.0, patience_s=20.0) == [Called(host="t", replica=2)]
+        assert spares.due(now_s=31.0, patience_s=20.0) == [StandbyCall(host="t", replica=2)]
         spares.ask(b"u", "u", now_s=31.0)
-        assert spares.due(now_s=31.0, patience_s=20.0) == [Called(host="u", replica=1)]
+        assert spares.due(now_s=31.0, patience_s=20.0) == [StandbyCall(host="u", replica=1)]
     assert not spares.ask(b"s", "s", now_s=32.0)
 
 
 def test_spares_and_places_are_bounded() -> None:
-    spares = SpareHosts()
+    spares = StandbyHosts()
     for number in range(1000):
         spares.ask(b"%d" % number, f"host {number}", now_s=0.0)
         spares.lose(number, f"host {number}", now_s=0.0)
-    assert len(spares.waiting(now_s=1.0)) == 256 and [gap.replica for gap in spares.gaps] == [*range(936, 1000)]
+    assert len(spares.waiting(now_s=1.0)) == 256 and [vacancy.replica for vacancy in spares.vacancies] == [
+        *range(936, 1000)
+    ]
     spares.ask(b"later", "later", now_s=10.0)
     assert spares.waiting(now_s=10.0) == ("later",)
-    assert spares.due(now_s=10.0, patience_s=5.0) == [Called(host="later", replica=936)]
+    assert spares.due(now_s=10.0, patience_s=5.0) == [StandbyCall(host="later", replica=936)]
 
 
 def act(town: Town, tmp_path: Path, *, is_hang: bool) -> str:

@@ -260,7 +260,7 @@ def test_the_hands_of_an_elastic_run_ask_the_coordinator_and_order_the_launcher(
         said.append((verb, target))
         return "it was told"
 
-    now = status(member(0, step=5, paused=True), member(1, step=5), member(2, step=0, standing="loading"))
+    now = status(member(0, step=5, paused=True), member(1, step=5), member(2, step=0, state="loading"))
     hands = ElasticHands(tmp_path, status=lambda: now, tell=tell)
     assert [hands.act(action(what)) for what in ("restart", "exclude")] == ["it was told"] * 2  # of another host
     assert said == [("restart", "1"), ("end", "1")] and hands.take_orders() == []

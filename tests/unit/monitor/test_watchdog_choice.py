@@ -12,7 +12,7 @@ import pytest
 
 from thinwire.cli.elastic_run import Watch
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_server import Hub
+from thinwire.elastic.coordinator_server import CoordinatorServer
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
@@ -93,7 +93,7 @@ def test_who_lives_on_another_host_and_whose_records_are_late_rests_until_they_c
 
 
 def test_a_joined_host_is_cut_off_while_no_coordinator_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hub, is_over = Hub(secret=SECRET, address=HOST, port=0, say=print), threading.Event()
+    hub, is_over = CoordinatorServer(secret=SECRET, address=HOST, port=0, say=print), threading.Event()
     serving = threading.Thread(target=hub.serve, args=(coordinator(hub.send),), kwargs={"until": is_over.is_set})
     watch = Watch(Invitation(host=HOST, port=hub.port), secret=SECRET, say=print, run_dir=tmp_path)
     try:

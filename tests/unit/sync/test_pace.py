@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.sync.deadlines import Deadlines
+from thinwire.adaptive_timeout import Deadlines
 from thinwire.transport.base import Envelope, Kind, Pending
 from thinwire.transport.loopback import LoopbackTransport
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_server import Hub
+from thinwire.elastic.coordinator_server import CoordinatorServer
 from thinwire.elastic.journal import HeldMessages, Journal
 from thinwire.errors import ThinwireError
 from thinwire.files import write_whole
@@ -61,7 +61,7 @@ def coordinate(
     known = read_port(run_dir)
     # one that takes the place of another that died must be where that was
     wanted = known[1] if port == 0 and known is not None else port
-    hub = Hub(secret=read_secret(secret_path), address=address, port=wanted, say=say)
+    hub = CoordinatorServer(secret=read_secret(secret_path), address=address, port=wanted, say=say)
     if known != (address, hub.port):  # not where there may be no room, for what is there already
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
     held = HeldMessages(journal, send=hub.send)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.sync.deadlines import Deadlines
+from thinwire.adaptive_timeout import Deadlines
 from thinwire.training.build import check_device, make_model
 from thinwire.training.config import TrainConfig, to_json
 from thinwire.training.elastic.rank_shard import ModelShard

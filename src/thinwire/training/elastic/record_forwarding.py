@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from thinwire.elastic.rate_limit import Allowance
+from thinwire.elastic.rate_limit import RateLimit
 from thinwire.files import is_no_room
 from thinwire.monitor.runlog.reader import parse_line
 from thinwire.monitor.runlog.records import Communicator, Record, to_line
@@ -177,7 +177,7 @@ class TakenRecords:
         self._kept = self._kept_before()
         self._say = say
         self._now = now
-        self._allowances: dict[int, Allowance] = {}
+        self._allowances: dict[int, RateLimit] = {}
         self._places: dict[int, str] = {}
         self._told: set[int] = set()
         self._met: set[int] = set()
@@ -191,7 +191,7 @@ class TakenRecords:
             replica: Who sent it, as its connection tells.
             text: As `pressed` made it.
         """
-        allowance = self._allowances.setdefault(replica, Allowance(a_second=_TAKEN_A_SECOND, at_once=_TAKEN_AT_ONCE))
+        allowance = self._allowances.setdefault(replica, RateLimit(a_second=_TAKEN_A_SECOND, at_once=_TAKEN_AT_ONCE))
         is_allowed = allowance.take(now_s=self._now(), amount=len(text) + 1)
         if not is_allowed or self._is_here(replica):
             self.num_refused += 1

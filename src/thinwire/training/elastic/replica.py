@@ -16,7 +16,7 @@ from thinwire.elastic.adaptive_local_steps import OwnPace
 from thinwire.elastic.coordinator_view import View
 from thinwire.elastic.invitation import read_invitation
 from thinwire.elastic.join import Seated, join
-from thinwire.elastic.rounds import bearable_steps, grace_steps
+from thinwire.elastic.rounds import grace_steps, max_overdue_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
 from thinwire.monitor.record.recorder import Recorder, own_fault
@@ -248,7 +248,7 @@ class _Life:
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
         seated.council.last_step = config.steps
         if job.bears:
-            seated.council.bearable_steps = bearable_steps(
+            seated.council.max_overdue_steps = max_overdue_steps(
                 sync_interval=job.sync_interval, overlap_steps=job.overlap_steps
             )
         own_work = OwnWork(seated.council, interval_steps=job.sync_interval)
