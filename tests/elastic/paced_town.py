@@ -19,7 +19,7 @@ from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.elastic.rounds import grace_steps
 from thinwire.simulate.virtual_clock import VirtualClock
 from thinwire.sync.catch_up import ElasticCatchUp
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import Engine
 from thinwire.sync.schedule import Round, Schedule
 from thinwire.training.elastic.throughput import OwnWork
 from thinwire.version import __version__

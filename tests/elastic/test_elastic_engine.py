@@ -8,7 +8,7 @@ from torch import nn
 from town import Resident, Town
 
 import thinwire
-from thinwire.sync.elastic import elastic
+from thinwire.elastic.elastic_method import elastic
 from thinwire.transport.loopback import run_replicas
 
 STEPS = 24

@@ -18,7 +18,7 @@ from thinwire.elastic.adaptive_timeout import Patience
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
 from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of
 from thinwire.errors import Expelled, NonFiniteError
-from thinwire.sync.elastic import elastic, global_tensors, load_global_parameters, load_outer
+from thinwire.elastic.elastic_method import elastic, global_tensors, load_global_parameters, load_outer
 
 STEPS, SOON_S = 32, 120.0
 # Rounds after the last step have numbers from here on.
@@ -345,7 +345,7 @@ def test_a_replica_whose_parameters_are_nan_is_dropped_with_one_finding(
     run = street(3)
     run.workers[2].spoil = nan_at(9)
     if is_hidden:  # it does not see for itself that its parts are bad
-        monkeypatch.setattr("thinwire.averaging.elastic_mean._is_finite", lambda tensor: True)
+        monkeypatch.setattr("thinwire.elastic.elastic_mean._is_finite", lambda tensor: True)
     run.begin()
     values = [worker.end() for worker in run.workers[:2]]
     assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])

@@ -14,7 +14,7 @@ from processes import run, values
 from torch import nn
 
 import thinwire
-from thinwire.sync.elastic import elastic, global_tensors, load_global_tensors
+from thinwire.elastic.elastic_method import elastic, global_tensors, load_global_tensors
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.elastic.rank0_driver import Crew, whole_model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.elastic_mean import ElasticSession
+from thinwire.elastic.elastic_mean import ElasticSession
 from thinwire.averaging.exchange import TwoPhase
 from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
@@ -20,7 +20,7 @@ from thinwire.errors import CheckpointError
 from thinwire.sync.closure_methods import repeatable
 from thinwire.sync.consistency_check import handshake
 from thinwire.sync.deadlines import Deadlines
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import Engine
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round

@@ -15,7 +15,7 @@ from thinwire.elastic.coordinator_view import Neighbour, Offer, View
 from thinwire.elastic.join import Seated
 from thinwire.elastic.state_chunks import CHUNK_BYTES, publish_state
 from thinwire.errors import DeadlineExceeded, Expelled, NotThere
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import Engine
 from thinwire.training.checkpoints.global_state import GlobalState, pack
 from thinwire.training.elastic.state_fetch import ComingState, fetch, state_name
 

@@ -19,7 +19,7 @@ from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.record.connection_records import FlowSource, PeerFlows
 from thinwire.monitor.runlog.record_file import MOST_FILE_BYTES, RecordFile
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import Engine
 from thinwire.transport.addresses import clock_name, host_name
 
 COMMUNICATOR = "rounds"

@@ -20,7 +20,7 @@ from thinwire.elastic.rounds import bearable_steps, grace_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
 from thinwire.monitor.record.recorder import Recorder, own_fault
-from thinwire.sync.elastic import elastic, global_tensors
+from thinwire.elastic.elastic_method import elastic, global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method, make_model
 from thinwire.training.checkpoints.global_state import tensors_sha256

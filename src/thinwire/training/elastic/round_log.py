@@ -12,7 +12,7 @@ from pathlib import Path
 
 from thinwire.averaging.round_context import Average
 from thinwire.monitor.runlog.line_file import LineFile
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import Engine
 from thinwire.sync.schedule import Round
 
 

@@ -17,8 +17,8 @@ from thinwire.elastic.join import Seated
 from thinwire.elastic.protocol import FROM_NOBODY
 from thinwire.elastic.state_transfer import StateFetch
 from thinwire.errors import Expelled, NotThere, ThinwireError
-from thinwire.sync.elastic import load_outer
-from thinwire.sync.engine import Engine
+from thinwire.elastic.elastic_method import load_outer
+from thinwire.sync.round_engine import Engine
 from thinwire.training.checkpoints.global_state import GlobalState, unpack, unpack_parameters
 
 _LOOK_S = 0.2

@@ -13,7 +13,7 @@ from thinwire.elastic.coordinator_view import Offer
 from thinwire.elastic.join import Seated
 from thinwire.elastic.state_chunks import publish_state, withdraw_state
 from thinwire.errors import CheckpointError, ConnectError, Expelled, RunOver, ThinwireError
-from thinwire.sync.elastic import global_tensors, load_global_parameters, load_global_tensors
+from thinwire.elastic.elastic_method import global_tensors, load_global_parameters, load_global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.global_state import GlobalState, non_finite, pack

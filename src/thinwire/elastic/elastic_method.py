@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from thinwire.averaging.elastic_mean import ElasticSession, elastic_mean
+from thinwire.elastic.elastic_mean import ElasticSession, elastic_mean
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import AllReplicas, Peers
 from thinwire.errors import CheckpointError
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import Engine
 from thinwire.sync.late_outer_step import LateOuterStep
 from thinwire.sync.method import Method
-from thinwire.sync.sharded_replica_view import ReplicaShards, ShardedReplicaPseudoGradient
+from thinwire.elastic.sharded_replica_view import ReplicaShards, ShardedReplicaPseudoGradient
 from thinwire.sync.updates import OuterStep, Update
 from thinwire.sync.views import PseudoGradient
 
