@@ -41,6 +41,13 @@ class Gate:
             self.num_events += 1
             self.recorder.add(event)
 
+    def on_mark(self, mark: Any) -> None:
+        """Hand on a launched or arrived round."""
+        self(mark)
+
+    def on_applied(self, round: Any, average: Any) -> None:
+        """Ignore it: applied rounds are not recorded."""
+
 
 class Replica:
     """One replica of the run that is measured."""
@@ -63,7 +70,7 @@ class Replica:
         self.optimizer = thinwire.DistributedOptimizer(self.model, inner, method=method, transport=self.transport)
         self.transport.log.add_sink(self.gate)
         self.transport.log.add_post_sink(self.gate)
-        self.optimizer.engine.on_round = self.gate
+        self.optimizer.engine.observers.append(self.gate)
         self.tokens = torch.randint(0, 256, (options.batch_size, options.seq_len + 1))
         self.thread_s, self.recorded_s, self.num_bytes, self.num_lines = 0.0, 0.0, 0, 0
 

@@ -7,19 +7,22 @@ is a thread, of which one at a time runs, so a run is the same every time.
 import random
 import statistics
 import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 
 from thinwire.elastic.adaptive_local_steps import OwnPace
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.elastic.rounds import grace_steps
 from thinwire.simulate.virtual_clock import VirtualClock
-from thinwire.sync.catch_up import ElasticCatchUp
-from thinwire.sync.engine import Engine
+from thinwire.sync.counters import SyncStatistics, UncountedWork
+from thinwire.sync.engine_state import EngineState
+from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round, Schedule
 from thinwire.training.elastic.throughput import OwnWork
 from thinwire.version import __version__
@@ -62,65 +65,40 @@ class _Flight:
         return self.round.id in self._runner.council.view.decisions
 
 
-class PacedEngine(Engine):
+class PacedEngine(RoundEngine):
     """The engine's order of launches, leaps and results; the rounds themselves are words only."""
 
-    def __init__(self, runner: "Runner", setting: Setting) -> None:
+    def __init__(self, runner: "Runner", setting: Setting, driver: ElasticDriver) -> None:
         self.runner = runner
-        self._bears = setting.overlap_steps > 0
-        self._overdue: deque[tuple[int, list[Round]]] = deque()
-        self.schedule = setting.schedule
+        self.method = cast(Any, SimpleNamespace(schedule=setting.schedule))
         self._where = {"num_fragments": setting.num_fragments, "replica": 0}
-        self._in_flight: dict[int, Any] = {}
-        self._taken_early: set[int] = set()
-        self._reached_step = 0
-        self.is_whole, self.make_whole = lambda: True, lambda: None
-        self.trained = 0
-        self.counted = [0] * setting.num_fragments
+        self.statistics = SyncStatistics()
+        self.state = EngineState(work=UncountedWork(num_fragments=setting.num_fragments))
+        self.catch_up = driver
         self.offered: dict[int, int] = {}
-        self.passed = 0
+        driver.bind(self)
 
     @property
-    def method(self) -> Any:
-        return self
+    def trained(self) -> int:
+        return self.state.work.num_steps
 
-    @property
-    def statistics(self) -> Any:
-        return self
-
-    @property
-    def steps_passed(self) -> int:
-        return self.passed
-
-    @steps_passed.setter
-    def steps_passed(self, value: int) -> None:
-        self.passed = value
-
-    def on_exchanged(self, step: int) -> None: ...
-
-    def _refuse_after_failed_round(self) -> None: ...
-
-    def _tend(self) -> None: ...
-
-    def has_work(self, fragment: int) -> bool:
-        return self.trained > self.counted[fragment]
-
-    def _launch(self, round: Round, **rest: Any) -> None:
-        self._in_flight[round.id] = _Flight(round, self.runner)
+    def launch(self, round: Round, **rest: Any) -> None:
+        self.state.in_flight[round.id] = cast(Any, _Flight(round, self.runner))
+        self.state.work.launch(round)
         self.offered[round.id] = self.trained
         if round.id not in self.runner.council.view.decisions:
             self.runner.council.launch(round.id, launch_step=round.launch_step)
             self.runner.gather()
 
-    def _apply(self, number: int, **rest: Any) -> None:
-        flight = self._in_flight[number]
-        self.runner.wait_until(flight.poll)
-        del self._in_flight[number]
-        self.runner.council.settle(number)
-        decision = self.runner.council.view.decisions[number]
-        if self.runner.replica in decision.members:
-            self.counted[flight.round.fragment] = self.offered[number]
-            self.runner.parts[number] = self.offered[number]
+    def apply(self, round: Round, **rest: Any) -> None:
+        self.runner.wait_until(self.state.in_flight[round.id].poll)
+        del self.state.in_flight[round.id]
+        self.runner.council.settle(round.id)
+        decision = self.runner.council.view.decisions[round.id]
+        is_counted = self.runner.replica in decision.members
+        self.state.work.settle(round, is_counted=is_counted)
+        if is_counted:
+            self.runner.parts[round.id] = self.offered[round.id]
 
 
 class Runner:
@@ -135,10 +113,24 @@ class Runner:
         self.council = Council(
             replica=replica, interval_steps=setting.schedule.sync_interval, say=self._say, now=lambda: town.clock.now_s
         )
-        self.engine = PacedEngine(self, setting)
+        self.own = OwnWork(self.council, interval_steps=setting.schedule.sync_interval, now=lambda: town.clock.now_s)
+        self.engine = PacedEngine(self, setting, self._driver())
         self._chance = random.Random(replica)
         self.has_ended = False
         self.thread = threading.Thread(target=self._live, daemon=True)
+
+    def _driver(self) -> ElasticDriver:
+        setting, council, town = self.setting, self.council, self.town
+        interval_steps, overlap_steps = setting.schedule.sync_interval, setting.overlap_steps
+        own_pace = partial(
+            OwnPace, others=council.others, own_s=lambda: self.own.steps_s, interval_steps=interval_steps,
+            slack_steps=overlap_steps / 4, now=lambda: town.clock.now_s,
+        )  # fmt: skip
+        return ElasticDriver(
+            lambda: council.view.step, tolerates_overdue=overlap_steps > 0,
+            patience_steps=grace_steps(sync_interval=interval_steps, overlap_steps=overlap_steps),
+            own_pace=own_pace if setting.has_own_pace else None,
+        )  # fmt: skip
 
     def begin(self) -> None:
         self._say("here", address="127.0.0.1", port=1 + self.replica, corpus="c", windows=1, held=0, era=0, disk=0)
@@ -164,7 +156,7 @@ class Runner:
     def gather(self) -> None:
         """Vote for what was called, as soon as the parts have come."""
         for number, called in list(self.council.view.calls.items()):
-            flight = self.engine._in_flight.get(number)
+            flight = self.engine.state.in_flight.get(number)
             if flight is not None and not flight.voted and self.replica in called:
                 flight.voted = True
                 self.town.after(PART_S, lambda n=number, c=called: self.council.vote(n, has=c, reference_hash=1))
@@ -175,25 +167,14 @@ class Runner:
         self._turn.acquire()
         town, setting, council = self.town, self.setting, self.council
         now = lambda: town.clock.now_s  # noqa: E731
-        own = OwnWork(council, interval_steps=setting.schedule.sync_interval, now=now)
-        pace = OwnPace(
-            others=council.others, own_s=lambda: own.steps_s, launched=self.engine.launched_at,
-            has_work=self.engine.has_work, interval_steps=setting.schedule.sync_interval,
-            slack_steps=setting.overlap_steps / 4, now=now,
-        )  # fmt: skip
-        patience = grace_steps(sync_interval=setting.schedule.sync_interval, overlap_steps=setting.overlap_steps)
-        self.engine._pace_maker = ElasticCatchUp(
-            known=lambda: council.view.step, reached=lambda: self.engine._reached_step, patience_steps=patience,
-            aim=pace.aim if setting.has_own_pace else lambda reached: 0,
-        )  # fmt: skip
         council.others.begin(now_s=now())
         step = 0
         while step < setting.num_steps:
             took_s = setting.step_s[self.replica] * max(0.2, 1 + setting.jitter * self._chance.gauss(0, 1))
             self.sleep(took_s)
-            self.engine.trained += 1
+            self.engine.state.work.add_step(num_tokens=1)
             step = self.engine.advance(step + 1, stop=setting.num_steps)
-            own.add_step(took_s=took_s, step=step, tokens=1)
+            self.own.add_step(took_s=took_s, step=step, tokens=1)
         self.ended_s = now()
         self.has_ended = True
         self._back.release()

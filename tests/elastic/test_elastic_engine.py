@@ -8,7 +8,8 @@ from torch import nn
 from town import Resident, Town
 
 import thinwire
-from thinwire.sync.elastic import elastic
+from thinwire.elastic.elastic_method import elastic
+from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.transport.loopback import run_replicas
 
 STEPS = 24
@@ -49,9 +50,10 @@ def resident_optimizer(resident: Resident, name: str) -> tuple[nn.Module, thinwi
     transport = SeatTransport(resident.replica)
     optimizer = thinwire.DistributedOptimizer(
         model, torch.optim.SGD(model.parameters(), lr=0.05), method=elastic(method_of(name), seat=resident.seat),
-        transport=transport, seat=resident.seat,
+        transport=transport,
+        # threads are not alike in speed
+        catch_up=ElasticDriver(resident.seat.known_step, patience_steps=STEPS),
     )  # fmt: skip
-    optimizer.engine.follow(resident.seat.known_step, patience_steps=STEPS)  # threads are not alike in speed
     return model, optimizer
 
 

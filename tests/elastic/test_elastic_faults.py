@@ -16,9 +16,11 @@ import thinwire
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.averaging.quorum_messages import read_part_header
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
+from thinwire.elastic.elastic_method import elastic, global_tensors, load_global_parameters, load_outer
+from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of
 from thinwire.errors import Expelled, NonFiniteError
-from thinwire.sync.elastic import elastic, global_tensors, load_global_parameters, load_outer
+from thinwire.sync.round_engine import RoundEngine
 
 STEPS, SOON_S = 32, 120.0
 # Rounds after the last step have numbers from here on.
@@ -55,17 +57,19 @@ class Worker:
         self.failure: BaseException | None = None
         self.council.transfers = AdaptiveTimeout(least_s=0.3, most_s=1.0)
         self.model = build()
+        self.driver = ElasticDriver(
+            self.resident.seat.known_step, patience_steps=patience_steps, tolerates_overdue=bears
+        )
+        self.driver.observers.append(self)
         method = thinwire.methods.streaming_diloco(sync_interval=interval, overlap_steps=1, num_fragments=2)
         self.optimizer = thinwire.DistributedOptimizer(
             self.model, torch.optim.SGD(self.model.parameters(), lr=0.05),
             method=elastic(method, seat=self.resident.seat, find=self.findings.append),
-            transport=SeatTransport(self.replica), seat=self.resident.seat,
+            transport=SeatTransport(self.replica), catch_up=self.driver,
         )  # fmt: skip
-        self.optimizer.engine.follow(self.resident.seat.known_step, patience_steps=patience_steps, bears=bears)
-        self.optimizer.engine.on_exchanged = self._look
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _look(self, step: int) -> None:
+    def on_exchanged(self, step: int) -> None:
         self.council.step = max(self.council.step, step)
         for missed in [cut for cut in self.council.view.captures if cut < step]:  # the word came too late
             self.council.view.captures.discard(missed)
@@ -238,10 +242,18 @@ def test_a_coordinator_that_comes_back_in_the_middle_of_a_round_changes_nothing(
         assert are_alike(value, expected)
 
 
-def takes_in_late(worker: Worker, outer: dict[str, torch.Tensor], has_come: threading.Event) -> None:
-    assert has_come.wait(SOON_S)
-    load_outer(worker.optimizer.engine, outer)
-    worker.optimizer.engine.make_whole = lambda: None
+class LateMomenta:
+    """Momenta that arrive when a test lets them."""
+
+    def __init__(self, outer: dict[str, torch.Tensor], has_come: threading.Event) -> None:
+        self.outer, self.has_come = outer, has_come
+
+    def is_here(self) -> bool:
+        return self.has_come.is_set()
+
+    def load_into(self, engine: RoundEngine) -> None:
+        assert self.has_come.wait(SOON_S)
+        load_outer(engine, self.outer)
 
 
 def joiner_of(run: Street, *, has_begun: threading.Event, bears: bool) -> Worker:
@@ -276,13 +288,13 @@ def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[.
     parameters, outer = run.workers[offer.holders[0]].captured[offer.step]
     load_global_parameters(engine, joiner.model, parameters)
     if is_late:
-        engine.is_whole, engine.make_whole = has_come.is_set, lambda: takes_in_late(joiner, outer, has_come)
+        joiner.driver.await_state(LateMomenta(outer, has_come))
     else:
         load_outer(engine, outer)
     begun = global_values(joiner.optimizer)
     joiner.council.step = offer.step
     joiner.resident.begin(offer.step)
-    joiner.optimizer.begin_at(offer.step)
+    joiner.driver.begin_at(joiner.optimizer, offer.step)
     joiner.begin()
     has_begun.set()
     if is_late:  # it trains on and takes part in rounds, but applies none
@@ -345,7 +357,7 @@ def test_a_replica_whose_parameters_are_nan_is_dropped_with_one_finding(
     run = street(3)
     run.workers[2].spoil = nan_at(9)
     if is_hidden:  # it does not see for itself that its parts are bad
-        monkeypatch.setattr("thinwire.averaging.elastic_mean._is_finite", lambda tensor: True)
+        monkeypatch.setattr("thinwire.elastic.elastic_mean._is_finite", lambda tensor: True)
     run.begin()
     values = [worker.end() for worker in run.workers[:2]]
     assert are_alike(*values) and all(bool(value.isfinite().all()) for value in values[0])
@@ -385,7 +397,7 @@ def test_a_part_that_is_far_too_long_is_shortened_and_said(street: Callable[...,
 def test_a_part_of_many_steps_may_be_longer_than_those_of_few(street: Callable[..., Street]) -> None:
     steady = street(3).workers[2]
     lengths = {0: 1.0, 1: 1.0, 2: 9.0}
-    exchange = steady.optimizer.engine._exchanges[0]
+    exchange = steady.optimizer.engine.exchanges[0]
     decoded = {member: torch.full((4,), length) for member, length in lengths.items()}
     exchange._shorten(decoded, {0: 10, 1: 10, 2: 90}, what="a round")
     assert torch.equal(decoded[2], torch.full((4,), 9.0)) and not steady.findings

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,9 @@ def test_training_goes_on_while_a_round_is_overdue_until_its_fragment_is_launche
     run = street(2, interval=20, steps=60, bears=bears)
     exchanged: list[tuple[int, int]] = []
     first, second = run.workers
-    first.optimizer.engine.on_exchanged = lambda step: exchanged.append((step, first.optimizer.steps_done))
+    first.driver.observers[:] = [
+        SimpleNamespace(on_exchanged=lambda step: exchanged.append((step, first.optimizer.steps_done)))
+    ]
     is_held = holds_back(run, 0, round_id=1)
     second.pause = lambda step: pause(0, step) if step < 50 else (is_held.wait(SOON_S), None)[1]
     run.begin()

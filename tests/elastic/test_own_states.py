@@ -9,8 +9,8 @@ import torch
 from test_coordinator_words import Desk
 from test_elastic_faults import SOON_S, STEPS, Street, Worker, are_alike, street
 
+from thinwire.elastic.elastic_method import global_tensors, load_global_tensors
 from thinwire.elastic.protocol import VERSION
-from thinwire.sync.elastic import global_tensors, load_global_tensors
 from thinwire.version import __version__
 
 __all__ = ["street"]
@@ -118,12 +118,12 @@ class Returning:
         self.kept: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] | None = None
         self.has_died, self.is_back = threading.Event(), threading.Event()
         *self.others, self.lost = run.workers
-        self.lost.optimizer.engine.on_exchanged = self._look
+        self.lost.driver.observers[:] = [self]
         self.lost.pause = self._die
         for worker in self.others:
             worker.pause = self._wait
 
-    def _look(self, step: int) -> None:
+    def on_exchanged(self, step: int) -> None:
         self.lost.council.step = max(self.lost.council.step, step)
         if step == 11:
             self.kept = global_tensors(self.lost.optimizer.engine, self.lost.model)
@@ -147,7 +147,7 @@ class Returning:
         load_global_tensors(again.optimizer.engine, again.model, *self.kept)
         again.council.step = 11
         again.resident.begin(11)
-        again.optimizer.begin_at(11)
+        again.driver.begin_at(again.optimizer, 11)
         again.begin()
         until(lambda: bool(again.steps))
         self.is_back.set()

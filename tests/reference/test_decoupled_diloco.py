@@ -97,8 +97,8 @@ def test_a_slow_replica_sends_its_part_ahead_and_waits_only_for_results():
         if optimizer.transport.replica == 2:
             optimizer.next_stop = 6
             launched = Round(id=0, fragment=0, launch_step=0, apply_step=0)
-            optimizer._engine._pace_maker.hear(launched, Progress(step=1, closed_step=0), is_counted=False)
-            optimizer._engine._pace_maker.rate = 8.0
+            optimizer._engine.catch_up.hear(launched, Progress(step=1, closed_step=0), is_counted=False)
+            optimizer._engine.catch_up.rate = 8.0
 
     found = thinwire.run_replicas(3, lambda t: train_late(t, method(), until=6, prepare=prepare))
     # after its first step it is where its second one will end: at the 4th, as far as it can be without a result

@@ -11,11 +11,11 @@ from typing import Any
 
 from thinwire.cli.elastic_run import replica_roles, run_here, tell
 from thinwire.elastic.data_leases import DataLeases
+from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.journal import Journal
 from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.files import write_whole
-from thinwire.sync.elastic import elastic
 from thinwire.training.build import make_method
 from thinwire.training.checkpoints.global_state import GlobalState, tensors_sha256
 from thinwire.training.config import TrainConfig

@@ -9,7 +9,7 @@ from thinwire.elastic.round_driver import Proposal, Shelf, round_of
 
 
 class ElasticSeat:
-    """Implements `thinwire.averaging.elastic_mean.ElasticSession`.
+    """Implements `thinwire.elastic.elastic_mean.ElasticSession`.
 
     Args:
         council: What the coordinator says.

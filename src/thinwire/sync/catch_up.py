@@ -1,58 +1,87 @@
-"""Catching up: the steps that a late replica must skip to rejoin the others."""
+"""Catch-up policies: which steps a replica passes over, and which rounds it launches and applies there."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from thinwire.averaging.round_context import Progress
 from thinwire.errors import PayloadError
 from thinwire.sync.schedule import Round
-from thinwire.sync.uncounted_work import UncountedWork
+
+if TYPE_CHECKING:
+    from thinwire.sync.round_engine import RoundEngine
 
 # So many inner steps are a measure of speed, and so much faster must the others be to count as faster.
 _LEAST_STEPS = 4
 _LEAST_RATE = 1.25
+# Catching up takes time in which the others advance; more leaps in a row would leave none for training.
+_MOST_LEAPS = 3
 
 
 class CatchUp(Protocol):
-    """A catch-up policy: what the engine asks about the progress of the others."""
+    """Policy for a replica that is behind the others.
 
-    @property
-    def known_step(self) -> int:
-        """A step that the others have reached for certain, 0 where nothing is known."""
-        ...
+    Attributes:
+        has_fixed_replicas: Whether the replicas start together and stay, so that they can compare their set-ups.
+    """
+
+    has_fixed_replicas: bool
 
     @property
     def closed_step(self) -> int:
-        """A step up to which all rounds are closed for certain."""
+        """A step up to which all rounds are certainly closed."""
+        ...
+
+    def bind(self, engine: RoundEngine) -> None:
+        """Attach the policy to an engine; called once, by the engine."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the progress of the others: the run continues from an earlier state."""
         ...
 
     def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
         """Record the latest progress of the others; thread-safe."""
         ...
 
-    def target(self, *, stop: int | None) -> int:
-        """Return the step to be at before the next inner step, 0 where nothing is known."""
+    def steps(self, step: int, *, stop: int | None) -> Iterator[int]:
+        """Yield the steps whose rounds are exchanged now: `step`, and those passed over; none to stay before `step`.
+
+        Args:
+            step: The inner step that this replica has done.
+            stop: A step that must not be passed over.
+        """
+        ...
+
+    def launches(self, step: int) -> Iterable[Round]:
+        """Yield the rounds to launch after a step."""
+        ...
+
+    def applies(self, step: int) -> Iterable[Round]:
+        """Yield the rounds to apply after a step."""
+        ...
+
+    def overdue(self) -> Iterable[Round]:
+        """Yield the rounds that were due and not applied, in the order in which they were due."""
         ...
 
 
 class QuorumCatchUp:
     """Policy with a quorum server: follows the replica that closes the rounds.
 
-    One that is late once, because it slept, is with the others again when it passes over what they did meanwhile. One
-    that is slower would be late again at once: while it does a step, the others close rounds. So, once it knows by how
+    A replica that was late once, because it slept, rejoins the others when it passes over what they did meanwhile. A
+    slower one would be late again at once: while it does a step, the others close rounds. So, once it knows by how
     much they are faster, it aims at where they will be after its next step, and sends its parts of the rounds until
-    there ahead of time.
-
-    Args:
-        work: What this replica does meanwhile.
-        drift_steps: How many steps the others may get ahead of a round that this replica has launched.
+    there ahead of time. Without a quorum no progress is heard and no step is passed over.
 
     Example:
+        >>> from types import SimpleNamespace
+        >>> from thinwire.sync.counters import UncountedWork
         >>> work, round = UncountedWork(num_fragments=1), Round(id=0, fragment=0, launch_step=10, apply_step=12)
-        >>> others = QuorumCatchUp(work, drift_steps=60)
+        >>> others = QuorumCatchUp()
+        >>> others.bind(SimpleNamespace(state=SimpleNamespace(work=work), drift_steps=60))
         >>> others.hear(round, Progress(step=30, closed_step=28), is_counted=False)
         >>> others.target(stop=None), others.target(stop=20)
         (30, 20)
@@ -63,23 +92,32 @@ class QuorumCatchUp:
         (3.0, 47)
     """
 
-    def __init__(self, work: UncountedWork, *, drift_steps: int) -> None:
-        self.rate = 1.0
-        self._drift_steps = drift_steps
-        self._work = work
-        self._progress = Progress()
-        self._heard_at = 0
-        self._base = 0, 0
+    has_fixed_replicas = True
+
+    def __init__(self) -> None:
+        self._engine: RoundEngine
         self._lock = threading.Lock()
+        self.reset()
+
+    def bind(self, engine: RoundEngine) -> None:
+        """See `CatchUp.bind`."""
+        self._engine = engine
+
+    def reset(self) -> None:
+        """See `CatchUp.reset`."""
+        self.rate = 1.0  # steps of the others for each step of this replica
+        self._progress = Progress()
+        self._heard_at = 0  # this replica's own steps when it heard of that progress
+        self._base = 0, 0  # a step of the others and this replica's own steps then: where `rate` is measured from
 
     @property
     def known_step(self) -> int:
-        """A step that the others have reached for certain, 0 where nothing is known."""
+        """A step that the others have certainly reached, 0 where nothing is known."""
         return self._progress.step
 
     @property
     def closed_step(self) -> int:
-        """A step up to which all rounds are closed for certain."""
+        """See `CatchUp.closed_step`."""
         return self._progress.closed_step
 
     def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
@@ -93,14 +131,14 @@ class QuorumCatchUp:
         Raises:
             PayloadError: They cannot be that far: they would have waited for this replica.
         """
-        most = round.launch_step + self._drift_steps
+        most = round.launch_step + self._engine.drift_steps
         if progress.step > most:
             raise PayloadError(
                 f"round {round.id} of step {round.launch_step}: the others are said to be at step {progress.step}, and "
                 f"this method lets them come to {most} at most; run the same thinwire and options on all hosts"
             )
         with self._lock:
-            num_steps = self._work.num_steps
+            num_steps = self._engine.state.work.num_steps
             if progress.step <= self._progress.step or (is_counted and self.rate == 1):
                 return
             base_step, base_at = self._base
@@ -115,56 +153,50 @@ class QuorumCatchUp:
         """Return the step to be at before the next inner step, 0 where nothing is known.
 
         Args:
-            stop: A step that must not be passed over. Where there is none, the others may have ended where they were
-                last heard of, so that is where it ends.
+            stop: A step that must not be passed over. Without one, the target is the last known step: the others may
+                have ended there.
         """
         with self._lock:
             if stop is None or not self.known_step:
                 return self.known_step
-            num_steps = self._work.num_steps - self._heard_at
+            num_steps = self._engine.state.work.num_steps - self._heard_at
             return min(stop, int(self.known_step + self.rate * num_steps + self.rate - 1))
 
+    def steps(self, step: int, *, stop: int | None) -> Iterator[int]:
+        """See `CatchUp.steps`."""
+        yield step
+        yield from leaps(step, target=lambda: self.target(stop=stop), may_pass=self._may_pass)
 
-class ElasticCatchUp:
-    """Policy of an elastic run: a replica that is too far behind the furthest one skips the missing steps.
+    def launches(self, step: int) -> Sequence[Round]:
+        """See `CatchUp.launches`."""
+        return self._engine.launches(step)
+
+    def applies(self, step: int) -> Sequence[Round]:
+        """See `CatchUp.applies`."""
+        return self._engine.applies(step)
+
+    def overdue(self) -> Sequence[Round]:
+        """See `CatchUp.overdue`: each round is applied when it is due."""
+        return ()
+
+    def _may_pass(self, step: int) -> bool:
+        # beyond the known step the others may need this replica's training, so it waits for no result there
+        return step <= self.known_step or all(
+            self._engine.has_arrived(round, step=step) for round in self._engine.applies(step)
+        )
+
+
+def leaps(step: int, *, target: Callable[[], int], may_pass: Callable[[int], bool]) -> Iterator[int]:
+    """Yield the steps that a replica passes over.
 
     Args:
-        known: Returns the furthest step at which any replica has launched a round.
-        reached: Returns the step that this replica is at.
-        patience_steps: By so many steps it may be behind and still do all of them: the others wait that long.
-        aim: Returns for a step that this replica is at where to be before its next one, so that it is not behind
-            later; 0 for nowhere.
-
-    Example:
-        >>> pace = ElasticCatchUp(known=lambda: 30, reached=lambda: 25, patience_steps=3.0)
-        >>> pace.target(stop=100), pace.target(stop=28)
-        (30, 28)
-        >>> ElasticCatchUp(known=lambda: 30, reached=lambda: 27, patience_steps=3.0).target(stop=None)
-        0
+        step: The last step exchanged.
+        target: Returns the step to be at; asked again after each leap, since the others advance meanwhile.
+        may_pass: Whether a step can be passed over without waiting.
     """
-
-    closed_step = 0
-
-    def __init__(
-        self, *, known: Callable[[], int], reached: Callable[[], int], patience_steps: float,
-        aim: Callable[[int], int] = lambda reached: 0,
-    ) -> None:  # fmt: skip
-        self._aim = aim
-        self._known = known
-        self._reached = reached
-        self._patience_steps = patience_steps
-
-    @property
-    def known_step(self) -> int:
-        """See `CatchUp.known_step`."""
-        return self._known()
-
-    def hear(self, round: Round, progress: Progress, is_counted: bool) -> None:
-        """Ignore it: the coordinator reports progress to all."""
-
-    def target(self, *, stop: int | None) -> int:
-        """See `CatchUp.target`."""
-        known_step, reached = self._known(), self._reached()
-        is_behind = known_step - reached > self._patience_steps
-        wanted = max(known_step if is_behind else 0, self._aim(reached))
-        return wanted if stop is None else min(stop, wanted)
+    for _ in range(_MOST_LEAPS):
+        for passed in range(step + 1, target() + 1):
+            if not may_pass(passed):
+                break
+            yield passed
+            step = passed

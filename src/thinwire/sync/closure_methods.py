@@ -40,6 +40,31 @@ class BoundProgram(BoundUpdate, Protocol):
         ...
 
 
+def drive(program: Program, *, exchange: Callable[[Round, torch.Tensor], Average]) -> Any:
+    """Run the program of one step, and exchange what it yields.
+
+    Args:
+        program: The step.
+        exchange: Exchanges a tensor in a round and waits for the mean.
+
+    Returns:
+        What the program makes of the losses.
+
+    Raises:
+        TransportError: A peer was lost, was late or sent something wrong; the parameters are those before the step.
+        DesyncError: Replicas hold different parameters.
+        NonFiniteError: A replica sent NaN or infinity.
+    """
+    try:
+        round, tensor = next(program)
+        while True:
+            round, tensor = program.send(exchange(round, tensor))
+    except StopIteration as end:
+        return end.value
+    finally:
+        program.close()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operator:
     """The operator of a variational inequality at any point: the gradients of all trainable parameters, with signs.

@@ -5,16 +5,47 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
+
+import torch
 
 from thinwire.averaging.round_context import Average, Steps, Wait
 from thinwire.errors import DeadlineExceeded
+from thinwire.events import RoundMark
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Pending, Received
 
 # Polling interval for watched messages: the longest unnecessary wait.
 _LOOK_S = 0.005
+
+
+class RoundObserver(Protocol):
+    """Receives the rounds of the engines whose `observers` it is in."""
+
+    def on_mark(self, mark: RoundMark) -> None:
+        """Receive a launched or arrived round; may be called from another thread."""
+        ...
+
+    def on_applied(self, round: Round, average: Average) -> None:
+        """Receive an applied round and its mean."""
+        ...
+
+
+def mark_launch(round: Round, tensor: torch.Tensor, *, observers: Sequence[RoundObserver]) -> Callable[[], None]:
+    """Report a launched round to observers; return the callback that reports its arrival."""
+    num_elements, dtype = tensor.numel(), str(tensor.dtype).removeprefix("torch.")
+
+    def report(*, is_done: bool = True) -> None:
+        for observer in observers:
+            observer.on_mark(
+                RoundMark(
+                    round_id=round.id, num_elements=num_elements, dtype=dtype, is_done=is_done, at_s=time.monotonic()
+                )
+            )
+
+    report(is_done=False)
+    return report
 
 
 class InFlight(Protocol):

@@ -11,20 +11,21 @@ import torch
 from torch import nn
 
 from thinwire.adaptive_timeout import Deadlines
-from thinwire.averaging.elastic_mean import ElasticSession
 from thinwire.averaging.exchange import TwoPhase
 from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import float32
 from thinwire.compat import EagerOptimizer
 from thinwire.errors import CheckpointError
-from thinwire.sync.closure_methods import repeatable
+from thinwire.sync.catch_up import CatchUp
+from thinwire.sync.closure_methods import BoundProgram, drive, repeatable
 from thinwire.sync.consistency_check import handshake
-from thinwire.sync.engine import Engine
+from thinwire.sync.counters import SyncStatistics
+from thinwire.sync.engine_state import adopt_state, load_state, save_state
 from thinwire.sync.in_flight import launch
 from thinwire.sync.method import Method
+from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
-from thinwire.sync.statistics import SyncStatistics
 from thinwire.transport.base import Kind, Transport
 from thinwire.transport.loopback import single
 from thinwire.transport.shards import drop_gathered, flatten, unflatten_into
@@ -105,8 +106,8 @@ class DistributedOptimizer(EagerOptimizer):
         seed: Base of the streams of stochastic codecs.
         pace: Whether to spread what is sent over most of the inner steps until it is applied, as long as steps take
             now, rather than to send it as fast as the wire takes it: the same bytes at a lower peak rate.
-        seat: This replica's session in an elastic run, where replicas come and go; `method` is
-            `sync.elastic.elastic`'s.
+        catch_up: Policy for a replica that is behind the others; None follows the method's quorum. An elastic run
+            gives its `ElasticDriver`.
 
     Attributes:
         next_stop: A step that must not be passed over by a replica that catches up, since all do something after it.
@@ -134,7 +135,7 @@ class DistributedOptimizer(EagerOptimizer):
 
     def __init__(
         self, model: nn.Module, inner: torch.optim.Optimizer, *, method: Method, transport: Transport | None = None,
-        minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False, seat: ElasticSession | None = None,
+        minimum_deadline_s: float = 60.0, seed: int = 0, pace: bool = False, catch_up: CatchUp | None = None,
     ) -> None:  # fmt: skip
         if isinstance(inner, DistributedOptimizer):
             raise ValueError("inner is a DistributedOptimizer already; wrap the plain optimizer once")
@@ -150,12 +151,12 @@ class DistributedOptimizer(EagerOptimizer):
         description = method.describe(num_replicas=self.transport.num_replicas)
         num_bytes = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
         deadline_s = self._deadlines.deadline_s(steps=1, num_bytes=num_bytes * (self.transport.num_replicas - 1))
-        self._seat = seat
-        if seat is None:  # else all were given the same by the coordinator
+        self._has_fixed_replicas = catch_up is None or catch_up.has_fixed_replicas
+        if self._has_fixed_replicas:  # replicas that come and go compare their set-ups as they join
             handshake(model, description=description, transport=self.transport, deadline_s=deadline_s)
-        self._engine = Engine(
-            model, method=method, transport=self.transport, deadlines=self._deadlines, seed=seed, pace=pace,
-            inner=inner,
+        self._engine = RoundEngine(
+            model, method=method, transport=self.transport, deadlines=self._deadlines, inner=inner, catch_up=catch_up,
+            seed=seed, pace=pace,
         )  # fmt: skip
         self.next_stop: int | None = None
         self._steps_done = 0
@@ -183,7 +184,7 @@ class DistributedOptimizer(EagerOptimizer):
     def begin_at(self, step: int) -> None:
         """Count from a step on whose global values the engine holds already, as a replica does that joins others."""
         self._steps_done = step
-        self._engine.begin_at(step)
+        self._engine.state.reached_step = step
 
     @property
     def statistics(self) -> SyncStatistics:
@@ -191,7 +192,7 @@ class DistributedOptimizer(EagerOptimizer):
         return self._engine.statistics
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> RoundEngine:
         """The engine that drives the rounds."""
         return self._engine
 
@@ -254,7 +255,7 @@ class DistributedOptimizer(EagerOptimizer):
             return self._driven_step(closure)
         if self.method.view.moment == "after_inner_step":
             result = self._inner_step(closure)
-            self._engine.work.add_step(num_tokens=self._tokens or 1)
+            self._engine.state.work.add_step(num_tokens=self._tokens or 1)
             self._tokens = 0
             self._steps_done = self._engine.advance(self._steps_done, stop=self.next_stop)
             return result
@@ -262,7 +263,8 @@ class DistributedOptimizer(EagerOptimizer):
             return self._closure_step(closure)
         self._unscale()
         if not self._has_averaged:
-            self._average_gradients()
+            self._gradient_rounds += 1
+            self._engine.advance(self._gradient_rounds)
         self._has_averaged = False
         return None if self._engine.update.replaces_inner_step else self._inner_step(None)
 
@@ -323,7 +325,7 @@ class DistributedOptimizer(EagerOptimizer):
             TransportError: A replica did not take part.
         """
         buffers = saved_buffers(self._model)
-        if not buffers or self.transport.num_replicas == 1 or self._seat is not None:
+        if not buffers or self.transport.num_replicas == 1 or not self._has_fixed_replicas:
             return
         deadline_s = self._deadlines.deadline_s(steps=self.method.schedule.sync_interval)
         average_tensors(buffers, transport=self.transport, number=self._buffer_rounds, deadline_s=deadline_s)
@@ -369,7 +371,7 @@ class DistributedOptimizer(EagerOptimizer):
             "steps_done": self._steps_done,
             "buffer_rounds": self._buffer_rounds,
             "gradient_rounds": self._gradient_rounds,
-            "sync": self._engine.state_dict(),
+            "sync": save_state(self._engine),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -379,7 +381,7 @@ class DistributedOptimizer(EagerOptimizer):
             CheckpointError: The state is of another version, method, replica or model.
         """
         check_state(state_dict)
-        self._engine.load_state_dict(state_dict["sync"])
+        load_state(self._engine, state_dict["sync"])
         self._load_own(state_dict)
 
     def adopt_state_dict(self, state_dict: dict[str, Any]) -> tuple[str, ...]:
@@ -396,9 +398,9 @@ class DistributedOptimizer(EagerOptimizer):
             CheckpointError: The state is of another version, method or model, or its replicas hold different values.
         """
         check_state(state_dict)
-        anew = self._engine.adopt(state_dict["sync"])
+        reset = adopt_state(self._engine, state_dict["sync"])
         self._load_own(state_dict)
-        return anew
+        return reset
 
     def _load_own(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict["inner"])
@@ -419,9 +421,11 @@ class DistributedOptimizer(EagerOptimizer):
         self._last_step_s = now_s
 
     def _driven_step(self, closure: Callable[[], Any] | None) -> Any:
-        assert closure is not None
+        update = self._engine.update
+        assert closure is not None and isinstance(update, BoundProgram)
+        rounds = self._engine.launches(self._steps_done)
         with torch.no_grad():
-            return self._engine.drive(self._steps_done, repeatable(closure, self._model))
+            return drive(update.program(rounds, repeatable(closure, self._model)), exchange=self._engine.exchange)
 
     def _closure_step(self, closure: Callable[[], Any]) -> Any:
         def averaged() -> Any:

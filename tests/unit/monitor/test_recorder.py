@@ -261,7 +261,7 @@ class Wire:
 
 
 def test_what_comes_while_a_message_is_open_is_recorded_and_nothing_where_none_is(tmp_path: Path) -> None:
-    wire, engine = Wire(), SimpleNamespace(on_round=None)
+    wire, engine = Wire(), SimpleNamespace(observers=[])
     recorder = Recorder(tmp_path, rank=1)
     recorder.follow(wire, engine)  # type: ignore[arg-type]
     try:
@@ -281,7 +281,7 @@ def test_what_comes_while_a_message_is_open_is_recorded_and_nothing_where_none_i
 
 
 def test_what_kernels_tell_of_connections_that_something_is_sent_over_is_recorded(tmp_path: Path) -> None:
-    wire, engine = Wire(), SimpleNamespace(on_round=None)
+    wire, engine = Wire(), SimpleNamespace(observers=[])
     recorder = Recorder(tmp_path, rank=1)
     recorder.follow(wire, engine)  # type: ignore[arg-type]
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ from thinwire.errors import CheckpointError, DeadlineExceeded, DesyncError, Payl
 from thinwire.methods import decoupled_diloco
 from thinwire.sync import global_parameters
 from thinwire.sync.catch_up import QuorumCatchUp
+from thinwire.sync.counters import UncountedWork
 from thinwire.sync.fragments import BlockParameters, Pattern
 from thinwire.sync.late_outer_step import LateOuterStep
 from thinwire.sync.outer_optimizer import PlainSGD
+from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
-from thinwire.sync.uncounted_work import UncountedWork
 from thinwire.sync.updates import OuterStep
 from thinwire.sync.views import PseudoGradient
 from thinwire.transport.faulty import Fault, FaultyTransport
@@ -88,8 +91,8 @@ def test_at_the_end_nothing_is_left_on_the_wire_and_all_hold_one_model():
     assert same(found[0]["global"], found[1]["global"]) and same(found[0]["global"], found[2]["global"])
     for one in found:
         engine = one["optimizer"]._engine
-        assert not engine._settling and not engine.in_flight
-        assert all(straggler.done() for late in engine._exchanges[0]._late for straggler in late)
+        assert not engine.state.settling and not engine.in_flight
+        assert all(straggler.done() for late in engine.exchanges[0]._late for straggler in late)
     assert found[2]["own"] < 12 and found[0]["own"] == 18
     assert found[2]["optimizer"].statistics.rounds_missed == 3 and found[0]["optimizer"].statistics.rounds_missed == 0
 
@@ -113,8 +116,8 @@ def test_nobody_falls_further_behind_than_the_bound():
             loss_of(model, step=step, replica=transport.replica).backward()
             optimizer.step()
             if transport.replica == 0:
-                late = optimizer._engine._exchanges[0]._late[0]
-                outstanding.append((step, len(late), len(optimizer._engine._settling)))
+                late = optimizer._engine.exchanges[0]._late[0]
+                outstanding.append((step, len(late), len(optimizer._engine.state.settling)))
 
     # rounds 0 and 1 are closed without it; the third, launched after step 12, waits for the first
     with pytest.raises(DeadlineExceeded, match=r"replica 2 did not send round 2 \(fragment 0\)"):
@@ -189,9 +192,15 @@ def test_a_dead_replica_ends_the_run_by_name_also_where_a_quorum_is_left():
         thinwire.run_replicas(3, lambda t: train_late(FaultyTransport(t, script), method(), until=14))
 
 
+def quorum_policy(work: UncountedWork, *, drift_steps: int) -> QuorumCatchUp:
+    policy = QuorumCatchUp()
+    policy.bind(cast(RoundEngine, SimpleNamespace(state=SimpleNamespace(work=work), drift_steps=drift_steps)))
+    return policy
+
+
 def test_the_others_are_as_fast_as_they_were_over_some_steps_of_ones_own():
     work = UncountedWork(num_fragments=1)
-    others, launched = QuorumCatchUp(work, drift_steps=1000), Round(id=0, fragment=0, launch_step=0, apply_step=0)
+    others, launched = quorum_policy(work, drift_steps=1000), Round(id=0, fragment=0, launch_step=0, apply_step=0)
 
     def heard(step, *, after, is_counted=False):
         for _ in range(after):
@@ -299,7 +308,7 @@ def test_stepping_aside_lets_the_others_go_on_as_far_as_they_can():
 
 def test_others_that_are_said_to_be_further_than_they_can_be_are_not_followed() -> None:
     """A replica would pass over all the steps up to there."""
-    others = QuorumCatchUp(UncountedWork(num_fragments=1), drift_steps=60)
+    others = quorum_policy(UncountedWork(num_fragments=1), drift_steps=60)
     launched = Round(id=3, fragment=0, launch_step=40, apply_step=42)
     others.hear(launched, Progress(step=100, closed_step=99), False)
     with pytest.raises(PayloadError, match=r"round 3 of step 40: .* at step 18446744073709551615, .* 100 at most"):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from thinwire import methods
-from thinwire.averaging.elastic_mean import ElasticMean, elastic_mean
 from thinwire.averaging.exchange import AllGather, TwoPhase
 from thinwire.averaging.quorum_messages import PartHeader, with_part_header
 from thinwire.averaging.round_context import RoundContext
@@ -17,8 +16,9 @@ from thinwire.averaging.topology import Peers
 from thinwire.cli.elastic_run import _new
 from thinwire.codecs import float32
 from thinwire.codecs.error_feedback import ErrorFeedback
+from thinwire.elastic.elastic_mean import ElasticMean, elastic_mean
+from thinwire.elastic.elastic_method import elastic
 from thinwire.errors import ConnectError, Stopped, WorkerFailed
-from thinwire.sync.elastic import elastic
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.corpora.sampler import Sampler
 from thinwire.training.corpora.shards import ShardBatches

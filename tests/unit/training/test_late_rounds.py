@@ -107,4 +107,4 @@ def test_a_late_replica_saves_and_evaluates_where_the_others_do_and_ends_where_t
 
 def test_the_loop_tells_how_many_tokens_a_step_had():
     for replica, one in enumerate(thinwire.run_replicas(3, train)):
-        assert one.optimizer._engine.work.state_dict()["done"] == [4 * (replica + 1) * one.own, one.own]
+        assert one.optimizer._engine.state.work.state_dict()["done"] == [4 * (replica + 1) * one.own, one.own]

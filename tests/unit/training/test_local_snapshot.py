@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import thinwire
+from thinwire.elastic.elastic_method import global_tensors
+from thinwire.elastic.inner_optimizer_state import inner_tensors, load_inner_tensors
 from thinwire.errors import CheckpointError
-from thinwire.sync.elastic import global_tensors
-from thinwire.sync.inner_optimizer_state import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_state import tensors_sha256
 from thinwire.training.elastic.local_snapshot import KeptState, kept_path, newest_kept

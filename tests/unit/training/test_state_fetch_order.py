@@ -15,7 +15,7 @@ from thinwire.elastic.coordinator_view import Neighbour, Offer, View
 from thinwire.elastic.join import Seated
 from thinwire.elastic.state_chunks import CHUNK_BYTES, publish_state
 from thinwire.errors import DeadlineExceeded, Expelled, NotThere
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import RoundEngine
 from thinwire.training.checkpoints.global_state import GlobalState, pack
 from thinwire.training.elastic.state_fetch import ComingState, fetch, state_name
 
@@ -104,7 +104,7 @@ class Case:
         self.seated = cast(Seated, SimpleNamespace(council=council, library=self.shelf))
         self.told: list[str] = []
         self.loaded: list[dict[str, torch.Tensor]] = []
-        self.engine = cast(Engine, SimpleNamespace(update=SimpleNamespace(load_state_dict=self.loaded.append)))
+        self.engine = cast(RoundEngine, SimpleNamespace(update=SimpleNamespace(load_state_dict=self.loaded.append)))
 
     def fetched(self, *, may_begin_early: bool) -> tuple[ComingState, dict[str, torch.Tensor]]:
         return fetch(self.offer, seated=self.seated, tell=self.told.append, may_begin_early=may_begin_early)
@@ -114,14 +114,11 @@ def test_the_parameters_are_taken_first_and_the_momenta_when_they_are_here() -> 
     case = Case()
     coming, parameters = case.fetched(may_begin_early=True)
     assert torch.equal(parameters["w"], case.state.parameters["w"]) and coming.step == STEP
-    coming.hand_to(case.engine)
-    assert not case.engine.is_whole() and not case.loaded and not case.told
+    assert not coming.is_here() and not case.loaded and not case.told
     threading.Timer(0.1, case.shelf.let_go).start()
-    case.engine.make_whole()  # waits
+    coming.load_into(case.engine)  # waits
     assert torch.equal(case.loaded[0]["0"], case.state.outer["momentum.0"])
-    assert case.engine.is_whole() and "fetched the state of step 12" in case.told[0]
-    case.engine.make_whole()
-    assert len(case.loaded) == 1
+    assert coming.is_here() and "fetched the state of step 12" in case.told[0]
     coming.close()
 
 
@@ -134,20 +131,18 @@ def test_all_is_waited_for_where_the_rest_may_not_come_late_or_would_come_too_la
     threading.Timer(0.2, lambda: (has_been_let_go.set(), case.shelf.let_go())).start()
     coming, parameters = case.fetched(may_begin_early=may_begin_early)
     assert has_been_let_go.is_set() and torch.equal(parameters["w"], case.state.parameters["w"])
-    coming.hand_to(case.engine)
-    case.engine.make_whole()  # all is here, and may not have been unpacked yet
-    assert case.engine.is_whole() and len(case.loaded) == 1
+    coming.load_into(case.engine)  # all is here, and may not have been unpacked yet
+    assert coming.is_here() and len(case.loaded) == 1
     coming.close()
 
 
 def test_a_rest_that_nobody_holds_any_more_sends_the_replica_back() -> None:
     case = Case()
     coming, _ = case.fetched(may_begin_early=True)
-    coming.hand_to(case.engine)
     case.shelf.let_go(are_gone=True)
     with pytest.raises(Expelled, match=r"the rest of the state of step 12 could not be fetched: .*joining again"):
-        case.engine.make_whole()
-    assert case.engine.is_whole(), "nobody waits for it any more"
+        coming.load_into(case.engine)
+    assert coming.is_here(), "nobody waits for it any more"
     coming.close()
 
 

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
+from thinwire.averaging.round_context import Average
 from thinwire.elastic.round_driver import named_part
 from thinwire.errors import TransportError
 from thinwire.events import Direction, Posted, RoundMark, Transfer, TransferLog
 from thinwire.monitor.record.connection_records import FlowSource, PeerFlows
 from thinwire.monitor.runlog.records import Arrival, Beat, Communicator, Operation, Record, Span, TransferEnd, to_line
 from thinwire.monitor.runlog.writer import MOST_FILE_BYTES, JsonlWriter, record_writer
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import RoundEngine
+from thinwire.sync.schedule import Round
 from thinwire.transport.addresses import clock_name, host_name
 
 COMMUNICATOR = "rounds"
@@ -125,7 +127,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="thinwire-recorder", daemon=True)
         self._thread.start()
 
-    def follow(self, transport: Followed, engine: Engine) -> None:
+    def follow(self, transport: Followed, engine: RoundEngine) -> None:
         """Record all rounds of an engine and their messages from here on.
 
         Args:
@@ -134,8 +136,15 @@ class Recorder:
         """
         transport.log.add_post_sink(self.add)
         transport.log.add_sink(self.add)
-        engine.on_round = self.add
+        engine.observers.append(self)
         self._reading = getattr(transport, "reading", self._reading)
+
+    def on_mark(self, mark: RoundMark) -> None:
+        """Record a launched or arrived round; see `RoundObserver`."""
+        self.add(mark)
+
+    def on_applied(self, round: Round, average: Average) -> None:
+        """Ignore it; see `RoundObserver`."""
 
     def add(self, event: Event) -> None:
         """Take an event in, from any thread; nothing is written here."""

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from thinwire.elastic.elastic_method import global_tensors, load_global_tensors
+from thinwire.elastic.inner_optimizer_state import inner_tensors, load_inner_tensors
 from thinwire.errors import ThinwireError
 from thinwire.files import replace_whole
-from thinwire.sync.elastic import global_tensors, load_global_tensors
-from thinwire.sync.inner_optimizer_state import inner_tensors, load_inner_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_state import GlobalState, non_finite, spans, tensors_sha256, unpack
 from thinwire.training.run_identity import RunIdentity

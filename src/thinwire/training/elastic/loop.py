@@ -75,7 +75,7 @@ class ElasticTraining(Training):
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
         """See `Training.evaluate`; what all replicas share in evaluating is the same on all of them."""
-        self._optimizer.engine.take_in_overdue()
+        self._optimizer.engine.apply_overdue()
         return super().evaluate(num_batches, part=part, num_parts=num_parts)
 
     def lr_factor(self) -> float:

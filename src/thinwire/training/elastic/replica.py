@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 
 from thinwire.elastic.adaptive_local_steps import OwnPace
 from thinwire.elastic.coordinator_view import View
+from thinwire.elastic.elastic_method import elastic, global_tensors
+from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.invitation import read_invitation
 from thinwire.elastic.join import Seated, join
 from thinwire.elastic.rounds import grace_steps, max_overdue_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
 from thinwire.monitor.record.recorder import Recorder, own_fault
-from thinwire.sync.elastic import elastic, global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method, make_model
 from thinwire.training.checkpoints.global_state import tensors_sha256
@@ -123,6 +125,7 @@ class _Parts:
     device: torch.device
     model: torch.nn.Module
     optimizer: DistributedOptimizer
+    driver: ElasticDriver
     batches: ShardBatches
     own_work: OwnWork
 
@@ -241,22 +244,24 @@ class _Life:
             make_method(config), seat=seated.seat, preserve_norm=config.preserve_norm,
             find=lambda text: seated.council.tell("note", level="warning", text=text), pieces=self._crew,
         )  # fmt: skip
-        optimizer = DistributedOptimizer(
-            model, inner, method=method, transport=seated.transport, seed=config.seed, pace=False, seat=seated.seat,
-        )  # fmt: skip
-        self._optimizer = optimizer
+        own_work = OwnWork(seated.council, interval_steps=job.sync_interval)
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
         seated.council.last_step = config.steps
         if job.bears:
             seated.council.max_overdue_steps = max_overdue_steps(
                 sync_interval=job.sync_interval, overlap_steps=job.overlap_steps
             )
-        own_work = OwnWork(seated.council, interval_steps=job.sync_interval)
-        pace = OwnPace(
-            others=seated.council.others, own_s=lambda: own_work.steps_s, launched=optimizer.engine.launched_at,
-            has_work=optimizer.engine.has_work, interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
+        own_pace = partial(
+            OwnPace, others=seated.council.others, own_s=lambda: own_work.steps_s, interval_steps=job.sync_interval,
+            slack_steps=job.overlap_steps / 4,
         )  # fmt: skip
-        optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps, bears=job.bears, aim=pace.aim)
+        driver = ElasticDriver(
+            seated.seat.known_step, patience_steps=patience_steps, tolerates_overdue=job.bears, own_pace=own_pace
+        )
+        optimizer = DistributedOptimizer(
+            model, inner, method=method, transport=seated.transport, catch_up=driver, seed=config.seed
+        )
+        self._optimizer = optimizer
         assert config.batch_size is not None and config.seq_len is not None
         batches = ShardBatches(
             corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
@@ -265,7 +270,7 @@ class _Life:
         seated.council.used = batches.used
         return _Parts(
             config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches,
-            own_work=own_work,
+            driver=driver, own_work=own_work,
         )  # fmt: skip
 
     def _keep_job(self, job: Job, config: TrainConfig) -> None:
@@ -356,6 +361,7 @@ class _Life:
             checkpoints=checkpoints if self._device_index == 0 else None, every=config.checkpoint_every,
             last_step=config.steps, warn=self._tell, is_shared=config.checkpoint_to is not None, kept=self._kept,
         )  # fmt: skip
+        parts.driver.observers.append(self._keeper)
         offer = council.view.offer
         assert offer is not None
         self._is_from_held = offer.root == "own"
@@ -366,6 +372,8 @@ class _Life:
             held=self._held, tell=self._tell, may_begin_early=parts.job.bears and self._crew is None,
         )  # fmt: skip
         self._held = None
+        if self._coming is not None:
+            parts.driver.await_state(self._coming)
         council.step = step
         council.insist("active", step=step)
         council.wait_for(lambda view: _is_active(view, seated.replica), deadline_s=None, why="")
@@ -376,7 +384,7 @@ class _Life:
         self._recorder = Recorder(config.run_dir, rank=seated.replica, warn=self._tell, forward=forward)
         self._recorder.follow(seated.transport, parts.optimizer.engine)
         if step:
-            parts.optimizer.begin_at(step)
+            parts.driver.begin_at(parts.optimizer, step)
         return step
 
     def _training(self, seated: Seated, parts: _Parts, *, step: int) -> ElasticTraining:

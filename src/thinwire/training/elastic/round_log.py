@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from thinwire.averaging.round_context import Average
+from thinwire.events import RoundMark
 from thinwire.monitor.runlog.writer import JsonlWriter
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
 
 
@@ -22,24 +23,28 @@ class RoundLog:
     Args:
         run_dir: The run's folder on this host.
         replica: This replica.
-        engine: Whose rounds; its `on_applied` is taken.
+        engine: Whose rounds.
         warn: Told where there is no room for the file.
     """
 
     def __init__(
-        self, run_dir: Path, *, replica: int, engine: Engine, warn: Callable[[str], None] = lambda text: None
+        self, run_dir: Path, *, replica: int, engine: RoundEngine, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         # a line at a time, so that a replica that is killed leaves whole lines
         self._file = JsonlWriter(run_dir / f"rounds-replica-{replica}.jsonl", warn=warn)
         self._engine = engine
-        engine.on_applied = self._note
+        engine.observers.append(self)
 
     def close(self) -> None:
         """Write no more."""
-        self._engine.on_applied = lambda round, average: None
+        self._engine.observers.remove(self)
         self._file.close()
 
-    def _note(self, round: Round, average: Average) -> None:
+    def on_mark(self, mark: RoundMark) -> None:
+        """Ignore it: only applied rounds are logged."""
+
+    def on_applied(self, round: Round, average: Average) -> None:
+        """Write the line of a round."""
         line = {
             "round": round.id, "fragment": round.fragment, "launch_step": round.launch_step,
             "members": list(average.members), "is_counted": average.is_counted,

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from torch import Tensor
 
 from thinwire.elastic.coordinator_view import Offer, View
+from thinwire.elastic.elastic_method import load_outer
 from thinwire.elastic.join import Seated
 from thinwire.elastic.protocol import FROM_NOBODY
 from thinwire.elastic.state_transfer import StateFetch
 from thinwire.errors import Expelled, NotThere, ThinwireError
-from thinwire.sync.elastic import load_outer
-from thinwire.sync.engine import Engine
+from thinwire.sync.round_engine import RoundEngine
 from thinwire.training.checkpoints.global_state import GlobalState, unpack, unpack_parameters
 
 _LOOK_S = 0.2
@@ -136,25 +136,21 @@ class ComingState:
         missing_s = (self._offer.num_bytes - here) / max(1, here) * (time.monotonic() - self._began_s)
         return missing_s <= _MOST_LATE_INTERVALS * interval_s
 
-    def hand_to(self, engine: Engine) -> None:
-        """Let an engine wait for the rest where it needs it; it is taken in there, between two steps."""
-        engine.is_whole = self._has_ended.is_set
+    def is_here(self) -> bool:
+        """See `LateState.is_here`."""
+        return self._has_ended.is_set()
 
-        def make_whole() -> None:
-            self._has_ended.wait()
-            try:
-                outer = dict(self._whole().outer)
-            except ThinwireError as error:
-                self._seated.council.check()
-                raise Expelled(f"the rest of {self._source} could not be fetched: {error}; joining again") from None
-            load_outer(engine, outer)
-            engine.is_whole, engine.make_whole = lambda: True, lambda: None
-            self._state = None
-            self._fetch.forget()
-
-        engine.make_whole = make_whole
-        if engine.is_whole():
-            make_whole()
+    def load_into(self, engine: RoundEngine) -> None:
+        """See `LateState.load_into`."""
+        self._has_ended.wait()
+        try:
+            outer = dict(self._whole().outer)
+        except ThinwireError as error:
+            self._seated.council.check()
+            raise Expelled(f"the rest of {self._source} could not be fetched: {error}; joining again") from None
+        load_outer(engine, outer)
+        self._state = None
+        self._fetch.forget()
 
     def close(self) -> None:
         """Fetch no more."""

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from torch import nn
 
 from thinwire.elastic.coordinator_view import Offer
+from thinwire.elastic.elastic_method import global_tensors, load_global_parameters, load_global_tensors
 from thinwire.elastic.join import Seated
 from thinwire.elastic.state_chunks import publish_state, withdraw_state
 from thinwire.errors import CheckpointError, ConnectError, Expelled, RunOver, ThinwireError
-from thinwire.sync.elastic import global_tensors, load_global_parameters, load_global_tensors
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.global_state import GlobalState, non_finite, pack
@@ -64,7 +64,6 @@ class StateKeeper:
         self._tasks: queue.SimpleQueue[tuple[GlobalState, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-states", daemon=True)
         self._thread.start()
-        optimizer.engine.on_exchanged = self._look
 
     def close(self) -> None:
         """Finish what was begun."""
@@ -75,7 +74,7 @@ class StateKeeper:
         if self._checkpoints is not None:
             self._checkpoints.wait(60)
 
-    def _look(self, step: int) -> None:
+    def on_exchanged(self, step: int) -> None:
         """Copy the state where it is wanted; called between two steps, when it is the same on all replicas."""
         council = self._seated.council
         council.step = max(council.step, step)
@@ -263,7 +262,6 @@ def take_in(
         return state.step, None
     coming, parameters = fetch(offer, seated=seated, tell=tell, may_begin_early=may_begin_early)
     load_global_parameters(optimizer.engine, model, parameters)
-    coming.hand_to(optimizer.engine)
     seated.council.step = coming.step
     return coming.step, coming
 

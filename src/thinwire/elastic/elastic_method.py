@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from thinwire.averaging.elastic_mean import ElasticSession, elastic_mean
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import AllReplicas, Peers
+from thinwire.elastic.elastic_mean import ElasticSession, elastic_mean
+from thinwire.elastic.sharded_replica_view import ReplicaShards, ShardedReplicaPseudoGradient
 from thinwire.errors import CheckpointError
-from thinwire.sync.engine import Engine
 from thinwire.sync.late_outer_step import LateOuterStep
 from thinwire.sync.method import Method
-from thinwire.sync.sharded_replica_view import ReplicaShards, ShardedReplicaPseudoGradient
+from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.updates import OuterStep, Update
 from thinwire.sync.views import PseudoGradient
 
@@ -94,7 +94,7 @@ def _with_late_parts(update: Update, name: str) -> Update:
     )
 
 
-def global_tensors(engine: Engine, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def global_tensors(engine: RoundEngine, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return copies of the global parameters by name, and of what the outer optimizer remembers by fragment.
 
     Between the rounds of two steps they are the same bits on all replicas. Parameters that are not trained are there
@@ -112,7 +112,7 @@ def global_tensors(engine: Engine, model: nn.Module) -> tuple[dict[str, torch.Te
 
 
 def load_global_tensors(
-    engine: Engine, model: nn.Module, parameters: dict[str, torch.Tensor], outer: dict[str, torch.Tensor]
+    engine: RoundEngine, model: nn.Module, parameters: dict[str, torch.Tensor], outer: dict[str, torch.Tensor]
 ) -> None:
     """Take over what `global_tensors` returned on another replica; local parameters become the global ones.
 
@@ -123,7 +123,7 @@ def load_global_tensors(
     load_outer(engine, outer)
 
 
-def load_outer(engine: Engine, outer: dict[str, torch.Tensor]) -> None:
+def load_outer(engine: RoundEngine, outer: dict[str, torch.Tensor]) -> None:
     """Take over what another replica's outer optimizer remembers.
 
     Raises:
@@ -132,7 +132,7 @@ def load_outer(engine: Engine, outer: dict[str, torch.Tensor]) -> None:
     engine.update.load_state_dict({key.removeprefix("momentum."): vector for key, vector in outer.items()})
 
 
-def load_global_parameters(engine: Engine, model: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
+def load_global_parameters(engine: RoundEngine, model: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
     """Take over another replica's global parameters alone; local parameters become those.
 
     Raises:
