@@ -19,7 +19,7 @@ PORT = 4000
 # All that take part have come to the end of the run so soon after the first has.
 _LATE_S = 20.0
 _HERE = Path(__file__).parent
-_REPLICAS = ("thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare")
+_REPLICAS = ("thinwire.cli.processes", "thinwire.cli.elastic_spare")
 _COORDINATOR = "thinwire.cli.coordinator"
 
 

@@ -100,7 +100,7 @@ def run(code: str, *, stdout: str, stderr: str) -> int:
 @pytest.mark.parametrize(("module", "words", "code"), [
     # each prints its error and returns a code of its own; one that dies of the print ends with 1
     ("coordinator", "'{run}', str(os.getppid()), '{run}/none', '127.0.0.1', '0', 'start'", 3),
-    ("elastic_worker", "'{run}', str(os.getppid()), '0'", 3),
+    ("processes", "'{run}', str(os.getppid()), '0'", 3),
 ])  # fmt: skip
 def test_a_process_of_an_elastic_run_with_stderr_on_a_full_disk_ends_as_it_would(
     tmp_path: Path, module: str, words: str, code: int

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-_ELASTIC = {"thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare"}
+_ELASTIC = {"thinwire.cli.processes", "thinwire.cli.elastic_spare"}
 _STATIC = {"thinwire.cli.worker"}
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.errors import DataError, ThinwireError
 
 USAGE, FAILED = 2, 1
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
         return USAGE
     try:
         words = arguments[1:] if name == "wire" else arguments
-        options = read_words(BenchWireOptions, words, prog="thinwire bench wire")
+        options = parse_options(BenchWireOptions, words, prog="thinwire bench wire")
         wanted = list(_cells(options))
     except ValueError as error:
         _say(str(error))

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.tables import plain, print_wide
-from thinwire.cli.words import read_words
 from thinwire.errors import CheckpointError, ThinwireError
 from thinwire.units import format_bytes, format_count
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 where a checkpoint is not whole or the place cannot be read, 2 for wrong options.
     """
     try:
-        options = read_words(CheckpointsOptions, arguments, prog="thinwire checkpoints")
+        options = parse_options(CheckpointsOptions, arguments, prog="thinwire checkpoints")
         return run(options)
     except ValueError as error:
         return _fail(2, error)

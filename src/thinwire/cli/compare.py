@@ -11,8 +11,8 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.tables import comparison_table, plain
-from thinwire.cli.words import read_words
 from thinwire.errors import ThinwireError
 from thinwire.monitor.report.comparison import Comparison, compare_runs, write_comparison
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 for what went wrong while running, 2 for wrong options.
     """
     try:
-        options = read_words(CompareOptions, arguments, prog="thinwire compare")
+        options = parse_options(CompareOptions, arguments, prog="thinwire compare")
     except ValueError as error:
         return _fail(2, str(error))
     except SystemExit:  # after --help

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.monitor.dashboard.snapshot import RunFollower
 
     try:
-        options = read_words(DashboardOptions, arguments, prog="thinwire dashboard")
+        options = parse_options(DashboardOptions, arguments, prog="thinwire dashboard")
         if not 0 <= options.port < 1 << 16:
             raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
         token = None if options.token_file is None else _token(options.token_file)

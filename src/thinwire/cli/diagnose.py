@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 
 if TYPE_CHECKING:
     from thinwire.monitor.detect.timeline import Job
@@ -72,7 +72,7 @@ def _diagnose(arguments: Sequence[str]) -> int:
     from thinwire.monitor.runlog.sources import read_files
 
     try:
-        options = read_words(DiagnoseOptions, arguments, prog="thinwire diagnose")
+        options = parse_options(DiagnoseOptions, arguments, prog="thinwire diagnose")
         if not options.files:
             raise ValueError("name at least one file; see thinwire diagnose --help")
         if options.heat is None and options.heat_of != "all":

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.train_options import world_size
-from thinwire.cli.words import read_words
 from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     # where the store goes, torch's own log is a page of C++ frames beside our one line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        options = read_words(ActiveTestOptions, arguments, prog=_PROG)
+        options = parse_options(ActiveTestOptions, arguments, prog=_PROG)
         _check(options)
         if options.replicas is not None:
             return _start(arguments, options.replicas)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 where something is wrong, 2 for wrong options.
     """
     try:
-        options = read_words(DoctorOptions, arguments, prog="thinwire doctor")
+        options = parse_options(DoctorOptions, arguments, prog="thinwire doctor")
         return _examine(options)
     except ValueError as error:
         print(f"thinwire doctor: error: {error}", file=sys.stderr)

@@ -232,7 +232,7 @@ def replica_roles(count: int, *, first: int = 0) -> list[Role]:
     return [
         Role(
             name=f"replica-process {index}",
-            module="thinwire.cli.elastic_worker",
+            module="thinwire.cli.processes",
             words=(str(index),),
             spare="thinwire.cli.elastic_spare",
         )

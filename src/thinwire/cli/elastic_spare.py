@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from thinwire.cli import elastic_worker
+from thinwire.cli import processes
 from thinwire.cli.launcher_end import end_with
 from thinwire.cli.output import finish_output, protect_output
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The run's folder, and the launcher's process id.
 
     Returns:
-        0 where no work came, else as `elastic_worker.main`.
+        0 where no work came, else as `processes.main`.
     """
     run_dir, launcher = arguments
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.training.elastic.standby_process import read_work
 
     words = read_work()
-    return 0 if words is None else elastic_worker.main([run_dir, launcher, *words])
+    return 0 if words is None else processes.main([run_dir, launcher, *words])
 
 
 if __name__ == "__main__":

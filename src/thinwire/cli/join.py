@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 for what went wrong while running, 2 for wrong options, 128 + N for signal N.
     """
     try:
-        options = read_words(JoinOptions, arguments, prog="thinwire join")
+        options = parse_options(JoinOptions, arguments, prog="thinwire join")
         return _join(options)
     except ValueError as error:
         return _fail(2, error)

@@ -16,8 +16,8 @@ from typing import Any
 
 import tyro
 
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.lab_output import Outputs, show_summary
-from thinwire.cli.words import read_words
 from thinwire.errors import LabError
 from thinwire.lab import Access, HostProcess, Lab, LabSettings, Link
 from thinwire.lab.settings import parse_access, parse_host, parse_link, parse_loss
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
     words = list(arguments)
     cut = words.index("--") if "--" in words else len(words)
     try:
-        options = read_words(LabOptions, words[:cut], prog="thinwire lab")
+        options = parse_options(LabOptions, words[:cut], prog="thinwire lab")
         command = words[cut + 1 :]
         if not command:
             raise ValueError("there is no command; put it behind --, as in: thinwire lab --hosts 2 -- thinwire train")

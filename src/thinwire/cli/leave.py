@@ -1,10 +1,10 @@
-"""`thinwire leave`: see `thinwire.cli.control`."""
+"""`thinwire leave`: see `thinwire.cli.admin_client`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thinwire.cli.control import control
+from thinwire.cli.admin_client import control
 
 
 def main(arguments: Sequence[str]) -> int:

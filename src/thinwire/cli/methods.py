@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 
 _WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.methods import RECIPES, recipe
 
     try:
-        options = read_words(MethodsOptions, arguments, prog="thinwire methods")
+        options = parse_options(MethodsOptions, arguments, prog="thinwire methods")
         names = tuple(RECIPES)
         if options.name is not None:
             recipe(options.name)

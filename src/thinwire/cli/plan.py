@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.cluster_options import ClusterOptions, cluster_of
-from thinwire.cli.words import read_words
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 where no plan keeps to what was wished or the file cannot be read or written, 2 for wrong options.
     """
     try:
-        return _plan(read_words(PlanOptions, arguments, prog="thinwire plan"))
+        return _plan(parse_options(PlanOptions, arguments, prog="thinwire plan"))
     except ValueError as error:
         return _fail(USAGE, error)
     except ThinwireError as error:

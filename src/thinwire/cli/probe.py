@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.train_options import world_size
-from thinwire.cli.words import read_words
 from thinwire.errors import ThinwireError
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        options = read_words(ProbeOptions, arguments, prog="thinwire probe")
+        options = parse_options(ProbeOptions, arguments, prog="thinwire probe")
         if world_size() in (None, 1):
             raise ValueError(
                 "a probe measures the wires between at least 2 hosts; start it by torchrun on each of them, or in a "

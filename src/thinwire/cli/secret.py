@@ -10,7 +10,7 @@ from typing import Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.transport.secret import make_secret
 
 USAGE, FAILED = 2, 1
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 where the file cannot be written, 2 for wrong options.
     """
     try:
-        file = read_words(SecretOptions, arguments, prog="thinwire secret").file
+        file = parse_options(SecretOptions, arguments, prog="thinwire secret").file
         make_secret(file)
     except ValueError as error:
         return _fail(USAGE, error)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.cluster_options import ClusterOptions, cluster_of
-from thinwire.cli.words import read_words
 from thinwire.errors import ThinwireError
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
 
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 where a file cannot be read, 2 for wrong options.
     """
     try:
-        return _simulate(read_words(SimulateOptions, arguments, prog="thinwire simulate"))
+        return _simulate(parse_options(SimulateOptions, arguments, prog="thinwire simulate"))
     except ValueError as error:
         return _fail(USAGE, error)
     except ThinwireError as error:

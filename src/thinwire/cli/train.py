@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.cli.judge_beside import judged_beside
 from thinwire.cli.launcher_end import end_with
-from thinwire.cli.train_judged import judged
+from thinwire.cli.run_watchdog import judged
 from thinwire.cli.train_options import parse, settle, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
 
     try:
-        options = read_words(WatchOptions, arguments, prog="thinwire watch")
+        options = parse_options(WatchOptions, arguments, prog="thinwire watch")
         if not 0.05 <= options.period_s <= 60:
             raise ValueError(f"--period-s must be from 0.05 to 60, got {options.period_s:g}")
         if options.json or options.once:

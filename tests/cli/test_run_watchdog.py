@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from thinwire.cli.train_judged import end_stopped
+from thinwire.cli.run_watchdog import end_stopped
 
 SLEEPERS = "import subprocess, time; [subprocess.Popen(['sleep', '60']) for _ in range(2)]; print(1, flush=True)"
 

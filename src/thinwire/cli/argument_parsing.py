@@ -13,7 +13,7 @@ import tyro
 Options = TypeVar("Options")
 
 
-def read_words(kind: type[Options], arguments: Sequence[str], *, prog: str) -> Options:
+def parse_options(kind: type[Options], arguments: Sequence[str], *, prog: str) -> Options:
     """Turn words into options.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.errors import ThinwireError
 
 _DEADLINE_S = 10.0
@@ -52,8 +52,8 @@ def control(verb: str, arguments: Sequence[str]) -> int:
     """
     try:
         if verb == "status":
-            return _say(verb, read_words(StatusOptions, arguments, prog="thinwire status"), target="")
-        options = read_words(ControlOptions, arguments, prog=f"thinwire {verb}")
+            return _say(verb, parse_options(StatusOptions, arguments, prog="thinwire status"), target="")
+        options = parse_options(ControlOptions, arguments, prog=f"thinwire {verb}")
         return _say(verb, options, target=_target(verb, options))
     except ValueError as error:
         return _fail(verb, 2, error)
