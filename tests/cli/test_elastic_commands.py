@@ -126,7 +126,7 @@ def test_without_an_address_a_command_says_where_it_may_come_from(
 
 WITHOUT_TORCH = """
 import sys
-import thinwire.cli.coordinator
+import thinwire.cli.processes
 from thinwire.cli import elastic_run
 from thinwire.cli.join import main
 

@@ -1,9 +1,8 @@
-"""Words to the coordinator of a running elastic job: how it goes, and who is to pause, go on or leave."""
+"""Admin commands to the coordinator of an elastic job: status, pause, resume, leave."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +10,15 @@ from typing import Annotated
 
 import tyro
 
-from thinwire.cli.argument_parsing import parse_options
-from thinwire.errors import ThinwireError
+from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.cli.output import log, print_error
 
 _DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusOptions:
-    """Ask the coordinator of a running job of `thinwire train --elastic` how it goes."""
+    """Ask the coordinator of a running job of `thinwire train --elastic` for its state."""
 
     address: Annotated[str, tyro.conf.Positional] = ""
     """The address that the first host printed, - to read it from stdin, HOST:PORT together with --secret, or the run's
@@ -31,76 +30,92 @@ class StatusOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlOptions(StatusOptions):
-    """Say something to the coordinator of a running job of `thinwire train --elastic`."""
+class AdminOptions(StatusOptions):
+    """Send a command to the coordinator of a running job of `thinwire train --elastic`."""
 
     replica: int | None = None
-    """The replica that is meant. Default: all (leave needs one, or a host)."""
+    """The replica. Default: all (leave needs one, or a host)."""
     host: str | None = None
     """The host whose replicas are meant."""
 
 
-def control(verb: str, arguments: Sequence[str]) -> int:
-    """Run one of the commands.
-
-    Args:
-        verb: status, pause, resume or leave.
-        arguments: The words behind it.
+@command("status")
+def status(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire status --help`.
 
     Returns:
-        0, 1 for what went wrong while running, 2 for wrong options.
+        0, 1 for an error while running, 2 for wrong options.
     """
-    try:
-        if verb == "status":
-            return _say(verb, parse_options(StatusOptions, arguments, prog="thinwire status"), target="")
-        options = parse_options(ControlOptions, arguments, prog=f"thinwire {verb}")
-        return _say(verb, options, target=_target(verb, options))
-    except ValueError as error:
-        return _fail(verb, 2, error)
-    except ThinwireError as error:
-        return _fail(verb, 1, error)
+    return _send("status", parse_options(StatusOptions, arguments, prog="thinwire status"), target="")
 
 
-def _target(verb: str, options: ControlOptions) -> str:
-    """Return who is meant, as the coordinator reads it; empty for all."""
+@command("pause")
+def pause(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire pause --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    return _send_to_replicas("pause", arguments)
+
+
+@command("resume")
+def resume(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire resume --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    return _send_to_replicas("resume", arguments)
+
+
+@command("leave")
+def leave(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire leave --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    return _send_to_replicas("leave", arguments)
+
+
+def _send_to_replicas(verb: str, arguments: Sequence[str]) -> int:
+    options = parse_options(AdminOptions, arguments, prog=f"thinwire {verb}")
     if options.replica is not None and options.host is not None:
         raise ValueError("give --replica or --host, not both")
     target = options.host or ("" if options.replica is None else str(options.replica))
     if verb == "leave" and not target:
-        raise ValueError("thinwire leave needs --replica N or --host NAME; see who is there with: thinwire status")
-    return target
+        raise ValueError("thinwire leave needs --replica N or --host NAME; list the members with: thinwire status")
+    return _send(verb, options, target=target)
 
 
-def _say(verb: str, options: StatusOptions, *, target: str) -> int:
-    from thinwire.cli.address import read_address
-    from thinwire.cli.elastic_run import show_status, tell
+def _send(verb: str, options: StatusOptions, *, target: str) -> int:
+    from thinwire.cli.elastic_run import show_status
+    from thinwire.cli.secret import check_secret, read_address
     from thinwire.elastic.coordinator_client import ask_once
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
     need_pyzmq()
-    words, path = read_address(options.address, command=f"thinwire {verb}"), options.secret
-    if Path(words).is_dir():
-        words, path = _of_folder(Path(words), path)
-    invitation = read_invitation(words)
-    secret = invitation.secret or (read_secret(path) if path is not None else None)
-    if secret is None:
-        raise ValueError(
-            "the address holds no secret; give the whole address that the first host printed "
-            "(thinwire://HOST:PORT/SECRET), or the secret's file by --secret"
-        )
+    address, path = read_address(options.address, command=f"thinwire {verb}"), options.secret
+    if Path(address).is_dir():
+        address, path = _address_of_run(Path(address), path)
+    invitation = read_invitation(address)
+    check_secret(invitation.secret, path)
+    secret = invitation.secret or read_secret(path or Path())
     answer = ask_once(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
     if verb == "status" or options.json:
         show_status(answer["status"], as_json=options.json)
     if not answer["ok"]:
-        return _fail(verb, 1, answer["text"])
+        print_error(verb, answer["text"])
+        return FAILED
     if answer["text"]:
-        tell(answer["text"])
+        log(answer["text"])
     return 0
 
 
-def _of_folder(run_dir: Path, path: Path | None) -> tuple[str, Path]:
-    """Return where the job of a run's folder is, and its secret's file."""
+def _address_of_run(run_dir: Path, path: Path | None) -> tuple[str, Path]:
+    """Return the address of the job of a run's folder, and its secret's file."""
     from thinwire.training.elastic.job import LOCAL_FILE
 
     try:
@@ -108,8 +123,3 @@ def _of_folder(run_dir: Path, path: Path | None) -> tuple[str, Path]:
         return str(settings["invitation"]), path or Path(settings["secret"])
     except (OSError, ValueError, KeyError):
         raise ValueError(f"{run_dir} is no folder of an elastic run (no {LOCAL_FILE})") from None
-
-
-def _fail(verb: str, code: int, error: object) -> int:
-    print(f"thinwire {verb}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return code
