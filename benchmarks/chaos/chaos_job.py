@@ -19,8 +19,8 @@ PORT = 4000
 # All that take part have come to the end of the run so soon after the first has.
 _LATE_S = 20.0
 _HERE = Path(__file__).parent
-_REPLICAS = ("thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare")
-_COORDINATOR = "thinwire.cli.coordinator"
+_REPLICAS = ("elastic-replica", "standby-replica")
+_COORDINATOR = "coordinator"
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class ChaosJob:
         for host in self.hosts:
             path = host.folder / "logs" / "replica-process-0.pid"
             inside = int(path.read_text()) if path.exists() else 0
-            for pid in [pid for module in _REPLICAS for pid in _pids(module, host.folder)]:
+            for pid in [pid for kind in _REPLICAS for pid in _pids(kind, host.folder)]:
                 if _number_inside(pid) == inside:  # the others wait for its place
                     found[host.number] = pid
         return found
@@ -197,9 +197,9 @@ def _number_inside(pid: int) -> int:
         return -1
 
 
-def _pids(module: str, folder: Path) -> list[int]:
+def _pids(kind: str, folder: Path) -> list[int]:
     found = []
-    wanted = [b"-m", module.encode(), str(folder.resolve()).encode()]
+    wanted = [b"-m", b"thinwire.cli.processes", kind.encode(), str(folder.resolve()).encode()]
     for path in Path("/proc").iterdir():
         if path.name.isdecimal():
             try:
@@ -207,6 +207,6 @@ def _pids(module: str, folder: Path) -> list[int]:
                 state = (path / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
-            if words[1:4] == wanted and state != "Z":
+            if words[1:5] == wanted and state != "Z":
                 found.append(int(path.name))
     return sorted(found)

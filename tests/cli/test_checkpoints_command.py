@@ -81,7 +81,7 @@ def test_the_run_that_wrote_a_checkpoint_stands_beside_it(tmp_path: Path, capsys
 def test_a_folder_without_any_says_so_and_stdout_stays_empty(tmp_path: Path, capsys: Output) -> None:
     assert main([str(tmp_path)]) == 0
     told = capsys.readouterr()
-    assert told.out == "" and f"{tmp_path} holds none of an elastic run" in told.err
+    assert told.out == "" and f"{tmp_path} holds no checkpoint of an elastic run" in told.err
     assert main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"place": str(tmp_path), "checkpoints": []}
 

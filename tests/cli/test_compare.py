@@ -10,7 +10,7 @@ import pytest
 import tyro
 
 from tests.sample_runs import append, step_line, write_run
-from thinwire.cli.compare import CompareOptions, compare, main, run
+from thinwire.cli.compare import CompareOptions, compare, main
 from thinwire.errors import DataError
 
 Output = pytest.CaptureFixture[str]
@@ -32,7 +32,7 @@ def test_the_command_line_takes_runs_out_and_json(tmp_path: Path) -> None:
 
 def test_a_row_a_run_with_the_gap_to_the_first(runs: tuple[Path, Path], tmp_path: Path, capsys: Output) -> None:
     page = tmp_path / "out" / "compare.html"
-    assert run(CompareOptions(runs=runs, out=page)) == 0
+    assert main([*map(str, runs), "--out", str(page)]) == 0
     captured = capsys.readouterr()
     head, first, second = captured.out.splitlines()
     for name in ("method", "replicas", "steps", "tokens", "val loss", "gap", "wall", "sent", "times less", "peak rate"):

@@ -152,7 +152,7 @@ def test_others_that_end_within_their_grace_end_by_themselves(tmp_path: Path) ->
 def test_a_command_that_does_not_exist_is_a_wrong_command_line(tmp_path: Path) -> None:
     done = lab("--", "no-such-command", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "thinwire lab: No such file or directory: no-such-command\n"
+    assert done.stderr == "thinwire lab: error: No such file or directory: no-such-command\n"
 
 
 @pytest.mark.usefixtures("can_lab")
@@ -223,7 +223,7 @@ def test_without_its_programs_a_lab_is_refused_with_the_remedy(tmp_path: Path) -
     done = lab("--", "true", cwd=tmp_path, PATH=str(tmp_path / "empty"))
     assert done.returncode == 1
     assert done.stderr == (
-        "thinwire lab: a lab needs the program 'ip', which is not here; install it: apt install iproute2\n"
+        "thinwire lab: error: a lab needs the program 'ip', which is not here; install it: apt install iproute2\n"
     )
     assert not (tmp_path / "runs").exists()
     told = lab("doctor", cwd=tmp_path, PATH=str(tmp_path / "empty"))
@@ -239,7 +239,8 @@ def test_on_another_system_a_lab_is_refused_with_the_remedy(
     monkeypatch.setattr(sys, "platform", "darwin")
     assert main(["lab", "--", "true"]) == 1
     told = capsys.readouterr().err
-    assert told == "thinwire lab: a lab is made of Linux network namespaces, and this is darwin; use a Linux machine\n"
+    reason = "a lab is made of Linux network namespaces, and this is darwin; use a Linux machine"
+    assert told == f"thinwire lab: error: {reason}\n"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -97,20 +97,20 @@ def run(code: str, *, stdout: str, stderr: str) -> int:
         return subprocess.run(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, check=False).returncode
 
 
-@pytest.mark.parametrize(("module", "words", "code"), [
+@pytest.mark.parametrize(("kind", "words", "code"), [
     # each prints its error and returns a code of its own; one that dies of the print ends with 1
     ("coordinator", "'{run}', str(os.getppid()), '{run}/none', '127.0.0.1', '0', 'start'", 3),
-    ("elastic_worker", "'{run}', str(os.getppid()), '0'", 3),
+    ("elastic-replica", "'{run}', str(os.getppid()), '0'", 3),
 ])  # fmt: skip
 def test_a_process_of_an_elastic_run_with_stderr_on_a_full_disk_ends_as_it_would(
-    tmp_path: Path, module: str, words: str, code: int
+    tmp_path: Path, kind: str, words: str, code: int
 ) -> None:
     (tmp_path / "job.json").write_text("no json")
     (tmp_path / "elastic.json").write_text("no json")
     script = f"""
         import os, runpy, sys
-        sys.argv = ["{module}", {words.format(run=tmp_path)}]
-        runpy.run_module("thinwire.cli.{module}", run_name="__main__")
+        sys.argv = ["processes", "{kind}", {words.format(run=tmp_path)}]
+        runpy.run_module("thinwire.cli.processes", run_name="__main__")
     """
     assert run(script, stdout="/dev/full", stderr="/dev/full") == code
 

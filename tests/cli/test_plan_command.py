@@ -12,8 +12,7 @@ import pytest
 
 from thinwire.cli import plan as plan_command
 from thinwire.cli import simulate as simulate_command
-from thinwire.cli.cluster_options import ClusterOptions
-from thinwire.cli.plan import PlanOptions
+from thinwire.cli.plan import ClusterOptions, PlanOptions
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned
@@ -217,7 +216,7 @@ def test_a_simulation_that_nobody_survives_says_where_it_ended(capsys: pytest.Ca
     told = capsys.readouterr()
     found = json.loads(told.out)
     assert max(found["last_step"]) < 60
-    assert f"nobody was left after step {max(found['last_step'])} of 60" in told.err
+    assert f"no replica was left after step {max(found['last_step'])} of 60" in told.err
     assert found["step_s"] == pytest.approx(found["total_s"] / max(1, *found["last_step"]))
 
 

@@ -39,7 +39,7 @@ def test_the_newest_findings_stand_below_the_table(tmp_path: Path, capsys: pytes
         file.write(finding_line(state="over", at=10) + finding_line(
             where="rank 1\u001b[2J", kind="non-communication slow", state="over", at=10))  # fmt: skip
     assert main([str(tmp_path), "--once"]) == 0
-    assert "over: communication slow: link 0 -> 2" in capsys.readouterr().out
+    assert "resolved: communication slow: link 0 -> 2" in capsys.readouterr().out
 
 
 def test_a_run_without_findings_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.cli.lab import LabOptions, settings_of
-from thinwire.cli.words import read_words
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rehearse.md").read_text()
 COMMANDS = [line for line in PAGE.replace("\\\n", " ").splitlines() if line.startswith("thinwire lab --")]
@@ -21,14 +21,14 @@ OPTIONS = re.findall(r"`(--(?:hosts|host|rate|link|latency) [^`]*)`", PAGE)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_page_is_one_that_the_lab_accepts(command: str) -> None:
     words = shlex.split(command)[2:]
-    options = read_words(LabOptions, words[: words.index("--")], prog="thinwire lab")
+    options = parse_options(LabOptions, words[: words.index("--")], prog="thinwire lab")
     assert settings_of(options).num_hosts == 2
     assert words[words.index("--") + 1 :]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_of_the_page_are_ones_that_the_lab_accepts(options: str) -> None:
-    settings_of(read_words(LabOptions, ["--hosts", "4", *shlex.split(options)], prog="thinwire lab"))
+    settings_of(parse_options(LabOptions, ["--hosts", "4", *shlex.split(options)], prog="thinwire lab"))
 
 
 def test_the_page_has_commands_and_options() -> None:

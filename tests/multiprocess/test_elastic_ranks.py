@@ -57,7 +57,7 @@ def test_a_killed_rank_takes_its_replica_out_and_its_return_brings_it_back_besid
         step = wait_until(run, lambda found: len(active(found)) == 2, started)["step"]
         wait_until(run, lambda found: found["step"] > step + 20, started)  # so that each holds all that it needs
         lost, (kept,) = set(rounds_in(run)), rounds_in(other)
-        (rank,) = processes(started, "thinwire.cli.elastic_rank")
+        (rank,) = processes(started, "replica-rank")
         leader = rank.parent()
         slower_file(run).touch()
         rank.kill()

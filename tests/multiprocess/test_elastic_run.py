@@ -93,8 +93,8 @@ def rounds(run: Path, replica: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def processes(started: Started, module: str) -> list[psutil.Process]:
-    return [one for one in started.workers() if any(module in word for word in one.cmdline())]
+def processes(started: Started, kind: str) -> list[psutil.Process]:
+    return [one for one in started.workers() if kind in one.cmdline()]
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
@@ -110,7 +110,7 @@ def test_killed_replicas_and_a_killed_coordinator_stop_nobody(texts: Path, tmp_p
     os.kill(int((run / "logs" / "replica-process-1.pid").read_text()), signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
     slower_file(run).unlink()
-    processes(started, "thinwire.cli.coordinator")[0].kill()
+    processes(started, "coordinator")[0].kill()
     assert started.end() == 0, started.stderr
     summary = json.loads((run / "summary.json").read_text())
     # the summary is refused where replicas end with different parameters
@@ -183,7 +183,7 @@ def test_a_killed_replica_goes_on_from_its_own_state_in_the_place_that_waits_for
     wait_until(run, lambda found: kept.exists() and spare.exists() and found["step"] > 10, started)
     pid = run / "logs" / "replica-process-1.pid"
     before = int(pid.read_text())
-    spares = [process.pid for process in processes(started, "elastic_spare")]
+    spares = [process.pid for process in processes(started, "standby-replica")]
     os.kill(before, signal.SIGKILL)
     wait_until(run, lambda found: len(active(found)) == 2 and max(active(found)) == 2, started)
     assert int(pid.read_text()) in spares

@@ -59,7 +59,7 @@ def test_a_run_goes_on_while_its_disk_is_full_also_when_a_replica_and_the_coordi
     os.kill(pid, signal.SIGKILL)
     found = wait_until(run, lambda later: active(later) == {0, 2}, started)
     assert (run / "coordinator.jsonl").stat().st_size > size, "there is room for what must not be forgotten"
-    processes(started, "thinwire.cli.coordinator")[0].kill()
+    processes(started, "coordinator")[0].kill()
     wait_until(run, lambda later: active(later) == {0, 2} and later["step"] > found["step"] + 8, started)
     theirs.unlink()
     found = wait_until(run, lambda later: later["step"] > found["step"] + 8, started)
@@ -78,7 +78,7 @@ def test_a_full_disk_restarts_no_process_and_the_run_ends_as_it_would(
     started = start(runs, texts, run, steps=200, output=output)
     found = wait_until(run, lambda found: len(active(found)) == 2 and found["step"] > 5, started)
     before = sorted(one.pid for one in started.family())
-    (coordinator,) = processes(started, "thinwire.cli.coordinator")
+    (coordinator,) = processes(started, "coordinator")
     journal = run / "coordinator.jsonl"
     os.truncate(journal, journal.stat().st_size)  # gives back the room that the journal has taken beforehand
     theirs = fill(disk)

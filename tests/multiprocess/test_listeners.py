@@ -19,14 +19,18 @@ from training_runs import DOCUMENTS, OPTIONS
 from thinwire.transport.secret import make_secret
 
 CLI = [sys.executable, "-m", "thinwire.cli.main"]
-WORKER = "thinwire.cli.worker"
+WORKER = "thinwire.cli.processes replica "
 MAIN = "thinwire.cli.main"
 
 TRAIN_GLOO = [Expected(id="train-gloo", process=WORKER)]
 TRAIN_WIRE = [Expected(id="train-wire", process=WORKER)]
-ELASTIC = [Expected(id=name, process="thinwire.cli.elastic") for name in ("elastic-wire", "elastic-ranks")]
-COORDINATOR = [Expected(id="elastic-coordinator", process="thinwire.cli.coordinator")]
-TEST_HERE = [Expected(id="diagnose-test-local", process="thinwire.cli.diagnose_rank")]
+ELASTIC = [
+    Expected(id=name, process=f"thinwire.cli.processes {kind}")
+    for name in ("elastic-wire", "elastic-ranks")
+    for kind in ("elastic-replica", "standby-replica", "replica-rank")
+]
+COORDINATOR = [Expected(id="elastic-coordinator", process="thinwire.cli.processes coordinator")]
+TEST_HERE = [Expected(id="diagnose-test-local", process="thinwire.cli.processes diagnose-rank")]
 DASHBOARD = [Expected(id="dashboard", process=MAIN)]
 STORE = [Expected(id="hosts-store", process=MAIN)]
 REACH_CHECK = [Expected(id="hosts-check", process=MAIN)]

@@ -27,7 +27,7 @@ OURS = [name for name in CONTENDERS if name not in REFERENCES]
 
 def as_rank(lines: Sequence[Sequence[str]], ports: Sequence[int]) -> list[tuple[int, str]]:
     """Run several command lines one after the other as one rank, and return exit codes and stderr."""
-    from thinwire.cli.bench_worker import main
+    from thinwire.cli.processes import bench_host
 
     done = []
     for words, port in zip(lines, ports, strict=True):
@@ -35,7 +35,7 @@ def as_rank(lines: Sequence[Sequence[str]], ports: Sequence[int]) -> list[tuple[
         err = io.StringIO()
         own = [word.replace("{own seed}", os.environ["RANK"]) for word in words]
         with contextlib.redirect_stderr(err):
-            code = main(own)
+            code = bench_host(own)
         done.append((code, err.getvalue()))
     return done
 

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-_ELASTIC = {"thinwire.cli.elastic_worker", "thinwire.cli.elastic_spare"}
-_STATIC = {"thinwire.cli.worker"}
+_ELASTIC = {"elastic-replica", "standby-replica"}
+_STATIC = {"replica"}
 
 
 def _sleep() -> None:
@@ -20,7 +20,9 @@ def _sleep() -> None:
     time.sleep(float(os.environ.get("CHAOS_STEP_S", "0")) * (10 if is_slower else 1))
 
 
-if _ELASTIC.intersection(sys.orig_argv) and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
+_KIND = set(sys.orig_argv[3:4]) if "thinwire.cli.processes" in sys.orig_argv else set()
+
+if _ELASTIC & _KIND and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
     from thinwire.training.elastic.loop import ElasticTraining
 
     _plain_step, _clip = ElasticTraining._plain_step, ElasticTraining._clip
@@ -39,7 +41,7 @@ if _ELASTIC.intersection(sys.orig_argv) and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(
 
     ElasticTraining._plain_step, ElasticTraining._clip = _slow_step, _spoilt_clip
 
-if _STATIC.intersection(sys.orig_argv) and "CHAOS_STEP_S" in os.environ:
+if _STATIC & _KIND and "CHAOS_STEP_S" in os.environ:
     from thinwire.training.loop import Training
 
     _train_step = Training._train_step

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 _FILE = os.environ.get("LAB_STEP_FILE", "")
-_REPLICAS = {f"thinwire.cli.{name}" for name in ("main", "worker", "elastic_worker", "elastic_spare")}
+_REPLICAS = {"thinwire.cli.main", "thinwire.cli.processes"}
 
 if _FILE and _REPLICAS.intersection(sys.orig_argv):
     from thinwire.training.loop import Training

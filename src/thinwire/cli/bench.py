@@ -1,4 +1,4 @@
-"""`thinwire bench wire`: our methods and others' on real sockets over thin wires, bytes counted by the kernel."""
+"""`thinwire bench wire`: methods of thinwire and of others on real sockets over thin wires, kernel byte counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,9 @@ from typing import Any
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.cli.output import log, print_error
 from thinwire.errors import DataError, ThinwireError
-
-USAGE, FAILED = 2, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +72,7 @@ class BenchWireOptions:
     """Run nothing; write table and figure of the runs that are there."""
 
 
+@command("bench", remedy="give another folder with --out")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire bench wire --help`.
 
@@ -82,30 +81,14 @@ def main(arguments: Sequence[str]) -> int:
     """
     name = arguments[0] if arguments else ""
     if name not in ("wire", "-h", "--help"):
-        _say(f"there is the benchmark wire, got {name!r}; usage: thinwire bench wire [options]")
-        return USAGE
-    try:
-        words = arguments[1:] if name == "wire" else arguments
-        options = read_words(BenchWireOptions, words, prog="thinwire bench wire")
-        wanted = list(_cells(options))
-    except ValueError as error:
-        _say(str(error))
-        return USAGE
-    try:
-        return _bench(options, wanted)
-    except DataError as error:
-        _say(str(error))
-    except OSError as error:
-        _say(f"cannot write {error.filename}: {error.strerror}; give another folder with --out")
-    return FAILED
-
-
-def _bench(options: BenchWireOptions, wanted: Sequence[Any]) -> int:
+        raise ValueError(f"there is the benchmark wire, got {name!r}; usage: thinwire bench wire [options]")
+    options = parse_options(BenchWireOptions, arguments[name == "wire" :], prog="thinwire bench wire")
+    wanted = list(_cells(options))
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         code = 0 if options.report else _run_all(wanted, options)
     except KeyboardInterrupt:
-        _say(f"stopped; what has run is in {options.out / 'wire.jsonl'}, and the same command goes on")
+        log(f"stopped; finished runs are in {options.out / 'wire.jsonl'}; the same command continues", command="bench")
         code = 130
     _write_report(options)
     return code
@@ -162,13 +145,13 @@ def _run_all(wanted: Sequence[Any], options: BenchWireOptions) -> int:
         try:
             result = run_cell(cell, cache_dir=cache_dir)
         except (ThinwireError, TimeoutError) as error:
-            _say(f"{name} failed: {error}")
+            print_error("bench", f"{name} failed: {error}")
             code = FAILED
             continue
         result["machine"] = _machine()
         with path.open("a") as file:
             file.write(json.dumps(result) + "\n")
-        _say(f"{number}/{len(wanted)}  {name}: {time.monotonic() - began_s:.0f} s")
+        log(f"{number}/{len(wanted)}  {name}: {time.monotonic() - began_s:.0f} s", command="bench")
     return code
 
 
@@ -178,7 +161,7 @@ def _write_report(options: BenchWireOptions) -> None:
 
     found = rows(summary(line) for line in _read(options.out / "wire.jsonl"))
     if not found:
-        _say("nothing has run yet")
+        log("nothing has run yet", command="bench")
         return
     text = markdown(found)
     (options.out / "wire.md").write_text(text)
@@ -194,8 +177,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
             found.append(json.loads(line))
         except json.JSONDecodeError:
             raise DataError(
-                f"line {number} of {path} is no JSON, such as a run leaves that was cut off while it wrote; delete the "
-                f"line, and its run is done again"
+                f"line {number} of {path} is no JSON; a run that was cut off while it wrote leaves such a line; delete "
+                f"it, and its run is repeated"
             ) from None
     return found
 
@@ -205,7 +188,3 @@ def _machine() -> dict[str, Any]:
 
     load = os.getloadavg()[0]
     return {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "load": round(load, 1)}
-
-
-def _say(text: str) -> None:
-    print(f"thinwire bench: {text}", file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""`thinwire checkpoints PATH_OR_URL`: which states of an elastic run are kept, and whether they are whole."""
+"""`thinwire checkpoints PATH_OR_URL`: list and verification of an elastic run's checkpoints."""
 
 from __future__ import annotations
 
 import json as json_format
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,17 +11,18 @@ from typing import Annotated, Any
 import tyro
 from rich.table import Table
 
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.output import log, printable
 from thinwire.cli.tables import plain, print_wide
-from thinwire.cli.words import read_words
-from thinwire.errors import CheckpointError, ThinwireError
+from thinwire.errors import CheckpointError
 from thinwire.units import format_bytes, format_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsOptions:
-    """List an elastic run's checkpoints: their steps, sizes, tokens seen, and whether they are whole.
+    """List an elastic run's checkpoints: step, size, tokens seen, and whether each is complete.
 
-    The exit code is 1 where one is not.
+    The exit code is 1 where one is damaged or incomplete.
     """
 
     place: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PATH_OR_URL")]
@@ -54,40 +54,24 @@ class Listed:
     run: str | None = None
 
 
+@command("checkpoints")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire checkpoints --help`.
 
     Returns:
-        0, 1 where a checkpoint is not whole or the place cannot be read, 2 for wrong options.
+        0, 1 where a checkpoint is damaged or the place cannot be read, 2 for wrong options.
     """
-    try:
-        options = read_words(CheckpointsOptions, arguments, prog="thinwire checkpoints")
-        return run(options)
-    except ValueError as error:
-        return _fail(2, error)
-    except ThinwireError as error:
-        return _fail(1, error)
-    except SystemExit:  # after --help
-        return 0
-
-
-def run(options: CheckpointsOptions) -> int:
-    """Do what the options say and return the exit code.
-
-    Raises:
-        ValueError: The URL is of no known kind.
-        ThinwireError: The place cannot be read, or the package for its URL is missing.
-    """
+    options = parse_options(CheckpointsOptions, arguments, prog="thinwire checkpoints")
     from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 
     checkpoints = GlobalCheckpoints(_place(options.place))
-    found = [_look(checkpoints, step, verify=options.verify) for step in checkpoints.steps()]
+    found = [_listed(checkpoints, step, verify=options.verify) for step in checkpoints.steps()]
     if options.json:
         print(json_format.dumps({"place": checkpoints.place, "checkpoints": [asdict(one) for one in found]}))
     elif found:
         print_wide(_table(found))
     else:
-        print(f"thinwire checkpoints: {plain(checkpoints.place)} holds none of an elastic run", file=sys.stderr)
+        log(f"{printable(checkpoints.place)} holds no checkpoint of an elastic run", command="checkpoints")
     return int(any(one.problem for one in found))
 
 
@@ -101,20 +85,20 @@ def _place(text: str) -> str:
     return str(inner if inner.is_dir() else folder)
 
 
-def _look(checkpoints: Any, step: int, *, verify: bool) -> Listed:
+def _listed(checkpoints: Any, step: int, *, verify: bool) -> Listed:
     try:
-        told = checkpoints.describe(step)
+        found = checkpoints.describe(step)
     except CheckpointError as error:
         return Listed(step=step, bytes=None, tokens=None, is_verified=False, problem=str(error))
     problem = checkpoints.problem(step) if verify else ""
-    tokens = told.note.get("tokens")
+    tokens = found.note.get("tokens")
     return Listed(
         step=step,
-        bytes=told.num_bytes,
+        bytes=found.num_bytes,
         tokens=tokens if isinstance(tokens, int) and not isinstance(tokens, bool) else None,
         is_verified=verify and not problem,
         problem=problem,
-        run=None if told.run is None else told.run["id"],
+        run=None if found.run is None else found.run["id"],
     )
 
 
@@ -133,8 +117,3 @@ def _table(found: list[Listed]) -> Table:
             plain(one.problem or ("verified" if one.is_verified else "complete, not verified")),
         )
     return table
-
-
-def _fail(code: int, words: object) -> int:
-    print(f"thinwire checkpoints: {plain(words)}", file=sys.stderr)
-    return code

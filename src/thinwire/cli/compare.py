@@ -11,9 +11,8 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
+from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.cli.tables import comparison_table, plain
-from thinwire.cli.words import read_words
-from thinwire.errors import ThinwireError
 from thinwire.monitor.report.comparison import Comparison, compare_runs, write_comparison
 
 _WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal: nothing is folded there
@@ -31,36 +30,14 @@ class CompareOptions:
     """Print one JSON object on stdout instead of the table."""
 
 
+@command("compare", remedy="give another place with --out")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire compare --help`.
 
     Returns:
-        0, 1 for what went wrong while running, 2 for wrong options.
+        0, 1 for an error while running, 2 for wrong options.
     """
-    try:
-        options = read_words(CompareOptions, arguments, prog="thinwire compare")
-    except ValueError as error:
-        return _fail(2, str(error))
-    except SystemExit:  # after --help
-        return 0
-    try:
-        return run(options)
-    except ValueError as error:
-        return _fail(2, str(error))
-    except ThinwireError as error:
-        return _fail(1, str(error))
-    except OSError as error:
-        return _fail(1, f"cannot write {options.out}: {error.strerror}; give another place with --out")
-
-
-def run(options: CompareOptions) -> int:
-    """Do what the options say and return the exit code.
-
-    Raises:
-        ValueError: No run is given, or one twice.
-        DataError: A folder is no run, or its run has not finished.
-        OSError: The page cannot be written.
-    """
+    options = parse_options(CompareOptions, arguments, prog="thinwire compare")
     compare(options.runs, out=options.out, json=options.json)
     return 0
 
@@ -91,8 +68,3 @@ def compare(runs: tuple[Path, ...], *, out: Path | None, json: bool) -> Comparis
     if out is not None:
         print(f"Figures: {out}", file=sys.stderr)
     return comparison
-
-
-def _fail(code: int, words: str) -> int:
-    print(f"thinwire compare: {plain(words)}", file=sys.stderr)
-    return code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.output import log
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,32 +32,25 @@ class DashboardOptions:
     """File of the token that whoever looks must know, in one line; readable by its owner alone."""
 
 
+@command("dashboard")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire dashboard --help`.
 
     Returns:
-        0 after Ctrl-C, 1 for what went wrong while running, 2 for wrong options.
+        0 after Ctrl-C, 1 for an error while running, 2 for wrong options.
     """
-    from thinwire.errors import ThinwireError
     from thinwire.monitor.dashboard.server import DashboardServer, Feed
     from thinwire.monitor.dashboard.snapshot import RunFollower
 
-    try:
-        options = read_words(DashboardOptions, arguments, prog="thinwire dashboard")
-        if not 0 <= options.port < 1 << 16:
-            raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
-        token = None if options.token_file is None else _token(options.token_file)
-        feed = Feed(RunFollower(options.run))
-        server = DashboardServer(feed, host=options.host, port=options.port, token=token)
-    except ValueError as error:
-        return _fail(2, error)
-    except ThinwireError as error:
-        return _fail(1, error)
-    except SystemExit:  # after --help
-        return 0
+    options = parse_options(DashboardOptions, arguments, prog="thinwire dashboard")
+    if not 0 <= options.port < 1 << 16:
+        raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
+    token = None if options.token_file is None else _token(options.token_file)
+    feed = Feed(RunFollower(options.run))
+    server = DashboardServer(feed, host=options.host, port=options.port, token=token)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(server.url, flush=True)
-    print("thinwire: Ctrl-C ends the page, and not the run", file=sys.stderr, flush=True)
+    log("Ctrl-C ends the page, and not the run")
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
@@ -69,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _token(path: Path) -> str:
-    """Return the token of a file that nobody else can read.
+    """Return the token of a file that only its owner can read.
 
     Raises:
         ValueError: It cannot be read, others can read it, or it holds no token.
@@ -87,8 +80,3 @@ def _token(path: Path) -> str:
         return check_token(content.decode("ascii"))
     except UnicodeDecodeError:
         raise ValueError(f"the token's file {path} holds other letters than ASCII") from None
-
-
-def _fail(code: int, error: object) -> int:
-    print(f"thinwire dashboard: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return code

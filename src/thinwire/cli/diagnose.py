@@ -1,4 +1,4 @@
-"""`thinwire diagnose FILES...`: what broke in a job, and where, from what its ranks wrote down."""
+"""`thinwire diagnose FILES...`: findings of a job, from the records of its ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.output import log, printable
 
 if TYPE_CHECKING:
     from thinwire.monitor.detect.timeline import Job
@@ -33,7 +34,7 @@ class DiagnoseOptions:
     """
 
     files: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FILES")]
-    """What the ranks wrote down."""
+    """Records of the ranks."""
     json: bool = False
     """Print one JSON object on stdout instead of text."""
     flight_recorder: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -65,36 +66,25 @@ def main(arguments: Sequence[str]) -> int:
     return _diagnose(arguments)
 
 
+@command("diagnose", remedy="give another file or folder")
 def _diagnose(arguments: Sequence[str]) -> int:
-    from thinwire.errors import DataError
     from thinwire.monitor.detect.diagnose import findings_of_whole
     from thinwire.monitor.detect.timeline import build
     from thinwire.monitor.runlog.run_folder import read_files
 
-    try:
-        options = read_words(DiagnoseOptions, arguments, prog="thinwire diagnose")
-        if not options.files:
-            raise ValueError("name at least one file; see thinwire diagnose --help")
-        if options.heat is None and options.heat_of != "all":
-            raise ValueError(f"--heat-of {options.heat_of} needs --heat FILE, where the heat map goes")
-    except ValueError as error:
-        print(f"thinwire diagnose: {error}", file=sys.stderr)
-        return 2
-    except SystemExit:  # after --help
-        return 0
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            records = read_files(options.files)
-        for one in said:
-            print(f"thinwire diagnose: warning: {str(one.message).removeprefix('thinwire: ')}", file=sys.stderr)
-    except DataError as error:
-        print(f"thinwire diagnose: {error}", file=sys.stderr)
-        return 1
+    options = parse_options(DiagnoseOptions, arguments, prog="thinwire diagnose")
+    if not options.files:
+        raise ValueError("name at least one file; see thinwire diagnose --help")
+    if options.heat is None and options.heat_of != "all":
+        raise ValueError(f"--heat-of {options.heat_of} needs --heat FILE, where the heat map goes")
+    with warnings.catch_warnings(record=True) as caught:
+        records = read_files(options.files)
+    for one in caught:
+        log(f"warning: {str(one.message).removeprefix('thinwire: ')}", command="diagnose")
     job = build(records)
     members = records.of_members()
     findings = findings_of_whole(job if members is records else build(members))
-    if not _write_files(options, records, job, findings):
-        return 1
+    _write_files(options, records, job, findings)
     _print(options, records, findings, has_removed=members is not records)
     return FOUND if findings else 0
 
@@ -104,60 +94,58 @@ def _print(options: DiagnoseOptions, records: Records, findings: Sequence[Findin
 
     refused = [f"{one.source}:{one.line}: {one.reason}" for one in records.refusals]
     if options.json:
-        told = {
+        values = {
             "findings": [finding.to_json() for finding in findings],
             "num_records": records.num_records,
             "num_refused": records.num_refused,
             "refused": refused,
             "removed": sorted(records.removed),
         }
-        print(json_format.dumps(told))
+        print(json_format.dumps(values))
     else:
         print(_plain(report(findings)))
         print(f"{records.num_records} records, {records.num_refused} lines refused", file=sys.stderr)
         if has_removed:
             named = ", ".join(map(str, sorted(records.removed)[:32]))
             print(
-                f"not judged, since the run removed them and went on: replicas {named}; why is in findings.jsonl",
+                f"not diagnosed, since the run removed them: replicas {named}; the reasons are in findings.jsonl",
                 file=sys.stderr,
             )
         for line in refused:
             print(f"  refused: {_plain(line)}", file=sys.stderr)
 
 
-def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings: Sequence[Finding]) -> bool:
-    """Write what was asked for beside the text, up to the first that cannot be written."""
-    return (
-        (options.flight_recorder is None or _write_dumps(records, options.flight_recorder))
-        and (options.trace is None or _write_trace(job, findings, options.trace))
-        and (options.heat is None or _write_heat(job, options.heat, kind=options.heat_of))
-        and (options.prometheus is None or _write_metrics(records, job, findings, options.prometheus))
-    )
+def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings: Sequence[Finding]) -> None:
+    """Write the files that the options name, beside the text.
+
+    Raises:
+        OSError: One cannot be written.
+        ThinwireError: There is nothing to write.
+    """
+    from thinwire.files import write_whole
+
+    if options.flight_recorder is not None:
+        from thinwire.monitor.flight_recorder import write_dumps
+
+        written = write_dumps(records, options.flight_recorder)
+        print(f"{len(written)} dumps in {options.flight_recorder}", file=sys.stderr)
+    if options.trace is not None:
+        from thinwire.monitor.trace import to_trace
+
+        trace = to_trace(job, findings)
+        write_whole(options.trace, json_format.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n")
+        print(f"{len(trace['traceEvents'])} events in {options.trace}; open it in ui.perfetto.dev", file=sys.stderr)
+    if options.heat is not None:
+        _write_heat(job, options.heat, kind=options.heat_of)
+    if options.prometheus is not None:
+        from thinwire.monitor.prometheus_text import findings_text
+
+        write_whole(options.prometheus, findings_text(findings, records, job, at=round(time.time(), 3)))
 
 
-def _write_dumps(records: Records, folder: Path) -> bool:
-    from thinwire.monitor.flight_recorder import write_dumps
-
-    try:
-        written = write_dumps(records, folder)
-    except OSError as error:
-        print(f"thinwire diagnose: cannot write to {folder}: {error.strerror}", file=sys.stderr)
-        return False
-    print(f"{len(written)} dumps in {folder}", file=sys.stderr)
-    return True
-
-
-def _write_trace(job: Job, findings: Sequence[Finding], path: Path) -> bool:
-    from thinwire.monitor.trace import to_trace
-
-    trace = to_trace(job, findings)
-    if not _write(path, json_format.dumps(trace, separators=(",", ":"), allow_nan=False) + "\n"):
-        return False
-    print(f"{len(trace['traceEvents'])} events in {path}; open it in ui.perfetto.dev", file=sys.stderr)
-    return True
-
-
-def _write_heat(job: Job, path: Path, *, kind: str) -> bool:
+def _write_heat(job: Job, path: Path, *, kind: str) -> None:
+    from thinwire.errors import DataError
+    from thinwire.files import write_whole
     from thinwire.monitor.heat import heat_maps, to_page, words
 
     maps = heat_maps(job)
@@ -165,37 +153,14 @@ def _write_heat(job: Job, path: Path, *, kind: str) -> bool:
         known = [one.kind for one in maps]
         maps = [one for one in maps if one.kind == kind]
         if not maps:
-            timed = f"; timed were: {_plain(', '.join(known))}" if known else ""
-            print(
-                f"thinwire diagnose: --heat-of {kind}: no rank timed that{timed}; give --heat-of all", file=sys.stderr
-            )
-            return False
-    if not _write(path, to_page(maps)):
-        return False
+            timed = f"; timed were: {', '.join(known)}" if known else ""
+            raise DataError(f"--heat-of {kind}: no rank timed that{timed}; give --heat-of all")
+    write_whole(path, to_page(maps))
     for one in maps:
-        print(f"{_plain(one.kind)}: {words(one)}", file=sys.stderr)
+        print(f"{printable(one.kind)}: {words(one)}", file=sys.stderr)
     print(f"{len(maps)} heat map{'s' * (len(maps) != 1)} in {path}; open it in a browser", file=sys.stderr)
-    return True
-
-
-def _write_metrics(records: Records, job: Job, findings: Sequence[Finding], path: Path) -> bool:
-    from thinwire.monitor.prometheus_text import findings_text
-
-    return _write(path, findings_text(findings, records, job, at=round(time.time(), 3)))
-
-
-def _write(path: Path, content: str) -> bool:
-    from thinwire.errors import ThinwireError
-    from thinwire.files import write_whole
-
-    try:
-        write_whole(path, content)
-    except (OSError, ThinwireError) as error:
-        print(f"thinwire diagnose: cannot write {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
-        return False
-    return True
 
 
 def _plain(text: str) -> str:
-    """Return a text without the control characters with which a name in a file could steer the terminal."""
+    """Return a text of several lines without other control characters; see `printable`."""
     return "".join(letter if letter == "\n" or letter.isprintable() else "\ufffd" for letter in text)

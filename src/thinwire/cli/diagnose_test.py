@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.cli.output import log
+from thinwire.cli.processes import DIAGNOSE_RANK
 from thinwire.cli.train_options import world_size
-from thinwire.cli.words import read_words
 from thinwire.units import format_rate, format_seconds, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
     from thinwire.monitor.active_test.active_test import Outcome
     from thinwire.monitor.active_test.evaluation import Measured, PairTest
 
-FOUND, USAGE, FAILED = 3, 2, 1
+FOUND = 3
 _MOST_ROWS = 56
 _STOP_S = 10.0
 _PROG = "thinwire diagnose test"
@@ -61,31 +63,22 @@ class ActiveTestOptions:
     """Print one JSON object on stdout instead of text."""
 
 
+@command("diagnose test")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire diagnose test --help`.
 
     Returns:
         0 where nothing is found, 3 where something is, 1 where it could not be tested, 2 for wrong options.
     """
-    from thinwire.errors import ThinwireError
-
-    is_told = os.environ.get("LOCAL_RANK", "0") == "0"
-    # where the store goes, torch's own log is a page of C++ frames beside our one line
+    # where the store ends, torch's own log would print a page of C++ frames beside our one line
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    try:
-        options = read_words(ActiveTestOptions, arguments, prog=_PROG)
-        _check(options)
-        if options.replicas is not None:
-            return _start(arguments, options.replicas)
-        return _test(options)
-    except ValueError as error:
-        return _fail(USAGE, error, is_told=is_told)
-    except ThinwireError as error:
-        return _fail(FAILED, error)
+    options = parse_options(ActiveTestOptions, arguments, prog=_PROG)
+    _check(options)
+    return _test(options) if options.replicas is None else _start(arguments, options.replicas)
 
 
 def _check(options: ActiveTestOptions) -> None:
-    """Refuse what makes no sense, before anything is started."""
+    """Check the options before anything is started."""
     ranks = world_size()
     if options.replicas is not None and ranks is not None:
         raise ValueError(f"--replicas starts ranks, and torchrun has started {ranks}; leave it out")
@@ -113,7 +106,7 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
             words.append(word)
     from thinwire.transport.addresses import RENDEZVOUS_FILE
 
-    command = [sys.executable, "-m", "thinwire.cli.diagnose_rank", str(os.getpid()), *words]
+    command = [sys.executable, "-m", *DIAGNOSE_RANK.split(), str(os.getpid()), *words]
     ranks: list[subprocess.Popen[bytes]] = []
     folder = tempfile.TemporaryDirectory(prefix="thinwire-rendezvous-", ignore_cleanup_errors=True)
     job = {"WORLD_SIZE": str(replicas), RENDEZVOUS_FILE: str(Path(folder.name) / "store")}
@@ -124,7 +117,8 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
             ranks.append(subprocess.Popen(command, env=own, stdout=out))
         return max(rank.wait() for rank in ranks)
     except KeyboardInterrupt:
-        return _fail(FAILED, "stopped; all ranks have ended")
+        _log("stopped; all ranks have ended")
+        return FAILED
     finally:
         for rank in ranks:
             if rank.poll() is None:
@@ -149,7 +143,7 @@ def _test(options: ActiveTestOptions) -> int:
     )  # fmt: skip
     try:
         tested = run_test(
-            gathering, budget_s=parse_seconds(options.budget), expect_bits_per_s=expect, tell=_say,
+            gathering, budget_s=parse_seconds(options.budget), expect_bits_per_s=expect, tell=_log,
             show=lambda outcome: _show(outcome, expect, as_json=options.json),
         )  # fmt: skip
         gathering.board.part(gathering.stations)
@@ -165,12 +159,12 @@ def _show(tested: Outcome, expect: float | None, *, as_json: bool) -> None:
     measured = tested.measured
     assert measured is not None, "rank 0 shows what it measured"
     if as_json:
-        told: dict[str, Any] = {
+        values: dict[str, Any] = {
             "findings": [finding.to_json() for finding in tested.findings],
             "measured": _values(measured),
         }
-        told["seconds"] = round(tested.seconds, 3)
-        print(json_format.dumps(told), flush=True)
+        values["seconds"] = round(tested.seconds, 3)
+        print(json_format.dumps(values), flush=True)
         return
     for line in _table(measured):
         print(plain(line))
@@ -178,9 +172,9 @@ def _show(tested: Outcome, expect: float | None, *, as_json: bool) -> None:
     for line in report(tested.findings).splitlines():
         print(plain(line))
     sys.stdout.flush()
-    _say(f"tested in {format_seconds(tested.seconds)}")
+    _log(f"tested in {format_seconds(tested.seconds)}")
     if len(measured.hosts) == 2 and expect is None:
-        _say("two ranks have only each other to compare with; --expect RATE says what their wire should carry")
+        _log("two ranks have only each other to compare with; --expect RATE says what their wire should carry")
 
 
 def _values(measured: Measured) -> dict[str, Any]:
@@ -255,11 +249,5 @@ def _row(measured: Measured, cell: tuple[int, int], pair: PairTest, reference: f
     )
 
 
-def _fail(code: int, reason: object, *, is_told: bool = True) -> int:
-    if is_told:
-        _say(str(reason))
-    return code
-
-
-def _say(words: str) -> None:
-    print(f"{_PROG}: {words}", file=sys.stderr, flush=True)
+def _log(text: str) -> None:
+    log(text, command="diagnose test")

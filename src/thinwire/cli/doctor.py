@@ -1,32 +1,29 @@
-"""`thinwire doctor`: what would keep a run from starting here, and what to do about it."""
+"""`thinwire doctor`: checks of this host and of the way to another, each with a remedy."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import FAILED, command, parse_options
 from thinwire.units import parse_seconds
 
 if TYPE_CHECKING:
     from thinwire.monitor.doctor.peer import Ask
     from thinwire.transport.addresses import Address
 
-USAGE, FAILED = 2, 1
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Look for what goes wrong in practice on this host, and on the way to another one; say what to do.
+    """Check this host, and the way to another one, for what goes wrong in practice; print what to do.
 
-    With an address such as 10.77.0.1:29400, the way there is looked at too. Run it on both hosts.
+    With an address such as 10.77.0.1:29400, the way there is checked too. Run it on both hosts.
 
     Nothing is changed. The exit code is 1 where something is wrong; warnings do not count.
     """
@@ -41,7 +38,7 @@ class DoctorOptions:
     """Address of this host that the other hosts reach."""
 
     secret: Path | None = None
-    """The job's secret, to be looked at too."""
+    """The job's secret, which is checked too."""
 
     out: Path = Path("runs")
     """Where runs will go."""
@@ -56,20 +53,31 @@ class DoctorOptions:
     """Print the checks as JSON on stdout."""
 
 
+@command("doctor")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire doctor --help`.
 
     Returns:
         0, 1 where something is wrong, 2 for wrong options.
     """
-    try:
-        options = read_words(DoctorOptions, arguments, prog="thinwire doctor")
-        return _examine(options)
-    except ValueError as error:
-        print(f"thinwire doctor: error: {error}", file=sys.stderr)
-        return USAGE
-    except SystemExit:  # after --help
-        return 0
+    options = parse_options(DoctorOptions, arguments, prog="thinwire doctor")
+    from thinwire.monitor.doctor.doctor import Patient, examine, is_well
+
+    patient = Patient(
+        target=options.target, interface=options.interface, address=options.address,
+        gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"), secret=options.secret, out=options.out,
+        cache=options.cache_dir, deadline_s=parse_seconds(options.deadline),
+    )  # fmt: skip
+    checks = []
+    for check in examine(patient, ask=_ask_of(options)):
+        checks.append(check)
+        if not options.json:
+            _show(check.verdict.value, check.name, check.found, check.remedy)
+    if options.json:
+        print(json.dumps([check.to_json() for check in checks]))
+    else:
+        _sum_up([check.verdict.value for check in checks])
+    return 0 if is_well(checks) else FAILED
 
 
 def _ask_of(options: DoctorOptions) -> Ask | None:
@@ -95,26 +103,6 @@ def _ask_of(options: DoctorOptions) -> Ask | None:
         return Info(version=str(answer["status"]["thinwire"]), unix_s=float(answer["status"]["unix_s"]))
 
     return ask
-
-
-def _examine(options: DoctorOptions) -> int:
-    from thinwire.monitor.doctor.doctor import Patient, examine, is_well
-
-    patient = Patient(
-        target=options.target, interface=options.interface, address=options.address,
-        gloo_interface=os.environ.get("GLOO_SOCKET_IFNAME"), secret=options.secret, out=options.out,
-        cache=options.cache_dir, deadline_s=parse_seconds(options.deadline),
-    )  # fmt: skip
-    checks = []
-    for check in examine(patient, ask=_ask_of(options)):
-        checks.append(check)
-        if not options.json:
-            _show(check.verdict.value, check.name, check.found, check.remedy)
-    if options.json:
-        print(json.dumps([check.to_json() for check in checks]))
-    else:
-        _sum_up([check.verdict.value for check in checks])
-    return 0 if is_well(checks) else FAILED
 
 
 def _show(verdict: str, name: str, found: str, remedy: str) -> None:

@@ -6,13 +6,13 @@ import contextlib
 import fcntl
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire.cli.steered import diagnosis_of, tell_end
+from thinwire.cli.output import log, print_error
+from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.admin_commands import COME
 from thinwire.elastic.coordinator_client import Line, ask_once
 from thinwire.elastic.invitation import Invitation
@@ -23,27 +23,27 @@ from thinwire.training.elastic.remediation import ElasticHands, LostTime, Order,
 from thinwire.transport.secret import Secret
 
 CUT_OFF_S = 10.0
-# After so long without an answer a host that joined says how to go on without the first host.
+# A host that joined then reports how to go on without the first host.
 _LOST_S = 60.0
-_ASK_S, _TELL_S, _COMMAND_S = 1.0, 15.0, 5.0
-# So long a spare waits for a coordinator that has answered it before, which may come back.
+_POLL_S, _REPORT_S, _COMMAND_S = 1.0, 15.0, 5.0
+# A spare waits this long for a coordinator that has answered before and may come back.
 _ALONE_S = 600.0
 
 
-class Watch:
-    """Asks the coordinator how the run goes, and tells what is new.
+class RunStatusPoller:
+    """Polls the coordinator for the state of the run, and reports what is new.
 
     Args:
         invitation: Where the coordinator is.
         secret: The job's.
-        say: Told what people should know.
+        say: Takes lines for people.
         run_dir: The run's folder on this host.
-        spare: What this host calls itself where it waits as a spare, else empty.
+        spare: This host's name where it waits as a spare, else empty.
         is_joined: Whether the coordinator is on another host.
 
     Attributes:
-        status: What the coordinator said last.
-        lost: What was lost of replicas' time.
+        status: The latest state from the coordinator.
+        lost: Lost time of the replicas.
     """
 
     def __init__(
@@ -55,26 +55,26 @@ class Watch:
         self._is_called = not spare
         self._run_dir = run_dir
         self._orders: list[Order] = []
-        self._line = Line(invitation, secret=secret, hear=self._hear)
+        self._line = Line(invitation, secret=secret, hear=self._on_message)
         self._latest: dict[str, Any] | None = None
         self.status: dict[str, Any] | None = None
         self.lost = LostTime()
-        self._told: list[str] = []
-        self._ask_s = self._tell_s = 0.0
-        self._heard_s = time.monotonic()
-        self._is_told_lost = not is_joined
+        self._reported: list[str] = []
+        self._poll_s = self._report_s = 0.0
+        self._answered_s = time.monotonic()
+        self._has_reported_loss = not is_joined
 
-    def look(self) -> None:
-        """Ask again when it is time, and tell what has come."""
+    def poll(self) -> None:
+        """Ask again when it is time, and report what has come."""
         now_s = time.monotonic()
-        if not self._is_told_lost and self.status is not None and now_s - self._heard_s > _LOST_S:
-            self._is_told_lost = True
+        if not self._has_reported_loss and self.status is not None and now_s - self._answered_s > _LOST_S:
+            self._has_reported_loss = True
             self._say(
-                f"the coordinator has not answered for {now_s - self._heard_s:.0f} s. If its host is lost: press "
+                f"the coordinator has not answered for {now_s - self._answered_s:.0f} s. If its host is lost: press "
                 f"Ctrl-C here, then go on from one host with: thinwire train --elastic --resume {self._run_dir}"
             )
-        if now_s >= self._ask_s:
-            self._ask_s = now_s + _ASK_S
+        if now_s >= self._poll_s:
+            self._poll_s = now_s + _POLL_S
             verb = "status" if self._is_called else "spare"
             self._line.say("command", verb=verb, target="" if self._is_called else self._spare)
         status, self._latest = self._latest, None
@@ -83,29 +83,29 @@ class Watch:
         self.status = status
         self._orders = orders_of(status, run_dir=self._run_dir)
         self.lost.see(status, at_s=time.time())
-        for finding in _new(self._told, status["findings"]):
+        for finding in _new(self._reported, status["findings"]):
             self._say(finding)
-        self._told = status["findings"]
-        if now_s >= self._tell_s and status["started"]:
-            self._tell_s = now_s + _TELL_S
+        self._reported = status["findings"]
+        if now_s >= self._report_s and status["started"]:
+            self._report_s = now_s + _REPORT_S
             self._say(describe(status))
 
     def take_orders(self) -> list[Order]:
-        """Return what the coordinator wants done to this host's processes, once."""
+        """Return the coordinator's orders for this host's processes, once."""
         orders, self._orders = self._orders, []
         return orders
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         self._line.close()
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         if message["kind"] == "answer":
-            self._latest, self._heard_s = message["status"], time.monotonic()
+            self._latest, self._answered_s = message["status"], time.monotonic()
             self._is_called = self._is_called or message["text"] == COME
 
     def is_waiting(self) -> bool:
-        """Tell whether this host waits as a spare.
+        """Return whether this host waits as a spare.
 
         Raises:
             RunOver: The run has come to its end, and has not needed it.
@@ -115,7 +115,7 @@ class Watch:
             return False
         if self.status is not None and self.status["finished"]:
             raise RunOver("the run has come to its end, and this spare was not needed")
-        silent_s = time.monotonic() - self._heard_s
+        silent_s = time.monotonic() - self._answered_s
         if silent_s > _ALONE_S:
             raise WorkerFailed(
                 f"the coordinator has not answered for {silent_s:.0f} s: the run has ended, or its first host is gone; "
@@ -124,23 +124,23 @@ class Watch:
         return True
 
     def is_cut_off(self) -> bool:
-        """Tell whether the coordinator has not answered for a while."""
-        return time.monotonic() - self._heard_s > CUT_OFF_S
+        """Return whether the coordinator has not answered for a while."""
+        return time.monotonic() - self._answered_s > CUT_OFF_S
 
 
 def describe(status: dict[str, Any]) -> str:
-    """Say in one line how a run goes."""
+    """Return the state of a run in one line."""
     active = [one for one in status["members"] if one["standing"] == "active"]
     paused = ", paused" if status["paused"] else ""
     loss = f", loss {status['loss']:.3f}" if status["loss"] else ""
     return f"step {status['step']}, {len(active)} replicas take part{loss}, {status['rounds']} rounds decided{paused}"
 
 
-def _new(told: list[str], findings: list[str]) -> list[str]:
-    """Return what stands at the end of a list that moves on."""
-    for start in range(len(told) + 1):
-        if findings[: len(told) - start] == told[start:]:
-            return findings[len(told) - start :]
+def _new(reported: list[str], findings: list[str]) -> list[str]:
+    """Return the findings that were appended to a list that drops its oldest."""
+    for start in range(len(reported) + 1):
+        if findings[: len(reported) - start] == reported[start:]:
+            return findings[len(reported) - start :]
     return findings
 
 
@@ -151,46 +151,46 @@ def run_here(
 ) -> int:  # fmt: skip
     """Run this host's processes to the end; return the exit code.
 
-    The first host judges the replicas of all. One that joined judges its own only while no coordinator is heard of. A
+    The first host diagnoses all replicas. One that joined diagnoses its own only while no coordinator answers. A
     spare, which has a name, starts them once it is called.
     """
-    say = _say_nothing if is_quiet else tell
-    watch = Watch(invitation, secret=secret, say=say, run_dir=run_dir, spare=spare, is_joined=is_joined)
+    say = _ignore if is_quiet else log
+    poller = RunStatusPoller(invitation, secret=secret, say=say, run_dir=run_dir, spare=spare, is_joined=is_joined)
 
     def command(verb: str, target: str) -> str:
         answer = ask_once(invitation, secret=secret, deadline_s=_COMMAND_S, verb=verb, target=target)
         return str(answer["text"]) if answer["ok"] else f"failed: {answer['text']}"
 
-    hands = ElasticHands(run_dir, status=lambda: watch.status, tell=command)
+    hands = ElasticHands(run_dir, status=lambda: poller.status, tell=command)
     diagnosis = diagnosis_of(
-        run_dir, on_finding=on_finding, is_dry_run=steer_dry_run, hands=hands, say=tell,
-        is_mine=watch.is_cut_off if is_joined else lambda: True,
+        run_dir, on_finding=on_finding, is_dry_run=steer_dry_run, hands=hands, say=log,
+        is_mine=poller.is_cut_off if is_joined else lambda: True,
     )  # fmt: skip
     began_s = time.time()
     try:
         with diagnosis or contextlib.nullcontext():
             launch(
-                roles, run_dir=run_dir, say=tell, look=watch.look, part=part,
-                orders=lambda: hands.take_orders() + watch.take_orders(), is_answered=lambda: watch.status is not None,
-                is_waiting=watch.is_waiting,
+                roles, run_dir=run_dir, say=log, look=poller.poll, part=part,
+                orders=lambda: hands.take_orders() + poller.take_orders(),
+                is_answered=lambda: poller.status is not None, is_waiting=poller.is_waiting,
             )  # fmt: skip
     except RunOver as over:
         say(str(over))
         return 0
     except Stopped as stop:
-        tell(f"{stop}; this host's replicas have left")
+        log(f"{stop}; this host's replicas have left")
         return 128 + stop.signal_number
     except WorkerFailed as error:
-        print(f"thinwire: error: {error}; see {run_dir / 'logs'}", file=sys.stderr, flush=True)
+        print_error("", f"{error}; see {run_dir / 'logs'}")
         return 1
     finally:
-        watch.close()
+        poller.close()
         if diagnosis is not None:
             end_s = time.time()
-            downtime = watch.lost.downtime(
+            downtime = poller.lost.downtime(
                 diagnosis.news, diagnosis.actions, run_s=end_s - began_s, end_s=end_s, batch_size=batch_size
             )
-            tell_end(run_dir, diagnosis, downtime, say=say)
+            report_end(run_dir, diagnosis, downtime, say=say)
     return 0
 
 
@@ -228,11 +228,11 @@ def alone_in(run_dir: Path) -> Iterator[None]:
 
 
 def replica_roles(count: int, *, first: int = 0) -> list[Role]:
-    """Return the processes of so many replicas."""
+    """Return the processes of a number of replicas."""
     return [
         Role(
             name=f"replica-process {index}",
-            module="thinwire.cli.elastic_worker",
+            module="thinwire.cli.processes",
             words=(str(index),),
             spare="thinwire.cli.elastic_spare",
         )
@@ -240,13 +240,8 @@ def replica_roles(count: int, *, first: int = 0) -> list[Role]:
     ]
 
 
-def tell(text: str) -> None:
-    """Say something to people."""
-    print(f"thinwire: {text}", file=sys.stderr, flush=True)
-
-
 def show_status(status: dict[str, Any], *, as_json: bool) -> None:
-    """Print what the coordinator says of the run."""
+    """Print the state that the coordinator reports."""
     if as_json:
         print(json.dumps(status))
         return
@@ -272,5 +267,5 @@ def show_status(status: dict[str, Any], *, as_json: bool) -> None:
         print(f"  {finding}")
 
 
-def _say_nothing(text: str) -> None:
-    """Stands in for `tell` in a quiet run."""
+def _ignore(text: str) -> None:
+    """Print nothing, for a quiet run."""

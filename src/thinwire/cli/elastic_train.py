@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.cli.elastic_run import replica_roles, run_here, tell
+from thinwire.cli.elastic_run import replica_roles, run_here
+from thinwire.cli.output import log
+from thinwire.cli.processes import COORDINATOR
 from thinwire.elastic.data_leases import DataLeases
 from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.invitation import Invitation
@@ -32,8 +34,8 @@ from thinwire.transport.secret import Secret, make_secret, need_pyzmq, read_secr
 SECRET_FILE = "secret"
 
 
-class _Nobody:
-    """Stands for a seat where a method is only tried."""
+class _NoSession:
+    """Stands for the session with a coordinator where a method is only checked."""
 
     def active(self) -> tuple[int, ...]:
         raise AssertionError
@@ -52,7 +54,7 @@ class _Nobody:
 
 
 def check_elastic(config: TrainConfig) -> None:
-    """Refuse what does not go with replicas that come and go.
+    """Check the options of an elastic run.
 
     Raises:
         ValueError: An option; with the remedy.
@@ -69,11 +71,11 @@ def check_elastic(config: TrainConfig) -> None:
         )
     if config.overlap_steps is not None and "," in config.overlap_steps:
         raise ValueError(
-            f"--overlap-steps must be one number with --elastic, got {config.overlap_steps}, since nobody knows which "
-            f"replicas will come; a slow one is not waited for anyway"
+            f"--overlap-steps must be one number with --elastic, got {config.overlap_steps}, since replicas come and "
+            f"go; a slow one is not waited for anyway"
         )
     check_ranks(config, num_ranks=config.ranks_per_replica, num_replicas=here)
-    elastic(make_method(config), seat=_Nobody())
+    elastic(make_method(config), seat=_NoSession())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,7 @@ class Begun:
     Attributes:
         config: Resolved options.
         identity: The run, as the incarnation that begins now.
-        local: What this host's replicas are told, but for where the coordinator is.
+        local: Settings of this host's replicas, but for the coordinator's address.
         is_taken_over: Whether this host joined the run, and now goes on with it as its first host.
         state: The global state that the run goes on from; None where it begins from the seed.
         is_kept: Whether that state is no checkpoint yet.
@@ -129,7 +131,7 @@ def prepare(config: TrainConfig) -> Begun:
             local, data=was.data, batch_size=was.batch_size, replicas=was.replicas, address=address
         )  # fmt: skip
     is_taken_over = was is not None and was.is_joined
-    state, is_kept = newest_state(config, run=identity, tell=tell)
+    state, is_kept = newest_state(config, run=identity, tell=log)
     if state is None and is_taken_over:
         raise CheckpointError(
             f"{config.run_dir} holds no global state of run {before.run} yet; go on with the run on another host that "
@@ -157,7 +159,7 @@ def _replaced(config: TrainConfig, *, new: RunIdentity) -> tuple[int, ...]:
             stamp = checkpoints.describe(step).run
             found = "no run" if stamp is None else f"run {stamp['id']}"
         except CheckpointError as error:
-            stamp, found = None, f"a run that cannot be told ({str(error).partition(';')[0]})"
+            stamp, found = None, f"an unreadable run ({str(error).partition(';')[0]})"
         if not old or stamp is None or stamp["id"] != old:
             raise ValueError(
                 f"{checkpoints.place} holds a checkpoint of {found}, step {step}, and this would be run {new.run}; go "
@@ -202,11 +204,11 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     if not config.quiet:
         if config.resume is not None:
             new_host = ", with this host as its first host and a new secret" if begun.is_taken_over else ""
-            tell(f"going on with run {begun.identity.run} from step {step}{new_host}")
+            log(f"going on with run {begun.identity.run} from step {step}{new_host}")
         where = " (this host has no address that others reach)" if address == "127.0.0.1" else ""
-        tell(f"others join with: thinwire join - <<< {invitation.text()}{where}")
+        log(f"others join with: thinwire join - <<< {invitation.text()}{where}")
     coordinator = Role(
-        name="coordinator", module="thinwire.cli.coordinator", is_needed=False,
+        name="coordinator", module=COORDINATOR, is_needed=False,
         words=(str(secret_path), address, str(port)),
     )  # fmt: skip
     roles = [coordinator, *replica_roles(begun.local.replicas)]
@@ -231,7 +233,7 @@ def _begin_journal(begun: Begun) -> None:
             ledger.release_all()
             journal.write("ledger", ledger.state_dict())
         else:
-            tell(
+            log(
                 f"warning: the state of step {begun.state.step} has no account of the data, since the coordinator did "
                 f"not answer when it was written; the data is read from the beginning"
             )

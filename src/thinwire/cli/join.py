@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import command, parse_options
 from thinwire.errors import ThinwireError
 
 if TYPE_CHECKING:
@@ -63,29 +62,19 @@ class JoinOptions:
     """Print nothing but errors."""
 
 
+@command("join")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire join --help`.
 
     Returns:
-        0, 1 for what went wrong while running, 2 for wrong options, 128 + N for signal N.
+        0, 1 for an error while running, 2 for wrong options, 128 + N for signal N.
     """
-    try:
-        options = read_words(JoinOptions, arguments, prog="thinwire join")
-        return _join(options)
-    except ValueError as error:
-        return _fail(2, error)
-    except ThinwireError as error:
-        return _fail(1, error)
-    except OSError as error:
-        return _fail(1, f"{error.strerror or error}: {error.filename}" if error.filename else error)
-
-
-def _join(options: JoinOptions) -> int:
-    from thinwire.cli.address import read_address
     from thinwire.cli.elastic_run import alone_in
+    from thinwire.cli.secret import check_secret, read_address
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
+    options = parse_options(JoinOptions, arguments, prog="thinwire join")
     if options.replicas < 1:
         raise ValueError(f"--replicas must be at least 1, got {options.replicas}")
     if options.ranks_per_replica < 1:
@@ -100,6 +89,8 @@ def _join(options: JoinOptions) -> int:
         check_device(options.device)
     need_pyzmq()
     invitation = read_invitation(read_address(options.address, command="thinwire join"))
+    if options.secret is not None and invitation.secret is not None:
+        raise ValueError("the address holds the job's secret already; leave --secret out")
     check_secret(invitation.secret, options.secret)
     secret = invitation.secret or read_secret(options.secret or Path())
     run_dir = _folder(options.out, invitation, secret=secret)
@@ -108,7 +99,8 @@ def _join(options: JoinOptions) -> int:
 
 
 def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> int:
-    from thinwire.cli.elastic_run import replica_roles, run_here, tell
+    from thinwire.cli.elastic_run import replica_roles, run_here
+    from thinwire.cli.output import log
     from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOURNAL_FILE, PORT_FILE
     from thinwire.training.elastic.job import LocalSettings
     from thinwire.transport.addresses import own_address
@@ -127,8 +119,8 @@ def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> i
     if options.spare:
         check_spare(invitation, secret=secret)
     if not options.quiet:
-        what = "take this host as a spare" if options.spare else "let this host join"
-        tell(f"asking {invitation.host}, port {invitation.port}, to {what}")
+        what = "as a spare" if options.spare else "to take part"
+        log(f"joining the job at {invitation.host}, port {invitation.port}, {what}")
     roles = replica_roles(options.replicas)
     return run_here(
         roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=options.quiet, is_joined=True,
@@ -137,7 +129,7 @@ def _join_from(run_dir: Path, invitation: Invitation, options: JoinOptions) -> i
 
 
 def check_spare(invitation: Invitation, *, secret: Secret) -> None:
-    """Ask before the wait what would else be found out only when the spare is needed.
+    """Check before the wait what would otherwise fail only when the spare is needed.
 
     Raises:
         ConnectError: No coordinator answers.
@@ -181,34 +173,14 @@ def _folder(out: Path | None, invitation: Invitation, *, secret: Secret) -> Path
     return folder
 
 
-def check_secret(told: Secret | None, path: Path | None) -> None:
-    """Refuse a secret that was given twice, or not at all.
-
-    Raises:
-        ValueError: It was.
-    """
-    if path is not None and told is not None:
-        raise ValueError("the address holds the job's secret already; leave --secret out")
-    if path is None and told is None:
-        raise ValueError(
-            "the address holds no secret; give the whole address that the first host printed "
-            "(thinwire://HOST:PORT/SECRET), or the secret's file by --secret"
-        )
-
-
-def job_secret(told: Secret | None, path: Path | None, *, run_dir: Path) -> tuple[Secret, Path]:
+def job_secret(in_address: Secret | None, path: Path | None, *, run_dir: Path) -> tuple[Secret, Path]:
     """Return a job's secret, and a file of this host's own that holds it."""
     from thinwire.transport.secret import read_secret, write_secret
 
     if path is not None:
         return read_secret(path), path.resolve()
-    assert told is not None, "check_secret() first"
+    assert in_address is not None, "check_secret() first"
     own = run_dir / "secret"
     own.unlink(missing_ok=True)
-    write_secret(own, told)
-    return told, own.resolve()
-
-
-def _fail(code: int, error: object) -> int:
-    print(f"thinwire join: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return code
+    write_secret(own, in_address)
+    return in_address, own.resolve()

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import tyro
+from rich.console import Console
+from rich.table import Table
 
-from thinwire.cli.lab_output import Outputs, show_summary
-from thinwire.cli.words import read_words
-from thinwire.errors import LabError
-from thinwire.lab import Access, HostProcess, Lab, LabSettings, Link
+from thinwire.cli.argument_parsing import FAILED, USAGE, command, parse_options
+from thinwire.cli.output import log
+from thinwire.lab import Access, HostProcess, Lab, LabSettings, Link, rank_environment
+from thinwire.lab.counters import peak_rate, sent_by
 from thinwire.lab.settings import parse_access, parse_host, parse_link, parse_loss
-from thinwire.units import parse_seconds
+from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
 
-USAGE, FAILED = 2, 1
 _STOP_S = 15.0
 _BEAT_S = 0.05
+_LAST_LINES_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,7 @@ class LabOptions:
 
     Host 0's output is the command's; the others' goes to logs and, with their names, to stderr.
 
-    `thinwire lab doctor` says what this machine can shape.
+    `thinwire lab doctor` checks what this machine can shape.
     """
 
     hosts: int = 2
@@ -73,6 +78,7 @@ class LabOptions:
     """Leave out the other hosts' lines and the table at the end; the logs have them."""
 
 
+@command("lab")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire lab --help`.
 
@@ -82,24 +88,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     if arguments and arguments[0] == "doctor":
         return _doctor(arguments[1:])
-    words = list(arguments)
-    cut = words.index("--") if "--" in words else len(words)
-    try:
-        options = read_words(LabOptions, words[:cut], prog="thinwire lab")
-        command = words[cut + 1 :]
-        if not command:
-            raise ValueError("there is no command; put it behind --, as in: thinwire lab --hosts 2 -- thinwire train")
-        settings, grace_s = settings_of(options), parse_seconds(options.grace)
-        folder = _folder(options)
-    except ValueError as error:
-        return _fail(USAGE, error)
-    try:
-        with _Interrupts() as interrupts, Lab.of(settings, folder=folder) as lab:
-            return _Session(lab, command, options=options, grace_s=grace_s, interrupts=interrupts).run()
-    except ValueError as error:  # no such command
-        return _fail(USAGE, error)
-    except LabError as error:
-        return _fail(FAILED, error)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parse_options(LabOptions, arguments[:cut], prog="thinwire lab")
+    run_everywhere = list(arguments[cut + 1 :])
+    if not run_everywhere:
+        raise ValueError("there is no command; put it behind --, as in: thinwire lab --hosts 2 -- thinwire train")
+    settings, grace_s = settings_of(options), parse_seconds(options.grace)
+    folder = _folder(options)
+    with _Interrupts() as interrupts, Lab.of(settings, folder=folder) as lab:
+        return _Session(lab, run_everywhere, options=options, grace_s=grace_s, interrupts=interrupts).run()
 
 
 def settings_of(options: LabOptions) -> LabSettings:
@@ -171,17 +168,17 @@ class _Session:
 
     def _wait(self, processes: list[HostProcess]) -> None:
         deadline_s: float | None = None
-        is_told = False
+        is_reported = False
         while any(process.exit_code is None for process in processes):
             time.sleep(_BEAT_S)
             self._lab.check()
             now_s = time.monotonic()
-            if self._interrupts.number and not is_told:
-                is_told = True
+            if self._interrupts.number and not is_reported:
+                is_reported = True
                 deadline_s = now_s + _STOP_S
                 for process in processes:
                     process.send_signal(self._interrupts.number)
-            if self._find_failed(processes) and not is_told:
+            if self._find_failed(processes) and not is_reported:
                 deadline_s = now_s + self._grace_s
             if deadline_s is not None and now_s > deadline_s:
                 for process in processes:
@@ -199,8 +196,92 @@ class _Session:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             waits = any(process.exit_code is None for process in processes)
             rest = f"; the others have {self._grace_s:g} s to end (--grace)" if waits else ""
-            _say(f"host-{self._failed.host} {how}{rest}")
+            log(f"host-{self._failed.host} {how}{rest}", command="lab")
         return True
+
+
+class Outputs:
+    """Output of the hosts: host 0 has our stdout and stderr, the others have logs and, with their names, stderr."""
+
+    def __init__(self, lab: Lab, *, is_quiet: bool) -> None:
+        self._lab = lab
+        self._is_quiet = is_quiet
+        self._threads: list[threading.Thread] = []
+        self._ends: list[int] = []
+
+    def __enter__(self) -> Outputs:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for the last lines, but not for a process that outlives its command and keeps a pipe open."""
+        for end in self._ends:
+            os.close(end)
+        for thread in self._threads:
+            thread.join(timeout=_LAST_LINES_S)
+
+    def start(self, command: Sequence[str], *, environment: Mapping[str, str]) -> list[HostProcess]:
+        """Start the command on all hosts."""
+        processes = []
+        for host in range(self._lab.num_hosts):
+            variables = {**rank_environment(host, self._lab.num_hosts), **environment}
+            stdin, stdout, stderr = (0, 1, 2) if host == 0 else (subprocess.DEVNULL, *self._pipes(host))
+            process = self._lab.start(
+                command, host=host, environment=variables, stdin=stdin, stdout=stdout, stderr=stderr
+            )
+            processes.append(process)
+        return processes
+
+    def _pipes(self, host: int) -> tuple[int, int]:
+        ends = []
+        for kind in ("out", "err"):
+            reading, writing = os.pipe()
+            ends.append(writing)
+            self._ends.append(writing)
+            path = self._lab.folder / f"host-{host}.{kind}"
+            thread = threading.Thread(target=self._pump, args=(reading, path, f"host-{host} | "), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return ends[0], ends[1]
+
+    def _pump(self, reading: int, path: Path, prefix: str) -> None:
+        with open(reading, "rb") as lines, path.open("wb", buffering=0) as log:
+            for line in lines:
+                log.write(line)
+                if not self._is_quiet:
+                    text = line.decode(errors="replace").rstrip("\n")
+                    with contextlib.suppress(OSError):  # stderr has gone; the log goes on
+                        print(prefix + text, file=sys.stderr, flush=True)
+
+
+def show_summary(lab: Lab, processes: Sequence[HostProcess], *, seconds: float, is_quiet: bool) -> dict[str, Any]:
+    """Show on stderr what each host sent, and return it."""
+    counters, samples = lab.counters(), lab.samples()
+    hosts = []
+    for process, count in zip(processes, counters, strict=True):
+        hosts.append(
+            {
+                "host": process.host,
+                "exit_code": process.exit_code,
+                "sent_bytes": count.sent_bytes,
+                "received_bytes": count.received_bytes,
+                "peak_sent_bits_per_s": round(peak_rate(sent_by(samples, host=process.host))),
+            }
+        )
+    if not is_quiet:
+        table = Table(title=f"{format_seconds(seconds)}, bytes as the kernel counted them", title_justify="left")
+        for column in ("host", "exit code", "sent", "received", "peak sent in 100 ms"):
+            table.add_column(column, justify="left" if column == "host" else "right")
+        for row in hosts:
+            sent, received = format_bytes(row["sent_bytes"] or 0), format_bytes(row["received_bytes"] or 0)
+            peak = format_rate(row["peak_sent_bits_per_s"] or 0)
+            table.add_row(f"host-{row['host']}", str(row["exit_code"]), sent, received, peak)
+        console = Console(stderr=True)
+        console.print(table)
+        console.print(f"logs and counts: {lab.folder}", soft_wrap=True, highlight=False)
+    return {"seconds": seconds, "settings": lab.settings.to_json(), "hosts": hosts}
 
 
 def _folder(options: LabOptions) -> Path:
@@ -233,12 +314,3 @@ def _doctor(arguments: Sequence[str]) -> int:
 
 def _shell_code(exit_code: int) -> int:
     return 128 - exit_code if exit_code < 0 else exit_code
-
-
-def _fail(code: int, error: object) -> int:
-    _say(str(error))
-    return code
-
-
-def _say(text: str) -> None:
-    print(f"thinwire lab: {text}", file=sys.stderr, flush=True)

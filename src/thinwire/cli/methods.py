@@ -1,4 +1,4 @@
-"""`thinwire methods`: the methods in a table, or all that is to be said of one."""
+"""`thinwire methods`: a table of the methods, or the description of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import command, parse_options
 
 _WIDTH_OF_A_PIPE = 200  # columns where stdout is no terminal
 
@@ -28,6 +28,7 @@ class MethodsOptions:
     """Print one JSON object on stdout instead of text."""
 
 
+@command("methods")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire methods --help`.
 
@@ -36,17 +37,11 @@ def main(arguments: Sequence[str]) -> int:
     """
     from thinwire.methods import RECIPES, recipe
 
-    try:
-        options = read_words(MethodsOptions, arguments, prog="thinwire methods")
-        names = tuple(RECIPES)
-        if options.name is not None:
-            recipe(options.name)
-            names = (options.name.replace("_", "-").lower(),)
-    except ValueError as error:
-        print(f"thinwire methods: {error}", file=sys.stderr)
-        return 2
-    except SystemExit:  # after --help
-        return 0
+    options = parse_options(MethodsOptions, arguments, prog="thinwire methods")
+    names = tuple(RECIPES)
+    if options.name is not None:
+        recipe(options.name)
+        names = (options.name.replace("_", "-").lower(),)
     found = {name: _facts(name) for name in names}
     if options.json:
         print(json_format.dumps(found))

@@ -1,4 +1,4 @@
-"""Standard output and standard error that survive a full disk.
+"""Standard output and standard error: streams that survive a full disk, and the form of messages.
 
 A redirected stream may point at a file on a disk without room. A plain `print` then raises, and the process that only
 wanted to report something dies of it. The streams here keep what cannot be written in memory, bounded, and write it
@@ -20,6 +20,22 @@ from thinwire.files import is_no_room
 # What one stream keeps in memory; a log line has about 100 bytes.
 MAX_WAITING_BYTES = 1 << 20
 _RETRY_S = 0.25
+_CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd")
+
+
+def printable(text: object) -> str:
+    """Return a text without control characters, with which a name in a file could steer the terminal."""
+    return str(text).translate(_CONTROL)
+
+
+def log(text: object, *, command: str = "") -> None:
+    """Print a line for people on stderr, with the command that prints it."""
+    print(f"thinwire {command}".rstrip() + f": {text}", file=sys.stderr, flush=True)
+
+
+def print_error(command: str, error: object) -> None:
+    """Print an error on stderr, in one line."""
+    log(f"error: {printable(' '.join(str(error).split()))}", command=command)
 
 
 class DurableStream(io.TextIOBase):

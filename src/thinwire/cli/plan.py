@@ -1,27 +1,98 @@
-"""`thinwire plan`: which method and settings fit these machines and wires, and how long training will take."""
+"""`thinwire plan`: the method and settings that fit these machines and wires, and the predicted training time."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tyro
+from rich.console import Console
+from rich.table import Table
 
-from thinwire.cli.cluster_options import ClusterOptions, cluster_of
-from thinwire.cli.words import read_words
-from thinwire.errors import ThinwireError
+from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.cli.output import log, print_error
+from thinwire.cli.tables import plain, print_wide
+from thinwire.lab.settings import parse_access
+from thinwire.planning.cluster import Cluster, Machine, load_cluster
+from thinwire.planning.plan import Needs, Outlook, Plan, pareto
+from thinwire.units import format_bytes, format_count, format_rate, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from thinwire.planning.cluster import Cluster
-    from thinwire.planning.plan import Plan
     from thinwire.planning.search import PlanConstraints
     from thinwire.planning.workload import Workload
 
-USAGE, FAILED = 2, 1
+_HEAD = (
+    "method", "H", "tau", "layers", "codec", "exchange", "machines", "time", "computing", "loss", "to equal loss",
+    "sent a step", "peak rate",
+)  # fmt: skip
+_TEXT_COLUMNS = ("method", "codec", "exchange")
+_TOP, _NAMED = 3, 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """Machines of a plan or a simulation: a cluster file, or a number of equal machines."""
+
+    cluster: Path | None = None
+    """The cluster file, which thinwire probe writes."""
+
+    hosts: int | None = None
+    """Instead of a file: number of equal machines."""
+
+    rate: str | None = None
+    """Their access: 100mbit, or down and up as 100mbit/20mbit."""
+
+    latency: str | None = None
+    """One-way time between any two of them. Default: 0ms."""
+
+    flops: float | None = None
+    """Floating-point operations a second that training reaches on each, such as 4e13."""
+
+    memory: str | None = None
+    """Memory of each one's device, such as 24GB. Default: enough."""
+
+
+def cluster_of(options: ClusterOptions, *, needs_flops: bool = True) -> Cluster:
+    """Return the machines that the options name.
+
+    Args:
+        options: The options.
+        needs_flops: Whether their compute speed is needed.
+
+    Raises:
+        ValueError: The options contradict each other, or lack something.
+        DataError: The file is no cluster.
+    """
+    alike = {name: getattr(options, name) for name in ("hosts", "rate", "latency", "flops", "memory")}
+    given = [f"--{name}" for name, value in alike.items() if value is not None]
+    if options.cluster is not None:
+        if given:
+            raise ValueError(f"--cluster names the machines; leave {', '.join(given)} out, or change the file")
+        return load_cluster(options.cluster)
+    if options.hosts is None or options.rate is None or (needs_flops and options.flops is None):
+        raise ValueError(
+            "give --cluster cluster.json, which thinwire probe writes, or machines that are alike: --hosts 2 --rate "
+            "100mbit --latency 20ms --flops 4e13 (operations a second that training reaches)"
+        )
+    if options.hosts < 1:
+        raise ValueError(f"--hosts must be at least 1, got {options.hosts}")
+    if options.flops is not None and not 0 < options.flops < float("inf"):
+        raise ValueError(f"--flops must be above 0, got {options.flops}; a good GPU reaches 1e13 to 4e14")
+    access = parse_access(options.rate)
+    latency_s = 0.0 if options.latency is None else parse_seconds(options.latency)
+    memory_bytes = None if options.memory is None else parse_bytes(options.memory)
+    machines = tuple(
+        Machine(
+            name=f"host-{number}", flops_per_s=options.flops, memory_bytes=memory_bytes,
+            up_bits_per_s=access.up_bits_per_s, down_bits_per_s=access.down_bits_per_s, latency_s=latency_s / 2,
+        )
+        for number in range(options.hosts)
+    )  # fmt: skip
+    return Cluster(machines=machines)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,55 +149,45 @@ class PlanOptions(ClusterOptions):
     """Print the plan as JSON on stdout instead of tables."""
 
 
+@command("plan", remedy="give another file")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire plan --help`.
 
     Returns:
-        0, 1 where no plan keeps to what was wished or the file cannot be read or written, 2 for wrong options.
+        0, 1 where no plan meets the limits or a file cannot be read or written, 2 for wrong options.
     """
-    try:
-        return _plan(read_words(PlanOptions, arguments, prog="thinwire plan"))
-    except ValueError as error:
-        return _fail(USAGE, error)
-    except ThinwireError as error:
-        return _fail(FAILED, error)
-    except OSError as error:
-        return _fail(FAILED, f"cannot write {error.filename}: {error.strerror}; give another file")
-
-
-def _plan(options: PlanOptions) -> int:
-    from thinwire.cli.plan_tables import show
+    options = parse_options(PlanOptions, arguments, prog="thinwire plan")
+    from thinwire.planning.explain import explain
     from thinwire.planning.plan import save_plan
     from thinwire.planning.search import make_plan
 
     cluster = cluster_of(options)
     workload, can_train = workload_of(options)
-    plan = make_plan(workload, cluster, _wishes(options))
+    plan = make_plan(workload, cluster, _constraints(options))
     if options.json:
         print(json.dumps(plan.to_json()))
     else:
-        show(plan, _explained(plan, workload, cluster) if options.explain else ())
+        _show(plan, explain(plan, workload, cluster) if options.explain else ())
     if options.figure is not None:
         from thinwire.planning.plan_figure import write_plan_figure
 
         write_plan_figure(plan, options.figure)
-        _say(f"figure written to {options.figure}")
+        log(f"figure written to {options.figure}", command="plan")
     if not plan.is_met:
         best = plan.best.prediction.compute_utilisation
         wished = options.min_utilisation
-        return _fail(
-            FAILED, f"no plan computes {wished:.0%} of the time; the nearest does {best:.0%}. None was written"
+        print_error(
+            "plan",
+            f"no plan computes {wished:.0%} of the time; the nearest does {best:.0%}; nothing was written; lower "
+            f"--min-utilisation or allow a larger --max-penalty",
         )
+        return FAILED
     save_plan(plan, options.out)
-    words = f"thinwire train --plan {options.out}" if can_train else f"thinwire train does not know {options.model!r}"
-    _say(f"written to {options.out}; {words}{'' if can_train else ': plan with hf:PATH to run it'}")
+    use = f"thinwire train --plan {options.out}"
+    if not can_train:
+        use = f"thinwire train does not know {options.model!r}: plan with hf:PATH to run it"
+    log(f"written to {options.out}; {use}", command="plan")
     return 0
-
-
-def _explained(plan: Plan, workload: Workload, cluster: Cluster) -> list[str]:
-    from thinwire.planning.explain import explain
-
-    return explain(plan, workload, cluster)
 
 
 def workload_of(options: PlanOptions) -> tuple[Workload, bool]:
@@ -151,7 +212,7 @@ def workload_of(options: PlanOptions) -> tuple[Workload, bool]:
     return workload, can_train
 
 
-def _wishes(options: PlanOptions) -> PlanConstraints:
+def _constraints(options: PlanOptions) -> PlanConstraints:
     from thinwire.planning.candidates import INTERVALS, PUBLISHED
     from thinwire.planning.search import PlanConstraints
 
@@ -161,10 +222,109 @@ def _wishes(options: PlanOptions) -> PlanConstraints:
     )  # fmt: skip
 
 
-def _fail(code: int, reason: object) -> int:
-    _say(" ".join(str(reason).split()))
-    return code
+def _show(plan: Plan, explained: Sequence[str]) -> None:
+    """Print a plan."""
+    console = Console(highlight=False, soft_wrap=True)
+
+    def line(text: str = "") -> None:
+        console.print(plain(text))
+
+    line(
+        f"{plan.model}, {format_count(plan.num_parameters)} parameters, {format_count(plan.tokens)} tokens, sequences "
+        f"of {plan.seq_len}"
+    )
+    line()
+    print_wide(_table(plan))
+    notes = dict.fromkeys(note for one in plan.outlooks if one.penalty for note in one.penalty.notes)
+    if notes:
+        line()
+        for note in notes:
+            line(f"~ {note}")
+    line()
+    line(_verdict(plan))
+    for text in [*_alone(plan), *_needs(plan.needs, plan.best)]:
+        line(text)
+    for rejection in plan.rejections:
+        more = f" and {rejection.count - 1} more" if rejection.count > 1 else ""
+        line(f"left out: {rejection.what}{more}: {rejection.reason}")
+    if explained:
+        line()
+        for text in explained:
+            line(text)
 
 
-def _say(words: str) -> None:
-    print(f"thinwire plan: {words}", file=sys.stderr, flush=True)
+def _table(plan: Plan) -> Table:
+    """Return the first few, what nothing beats in time and loss, and the best of each method; the file has all."""
+    shown = {id(one) for one in (*plan.outlooks[:_TOP], *pareto(plan.outlooks))}
+    methods: set[tuple[str, bool]] = set()
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in _HEAD:
+        table.add_column(name, justify="left" if name in _TEXT_COLUMNS else "right", no_wrap=True)
+    for outlook in plan.outlooks:
+        kind = outlook.candidate.method, outlook.candidate.num_replicas == 1
+        if id(outlook) in shown or kind not in methods:
+            table.add_row(*map(plain, _cells(outlook)))
+        methods.add(kind)
+    return table
+
+
+def _cells(outlook: Outlook) -> tuple[str, ...]:
+    found, penalty, what = outlook.prediction, outlook.penalty, outlook.candidate
+    loss = "unknown" if penalty is None else f"{'~' if penalty.notes else ''}{penalty.share:+.2%}"
+    equal = "-" if math.isinf(outlook.equal_loss_s) else format_long(outlook.equal_loss_s)
+    settings = (what.sync_interval, what.overlap_steps, what.layers_per_fragment, what.codec, what.exchange)
+    name = f"{what.replicas[0]} alone" if what.num_replicas == 1 else what.method
+    return (
+        name, *("" if value is None else str(value) for value in settings), str(what.num_replicas),
+        format_long(found.total_s), f"{found.compute_utilisation:.1%}", loss, equal,
+        format_bytes(found.sent_bytes_per_step), format_rate(found.peak_bits_per_s),
+    )  # fmt: skip
+
+
+def _verdict(plan: Plan) -> str:
+    best = plan.best
+    names = best.candidate.replicas
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return (
+        f"{'best' if plan.is_met else 'nearest'}: {best.candidate.describe()} ({', '.join(names[:_NAMED])}{more}): "
+        f"{format_long(best.prediction.total_s)}, {best.prediction.compute_utilisation:.1%} of it computing"
+    )
+
+
+def _alone(plan: Plan) -> list[str]:
+    if plan.alone is None or plan.alone is plan.best:
+        return []
+    times = plan.alone.equal_loss_s / plan.best.equal_loss_s
+    name = plan.alone.candidate.replicas[0]
+    alone = f"{name} alone takes {format_long(plan.alone.prediction.total_s)}"
+    if math.isinf(plan.best.equal_loss_s):
+        return [alone]
+    return [f"{alone}; all together are {times:.3g} times as fast to equal loss"]
+
+
+def _needs(needs: Needs | None, best: Outlook) -> list[str]:
+    if needs is None:
+        return []
+    wanted = f"{needs.compute_utilisation:.0%}"
+    if needs.limit < 0.995:
+        wanted += f" of the {needs.limit:.0%} that speeds and latencies allow on any wires"
+    factor = needs.rate_factor
+    wires = f"wires {factor:.3g} times as fast" if factor > 1 else f"wires of {factor:.1%} of these rates"
+    lines = [f"what it takes to compute {wanted}: {wires} with these settings"]
+    if needs.sync_interval is not None and best.candidate.sync_interval is not None:
+        loss = "" if needs.penalty is None else f", at a loss of {needs.penalty:+.2%}"
+        lines.append(f"or on these wires an exchange every {needs.sync_interval} steps{loss}")
+    elif best.candidate.sync_interval is not None:
+        lines.append("and on these wires no sync interval is long enough")
+    return lines
+
+
+def format_long(seconds: float) -> str:
+    """Write a duration in days from two days on.
+
+    Example:
+        >>> format_long(86400 * 12.34), format_long(7300)
+        ('12.3 d', '2:01:40')
+    """
+    days = seconds / 86400
+    return f"{days:,.1f} d" if days >= 2 else format_seconds(seconds)

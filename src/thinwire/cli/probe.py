@@ -5,21 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.output import log
 from thinwire.cli.train_options import world_size
-from thinwire.cli.words import read_words
-from thinwire.errors import ThinwireError
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from thinwire.planning.cluster import Machine
     from thinwire.planning.probe import WireMeasurements
-
-USAGE, FAILED = 2, 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +27,7 @@ class ProbeOptions:
     """
 
     out: Path = Path("cluster.json")
-    """Where replica 0 writes what was found; people may read and change it."""
+    """File that replica 0 writes; you may read and change it."""
 
     model: str = "nano"
     """Whose inner step is timed."""
@@ -72,30 +69,19 @@ class ProbeOptions:
     """Print the cluster as JSON on stdout instead of tables."""
 
 
+@command("probe", remedy="give another file with --out")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire probe --help`.
 
     Returns:
-        0, 1 for what went wrong while measuring, 2 for wrong options.
+        0, 1 for an error while measuring, 2 for wrong options.
     """
-    is_told = os.environ.get("LOCAL_RANK", "0") == "0"
-    try:
-        options = read_words(ProbeOptions, arguments, prog="thinwire probe")
-        if world_size() in (None, 1):
-            raise ValueError(
-                "a probe measures the wires between at least 2 hosts; start it by torchrun on each of them, or in a "
-                "lab: thinwire lab --hosts 2 --rate 20mbit -- thinwire probe"
-            )
-        return _probe(options)
-    except ValueError as error:
-        return _fail(USAGE, error, is_told=is_told)
-    except ThinwireError as error:
-        return _fail(FAILED, error)
-    except OSError as error:
-        return _fail(FAILED, f"cannot write {error.filename}: {error.strerror}; give another file with --out")
-
-
-def _probe(options: ProbeOptions) -> int:
+    options = parse_options(ProbeOptions, arguments, prog="thinwire probe")
+    if world_size() in (None, 1):
+        raise ValueError(
+            "a probe measures the wires between at least 2 hosts; start it by torchrun on each of them, or in a "
+            "lab: thinwire lab --hosts 2 --rate 20mbit -- thinwire probe"
+        )
     from thinwire.planning.cluster import save_cluster
     from thinwire.planning.probe import ProbeBudget
     from thinwire.training.build import check_device
@@ -120,7 +106,7 @@ def _probe(options: ProbeOptions) -> int:
         print(json.dumps(found.cluster.to_json()))
     else:
         _show(found.wires, found.machines)
-    _say(f"written to {options.out}")
+    log(f"written to {options.out}", command="probe")
     return 0
 
 
@@ -162,13 +148,3 @@ def _abilities(machine: Machine) -> list[str]:
         shown(machine.flops_per_s, lambda n: f"{n:.2e}"), shown(machine.memory_bytes, format_bytes),
         shown(machine.encode_bytes_per_s, lambda n: f"{format_bytes(n)}/s"),
     ]  # fmt: skip
-
-
-def _fail(code: int, reason: object, *, is_told: bool = True) -> int:
-    if is_told:
-        _say(str(reason))
-    return code
-
-
-def _say(words: str) -> None:
-    print(f"thinwire probe: {words}", file=sys.stderr, flush=True)

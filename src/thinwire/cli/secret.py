@@ -1,7 +1,9 @@
-"""`thinwire secret FILE`: makes the secret of a job."""
+"""`thinwire secret`, and the secret and address of a job as commands are given them."""
 
 from __future__ import annotations
 
+import getpass
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,38 +12,33 @@ from typing import Annotated
 
 import tyro
 
-from thinwire.cli.words import read_words
-from thinwire.transport.secret import make_secret
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.transport.secret import Secret, make_secret
 
-USAGE, FAILED = 2, 1
+ADDRESS_VARIABLE = "THINWIRE_JOIN"
+_MAX_CHARACTERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecretOptions:
     """Make the secret of a job: 32 random bytes in a file that only you can read.
 
-    Every host of the job is given the same file (`thinwire train --secret FILE`). Whoever has it can join the job.
+    Give every host of the job the same file (`thinwire train --secret FILE`). Anyone who has it can join the job.
     """
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """Where the secret goes; a file that exists is left alone."""
+    """File to write; an existing file is left alone."""
 
 
+@command("secret")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire secret --help`.
 
     Returns:
         0, 1 where the file cannot be written, 2 for wrong options.
     """
-    try:
-        file = read_words(SecretOptions, arguments, prog="thinwire secret").file
-        make_secret(file)
-    except ValueError as error:
-        return _fail(USAGE, error)
-    except OSError as error:
-        return _fail(FAILED, f"{error.strerror}: {file}")
-    except SystemExit:  # after --help
-        return 0
+    file = parse_options(SecretOptions, arguments, prog="thinwire secret").file
+    make_secret(file)
     print(
         f"The secret is in {file}; only you can read it.\n"
         f"Copy it to every other host by a safe way, as in: scp -p {file} HOST:{file}\n"
@@ -50,6 +47,42 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _fail(code: int, error: object) -> int:
-    print(f"thinwire secret: error: {error}", file=sys.stderr)
-    return code
+def read_address(given: str, *, command: str) -> str:
+    """Return the address of a coordinator; stdin and the environment keep it out of `ps`.
+
+    Args:
+        given: The command's argument: an address, `-` for a line of stdin, or empty for the environment's variable.
+        command: The command, for messages.
+
+    Raises:
+        ValueError: There is none.
+    """
+    # not for the processes that this one starts: they read the secret from its file
+    inherited = os.environ.pop(ADDRESS_VARIABLE, "")
+    if given == "-":
+        prompt = "address that the first host printed (not shown): "
+        line = getpass.getpass(prompt) if sys.stdin.isatty() else sys.stdin.readline(_MAX_CHARACTERS)
+        if not line.strip():
+            raise ValueError(
+                f"stdin holds no address; paste the one that the first host printed: {command} - <<< ADDRESS"
+            )
+        return line.strip()
+    if not (given or inherited):
+        raise ValueError(
+            f"{command} needs the address that the first host printed: as its argument, - to read it from stdin, or in "
+            f"{ADDRESS_VARIABLE}"
+        )
+    return given or inherited.strip()
+
+
+def check_secret(in_address: Secret | None, path: Path | None) -> None:
+    """Check that a job's secret is in its address or in a file.
+
+    Raises:
+        ValueError: It is in neither.
+    """
+    if in_address is None and path is None:
+        raise ValueError(
+            "the address holds no secret; give the whole address that the first host printed "
+            "(thinwire://HOST:PORT/SECRET), or the secret's file by --secret"
+        )

@@ -6,16 +6,16 @@ import dataclasses
 import json
 import os
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from thinwire.cli.cluster_options import ClusterOptions, cluster_of
-from thinwire.cli.words import read_words
-from thinwire.errors import ThinwireError
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.output import log
+from thinwire.cli.plan import ClusterOptions, cluster_of
+from thinwire.cli.tables import plain, print_wide
 from thinwire.units import format_bytes, format_rate, format_seconds, parse_seconds
 
 if TYPE_CHECKING:
@@ -23,14 +23,13 @@ if TYPE_CHECKING:
     from thinwire.planning.cluster import Cluster
     from thinwire.sync.method import Method
 
-USAGE, FAILED = 2, 1
 _METHODS = ("all-reduce", "diloco", "streaming-diloco")
 _SETTINGS = ("sync_interval", "overlap_steps", "codec", "layers_per_fragment")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimulateOptions(ClusterOptions):
-    """Run methods in virtual time on machines and wires, and tell how long steps take and who waits for what.
+    """Run methods in virtual time on machines and wires: time of a step, waiting of each replica, bytes.
 
     The machines come from a cluster file, which thinwire probe writes, or are alike: --hosts 4 --rate 20mbit
     --latency 20ms --step-time 400ms. What is simulated is the schedule and the payloads that thinwire train runs.
@@ -85,21 +84,14 @@ class SimulateOptions(ClusterOptions):
     """Print one JSON object a method on stdout instead of a table."""
 
 
+@command("simulate")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire simulate --help`.
 
     Returns:
         0, 1 where a file cannot be read, 2 for wrong options.
     """
-    try:
-        return _simulate(read_words(SimulateOptions, arguments, prog="thinwire simulate"))
-    except ValueError as error:
-        return _fail(USAGE, error)
-    except ThinwireError as error:
-        return _fail(FAILED, error)
-
-
-def _simulate(options: SimulateOptions) -> int:
+    options = parse_options(SimulateOptions, arguments, prog="thinwire simulate")
     from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
     from thinwire.simulate import simulate_training
     from thinwire.training.config import BATCH_SIZE, default_seq_len
@@ -107,7 +99,7 @@ def _simulate(options: SimulateOptions) -> int:
 
     cluster = cluster_of(options, needs_flops=options.step_time is None)
     if cluster.num_replicas < 2:
-        raise ValueError("a simulation needs at least 2 machines, got 1; one alone waits for nobody")
+        raise ValueError("a simulation needs at least 2 machines, got 1; one alone exchanges nothing")
     seq_len = default_seq_len(options.model) if options.seq_len is None else options.seq_len
     batch_size = BATCH_SIZE if options.batch_size is None else options.batch_size
     if batch_size < 1:
@@ -129,7 +121,7 @@ def _simulate(options: SimulateOptions) -> int:
         )  # fmt: skip
         found[name] = _numbers(run, links)
         if max(run.last_step) < options.steps:
-            _say(f"{name}: nobody was left after step {max(run.last_step)} of {options.steps}")
+            log(f"{name}: no replica was left after step {max(run.last_step)} of {options.steps}", command="simulate")
     if options.json:
         for name, numbers in found.items():
             print(json.dumps({"method": name, **numbers}))
@@ -230,8 +222,6 @@ def _numbers(run: simulate.SimRun, links: simulate.SimCluster) -> dict[str, Any]
 def _show(found: dict[str, dict[str, Any]], cluster: Cluster) -> None:
     from rich.table import Table
 
-    from thinwire.cli.tables import plain, print_wide
-
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("method", "a step", "all steps", "computing", "waits most", "sent a step", "peak rate"):
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
@@ -246,12 +236,3 @@ def _show(found: dict[str, dict[str, Any]], cluster: Cluster) -> None:
         )  # fmt: skip
         table.add_row(*map(plain, cells))
     print_wide(table)
-
-
-def _fail(code: int, reason: object) -> int:
-    _say(" ".join(str(reason).split()))
-    return code
-
-
-def _say(words: str) -> None:
-    print(f"thinwire simulate: {words}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Tables on the terminal: the end of a run, and several runs beside each other."""
+"""Tables on the terminal: the result of a run, and the comparison of several."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from thinwire.cli.output import printable
 from thinwire.monitor.report.comparison import HEAD, Comparison
 from thinwire.monitor.report.report import results
 from thinwire.monitor.runlog.run_folder import Summary
 
 _NO_LIMIT = 10_000
-_WORDS = 2  # the first columns of a comparison hold words, the others numbers
-_CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd")
+_NUM_TEXT_COLUMNS = 2  # the first columns of a comparison hold text, the others numbers
 
 
-def plain(words: object) -> Text:
-    """Return words as they are: no markup, and no control character that could steer the terminal."""
-    return Text(str(words).translate(_CONTROL))
+def plain(text: object) -> Text:
+    """Return a text as it is: no markup, and no control characters."""
+    return Text(printable(text))
 
 
 def print_wide(table: Table) -> Console:
@@ -57,7 +57,7 @@ def comparison_table(comparison: Comparison, console: Console) -> Table:
     rows = [row.cells() for row in comparison.rows]
     wide = Table(box=None, pad_edge=False, header_style="dim")
     for index, name in enumerate(HEAD):
-        wide.add_column(name, justify="left" if index < _WORDS else "right", overflow="fold")
+        wide.add_column(name, justify="left" if index < _NUM_TEXT_COLUMNS else "right", overflow="fold")
     for row in rows:
         wide.add_row(*map(plain, row))
     needed = Measurement.get(console, console.options.update(width=_NO_LIMIT), wide).maximum

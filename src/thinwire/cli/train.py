@@ -12,9 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from thinwire.cli.judge_beside import judged_beside
-from thinwire.cli.launcher_end import end_with
-from thinwire.cli.train_judged import judged
+from thinwire.cli.processes import REPLICA, exit_with_parent
+from thinwire.cli.run_watchdog import watchdog_process, watched_run
 from thinwire.cli.train_options import parse, settle, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
@@ -138,15 +137,15 @@ def _train_here(config: TrainConfig) -> int:
                 return code
             with (
                 _view(config, replicas=config.num_replicas, after_step=step if is_resumed else None),
-                judged(config, step=step, say=_say) as judgement,
+                watched_run(config, step=step, say=_say) as watchdog,
             ):
-                summary = launch(config, module="thinwire.cli.worker", is_resumed=is_resumed)
+                summary = launch(config, module=REPLICA, is_resumed=is_resumed)
         except KeyboardInterrupt:
             # between the words and the first replica; from there on the launcher takes the signal
             return _fail(128 + signal.SIGINT, "stopped before training began")
         except Stopped as stop:
-            if judgement.why:
-                return _fail(FAILED, f"the run was ended because of a finding: {judgement.why}")
+            if watchdog.why:
+                return _fail(FAILED, f"the run was ended because of a finding: {watchdog.why}")
             _say(f"{stop}; all replicas have ended. Go on with: thinwire train --resume {config.run_dir}")
             return 128 + stop.signal_number
         except WorkerFailed as error:
@@ -220,14 +219,14 @@ def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
     from thinwire.training.worker import Place, run_replica
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; other launchers may come and go
-        end_with(os.getppid())
+        exit_with_parent(os.getppid())
     is_resumed = config.resume is not None
     place = Place(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
     plain = dataclasses.replace(config, resume=None)
     replicas = 1 if os.environ["RANK"] == "0" else 0
     # until the hosts agree on a step, all that is there is of an earlier part of the run
     with (
-        judged_beside(config),
+        watchdog_process(config),
         _view(config, replicas=replicas, after_step=config.steps if is_resumed else None) as view,
     ):
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import parse_options
 from thinwire.training.config import FREE, TrainConfig, read_config, resolve
 
 
@@ -22,7 +22,7 @@ def parse(arguments: Sequence[str]) -> TrainConfig:
         ValueError: The words are no options of this command; in one line.
         SystemExit: After `--help`.
     """
-    shown = read_words(_as_shown(), arguments, prog="thinwire train")
+    shown = parse_options(_as_shown(), arguments, prog="thinwire train")
     return TrainConfig(**{field.name: getattr(shown, field.name) for field in dataclasses.fields(TrainConfig)})
 
 

@@ -126,7 +126,7 @@ class LiveView:
             words = plain(f"The live view stopped ({type(error).__name__}: {error}); training goes on.")
             self._console.print(words, soft_wrap=True)
         except Exception:
-            return  # the console itself is gone: nobody is left to be told
+            return  # the console itself is gone
 
     def _show_table(self) -> None:
         with Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:

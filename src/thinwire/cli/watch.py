@@ -1,30 +1,37 @@
-"""`thinwire watch RUN`: how a run goes and what is wrong with it, in the terminal."""
+"""`thinwire watch RUN`: progress and findings of a run in the terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import json as json_format
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from thinwire.cli.words import read_words
+from thinwire.cli.argument_parsing import command, parse_options
+from thinwire.cli.tables import plain
+from thinwire.units import format_bytes, format_count, format_moment, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from thinwire.monitor.dashboard.snapshot import RunFollower
 
 FOUND = 3
+_MOST_FINDINGS = 5
+_MOST_REPLICAS = 32
+_MARKS = {"trouble": ("▲", "bold red"), "good": ("✓", "green"), "unknown": ("?", "yellow")}
+_STYLES = {"silent": "bold red", "failed": "bold red", "gone": "yellow", "paused": "yellow"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchOptions:
-    """Show how a run of `thinwire train` goes: its replicas, and the newest findings of what is slow, stuck or gone.
+    """Show the replicas of a run of `thinwire train`, and the newest findings: what is slow, stuck or gone.
 
     It only reads the run's folder, also from another terminal or host, and ends with the run or with Ctrl-C. On a
     terminal a table that stays in place, elsewhere a line for each change. With --once the exit code is 3 where
@@ -34,56 +41,44 @@ class WatchOptions:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """The run's folder."""
     once: bool = False
-    """Look once, and end."""
+    """Print the state once, and end."""
     json: bool = False
-    """Look once, and print all that the folder tells as one JSON object on stdout."""
+    """Print the state once, as one JSON object on stdout."""
     period_s: float = 0.5
-    """Time between two looks, in seconds."""
+    """Seconds between two updates."""
 
 
+@command("watch")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; see `thinwire watch --help`.
 
     Returns:
         0, 3 where --once finds something wrong, 1 for a folder that cannot be read, 2 for wrong options.
     """
-    from rich.console import Console
-
-    from thinwire.errors import DataError
     from thinwire.monitor.dashboard.snapshot import RunFollower, snapshot
 
-    try:
-        options = read_words(WatchOptions, arguments, prog="thinwire watch")
-        if not 0.05 <= options.period_s <= 60:
-            raise ValueError(f"--period-s must be from 0.05 to 60, got {options.period_s:g}")
-        if options.json or options.once:
-            found = snapshot(options.run, judges_all=True)
-            if options.json:
-                print(json_format.dumps(found))
-            else:
-                _show(Console(highlight=False), found)
-            return FOUND if found["headline"]["level"] == "trouble" else 0
-        follower, console = RunFollower(options.run), Console(highlight=False)
-    except ValueError as error:
-        return _fail(2, error)
-    except DataError as error:
-        return _fail(1, error)
-    except SystemExit:  # after --help
-        return 0
-    try:
+    options = parse_options(WatchOptions, arguments, prog="thinwire watch")
+    if not 0.05 <= options.period_s <= 60:
+        raise ValueError(f"--period-s must be from 0.05 to 60, got {options.period_s:g}")
+    console = Console(highlight=False)
+    if options.json or options.once:
+        sections = snapshot(options.run, judges_all=True)
+        if options.json:
+            print(json_format.dumps(sections))
+        else:
+            console.print(run_table(sections, width=console.width))
+        return FOUND if sections["headline"]["level"] == "trouble" else 0
+    follower = RunFollower(options.run)
+    with contextlib.suppress(KeyboardInterrupt):
         if console.is_terminal:
             _watch_table(follower, console, period_s=options.period_s)
         else:
             _watch_lines(follower, console, period_s=options.period_s)
-    except KeyboardInterrupt:
-        pass
     return 0
 
 
 def _watch_table(follower: RunFollower, console: Console, *, period_s: float) -> None:
     from rich.live import Live
-
-    from thinwire.cli.watch_table import run_table
 
     with Live(console=console, auto_refresh=False) as live:
         while True:
@@ -96,29 +91,103 @@ def _watch_table(follower: RunFollower, console: Console, *, period_s: float) ->
 
 
 def _watch_lines(follower: RunFollower, console: Console, *, period_s: float) -> None:
-    """Print a line where the run's headline or a finding is new, and at each step that replica 0 tells of."""
-    from thinwire.cli.tables import plain
-    from thinwire.cli.watch_table import news
-
-    told: list[str] = []
+    """Print a line where the run's headline or a finding is new, and at each step that replica 0 has logged."""
+    printed: list[str] = []
     while True:
         is_behind = follower.poll()
         sections = follower.sections()
-        said = news(sections)
-        for words in [words for words in said if words not in told]:
-            console.print(plain(words), soft_wrap=True)
-        told = said
+        lines = news(sections)
+        for line in [line for line in lines if line not in printed]:
+            console.print(plain(line), soft_wrap=True)
+        printed = lines
         if not is_behind and sections["run"]["state"] == "finished":
             return
         time.sleep(0 if is_behind else period_s)
 
 
-def _show(console: Console, sections: dict[str, object]) -> None:
-    from thinwire.cli.watch_table import run_table
+def run_table(sections: Mapping[str, Any], *, width: int) -> RenderableType:
+    """Return the run as what rich can print.
 
-    console.print(run_table(sections, width=console.width))
+    Args:
+        sections: Of `thinwire.monitor.dashboard.snapshot`.
+        width: Columns of the terminal.
+    """
+    run, headline = sections["run"], sections["headline"]
+    mark, style = _MARKS[headline["level"]]
+    head = plain(f"{run['name']}: {run['state']}, {_steps(run)}")
+    return Group(
+        head, Text(f"{mark} ", style=style) + plain(headline["text"]), _replicas(sections["replicas"], width=width),
+        *_below(sections),
+    )  # fmt: skip
 
 
-def _fail(code: int, error: object) -> int:
-    print(f"thinwire watch: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return code
+def news(sections: Mapping[str, Any]) -> list[str]:
+    """Return the lines to print where no table can stay in place."""
+    run = sections["run"]
+    lines = [f"{run['name']}: {run['state']}, {_steps(run)}", f"{_mark(sections)} {sections['headline']['text']}"]
+    for finding in reversed(sections["findings"]["findings"]):
+        lines.append(("resolved: " if finding["is_over"] else "") + _finding_line(finding))
+    return lines
+
+
+def _below(sections: Mapping[str, Any]) -> list[Text]:
+    findings = sections["findings"]["findings"]
+    newest = sorted(findings, key=lambda finding: (finding["is_over"], -(finding.get("at") or 0.0)))[:_MOST_FINDINGS]
+    lines = []
+    for finding in newest:
+        line = plain(("resolved: " if finding["is_over"] else "") + _finding_line(finding))
+        line.stylize("dim" if finding["is_over"] else "bold red")
+        lines.append(line)
+        if not finding["is_over"]:
+            lines += [plain(f"  {finding['text']}"), plain(f"  remedy: {finding['remedy']}")]
+    left = len(findings) - len(newest)
+    lines += [plain(f"{left} more findings; thinwire dashboard shows all")] if left else []
+    missing = sections["notes"]["missing"].get("findings")
+    return [*lines, *([plain(missing)] if missing else []), *(plain(f"not read: {one}") for one in _refused(sections))]
+
+
+def _refused(sections: Mapping[str, Any]) -> list[str]:
+    return list(sections["notes"]["refused"])[-3:]
+
+
+def _finding_line(finding: Mapping[str, Any]) -> str:
+    at = finding.get("at")
+    when = [] if at is None else [format_moment(at)]
+    when += [f"since round {finding['since_round']}"] if finding["since_round"] >= 0 else []
+    when += [f"{100 * finding['confidence']:.0f} % sure"]
+    return f"{finding['kind']}: {finding['where']} ({', '.join(when)})"
+
+
+def _replicas(replicas: list[Mapping[str, Any]], *, width: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=False)
+    heads = ["replica", "state", "step", "loss", "tokens/s", "computing", "sent", "rate now", "peak"]
+    if width < 90:
+        heads = heads[:7]
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("replica", "state") else "right", no_wrap=True)
+    for one in replicas[:_MOST_REPLICAS]:
+        cells = [
+            plain(str(one["replica"])), Text(one["state"], style=_STYLES.get(one["state"], "")),
+            _cell(one.get("step"), str),
+            _cell(one.get("loss"), lambda loss: f"{loss:.3f}"), _cell(one.get("tokens_per_s"), format_count),
+            _cell(one.get("compute_fraction"), lambda share: f"{100 * share:.0f} %"),
+            _cell(one.get("sent_bytes"), format_bytes), _cell(one.get("sent_bits_per_s"), format_rate),
+            _cell(one.get("peak_bits_per_s"), format_rate),
+        ]  # fmt: skip
+        table.add_row(*cells[: len(heads)])
+    return table
+
+
+def _cell(value: Any, form: Callable[[Any], str]) -> Text:
+    return plain("-" if value is None else form(value))
+
+
+def _mark(sections: Mapping[str, Any]) -> str:
+    return _MARKS[sections["headline"]["level"]][0]
+
+
+def _steps(run: Mapping[str, Any]) -> str:
+    steps = f"step {run['step']}" + (f" of {run['steps']}" if run["steps"] else "")
+    if run["changed_at"] is not None and run["state"] == "silent":
+        steps += f", last record {format_seconds(max(0.0, time.time() - run['changed_at']))} ago"
+    return steps

@@ -62,7 +62,7 @@ def launch(config: TrainConfig, *, module: str, is_resumed: bool) -> dict[str, A
     run_dir = config.run_dir
     for replica in range(config.num_replicas):
         _words_path(run_dir, replica).unlink(missing_ok=True)
-    command = [sys.executable, "-m", module, str(run_dir.resolve()), str(os.getpid())]
+    command = [sys.executable, "-m", *module.split(), str(run_dir.resolve()), str(os.getpid())]
     command.append("resume" if is_resumed else "start")
     # the folder's mode is 0700: no other user can leave notes for the replicas, and no port is opened for them
     with (

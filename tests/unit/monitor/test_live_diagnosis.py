@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.cli.steered import diagnosis_of, tell_end
+from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.downtime import Downtime
@@ -204,7 +204,7 @@ def test_an_action_or_a_disk_that_fails_is_told_and_ends_nothing(tmp_path: Path)
         diagnosis.poll()
     assert [text for text in said if "restart replica 1" in text and text.endswith("failed: no way")]
     assert sum("cannot write" in text for text in said) == 1
-    tell_end(tmp_path, diagnosis, Downtime(run_s=5.0), say=said.append)
+    report_end(tmp_path, diagnosis, Downtime(run_s=5.0), say=said.append)
     assert json.loads((tmp_path / "downtime.json").read_text())["total_s"] == 0.0
     assert said[-1] == "no end of a replica cost time in 5 s; waiting and slow work are not counted"
 

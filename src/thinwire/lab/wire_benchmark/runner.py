@@ -122,7 +122,7 @@ def _command(cell: GridCell, *, folder: Path, gate: Path, cache_dir: Path, timeo
     }
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     pace = ["--pace"] if cell.pace else []
-    return [sys.executable, "-m", "thinwire.cli.bench_worker", *arguments, *pace]
+    return [sys.executable, "-m", "thinwire.cli.processes", "bench-host", *arguments, *pace]
 
 
 def _wait_until_ready(processes: Sequence[HostProcess], gate: Path, *, output: Path) -> None:

@@ -98,7 +98,7 @@ class _Worker:
         if self.role.spare:
             self._process = spare.give(log=path.resolve(), words=self.role.words)
         if self._process is None:
-            command = [sys.executable, "-m", self.role.module, str(self._run_dir.resolve()), str(os.getpid())]
+            command = [sys.executable, "-m", *self.role.module.split(), str(self._run_dir.resolve()), str(os.getpid())]
             with path.open("ab") as log:
                 self._process = subprocess.Popen(
                     [*command, *self.role.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,

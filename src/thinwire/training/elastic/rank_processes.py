@@ -144,7 +144,7 @@ def crew_of(
         say: See `RankProcesses`.
         end: See `RankProcesses`.
     """
-    command = [sys.executable, "-m", module, str(run_dir.resolve()), str(leader), str(index), str(num_ranks)]
+    command = [sys.executable, "-m", *module.split(), str(run_dir.resolve()), str(leader), str(index), str(num_ranks)]
     processes = RankProcesses(
         command, num_ranks=num_ranks, logs=run_dir / "logs", name=f"replica-process-{index}", say=say, end=end
     )

@@ -41,7 +41,7 @@ class Spare:
             return
         logs = self._run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", self._module, str(self._run_dir.resolve()), str(os.getpid())]
+        command = [sys.executable, "-m", *self._module.split(), str(self._run_dir.resolve()), str(os.getpid())]
         with log_path(logs / "spare.err").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True

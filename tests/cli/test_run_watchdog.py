@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-from thinwire.cli.train_judged import end_stopped
+from thinwire.cli.run_watchdog import kill_stopped_children
 
 SLEEPERS = "import subprocess, time; [subprocess.Popen(['sleep', '60']) for _ in range(2)]; print(1, flush=True)"
 
@@ -30,7 +30,7 @@ def test_what_is_stopped_is_killed_and_all_else_is_left_to_the_launcher() -> Non
             stopped, running = psutil.Process(launcher.pid).children()
             os.kill(stopped.pid, signal.SIGSTOP)
             wait_until(stopped, psutil.STATUS_STOPPED)
-            end_stopped(launcher.pid)
+            kill_stopped_children(launcher.pid)
             wait_until(stopped, psutil.STATUS_ZOMBIE)  # its parent has not asked for its end
             assert running.is_running() and running.status() != psutil.STATUS_ZOMBIE
         finally:
@@ -42,4 +42,4 @@ def test_what_is_stopped_is_killed_and_all_else_is_left_to_the_launcher() -> Non
 def test_who_is_gone_already_is_no_error() -> None:
     with subprocess.Popen(["true"]) as gone:
         pass
-    end_stopped(gone.pid)
+    kill_stopped_children(gone.pid)

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from training_runs import DEADLINE_S, DOCUMENTS, OPTIONS, Started
 
-from thinwire.cli import judge_beside
-from thinwire.cli.judge_beside import judged_beside
+from thinwire.cli import run_watchdog
+from thinwire.cli.run_watchdog import watchdog_process
 from thinwire.monitor.live_diagnosis import LOOK_S
 from thinwire.monitor.runlog.records import Beat, Communicator, header_line, to_line
 from thinwire.training.config import TrainConfig
@@ -83,7 +83,7 @@ def _write_ranks(folder: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_hosts_that_share_a_folder_one_judges(tmp_path: Path, rank: int) -> None:
-    line = [sys.executable, "-m", "thinwire.cli.judge_beside", str(tmp_path), str(rank), str(os.getpid())]
+    line = [sys.executable, "-m", "thinwire.cli.processes", "watchdog", str(tmp_path), str(rank), str(os.getpid())]
     told, until_s = tmp_path / "findings.jsonl", time.monotonic() + DEADLINE_S
 
     def wait_until(what: Callable[[], bool]) -> None:
@@ -108,7 +108,7 @@ def test_of_hosts_that_share_a_folder_one_judges(tmp_path: Path, rank: int) -> N
 
 def test_a_folder_that_the_ranks_make_later_is_no_fault_of_the_diagnosis(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    line = [sys.executable, "-m", "thinwire.cli.judge_beside", str(run), "1", str(os.getpid())]
+    line = [sys.executable, "-m", "thinwire.cli.processes", "watchdog", str(run), "1", str(os.getpid())]
     until_s = time.monotonic() + DEADLINE_S
     with subprocess.Popen(line, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while not _is_judging(process.pid):
@@ -134,8 +134,8 @@ def test_other_ranks_of_a_host_and_runs_that_are_not_judged_start_nothing(
     monkeypatch: pytest.MonkeyPatch, local_rank: str, on_finding: str
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    monkeypatch.setattr(judge_beside.subprocess, "Popen", None)
-    with judged_beside(dataclasses.replace(TrainConfig(), on_finding=on_finding)):
+    monkeypatch.setattr(run_watchdog.subprocess, "Popen", None)
+    with watchdog_process(dataclasses.replace(TrainConfig(), on_finding=on_finding)):
         pass
 
 
@@ -147,7 +147,7 @@ def test_a_judge_that_cannot_be_started_is_told_and_ends_no_run(
 
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(judge_beside.subprocess, "Popen", refuse)
-    with judged_beside(dataclasses.replace(TrainConfig(), out="runs/x")):
+    monkeypatch.setattr(run_watchdog.subprocess, "Popen", refuse)
+    with watchdog_process(dataclasses.replace(TrainConfig(), out="runs/x")):
         pass
-    assert "the run is not judged while it goes on: Cannot allocate memory" in capsys.readouterr().err
+    assert "the run is not diagnosed while it trains: Cannot allocate memory" in capsys.readouterr().err

@@ -11,8 +11,8 @@ from pathlib import Path
 
 WORKER = """
 import os, time
-from thinwire.cli.launcher_end import end_with
-end_with(os.getppid())
+from thinwire.cli.processes import exit_with_parent
+exit_with_parent(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(60)
 """

@@ -1,0 +1,125 @@
+"""Admin commands to the coordinator of an elastic job: status, pause, resume, leave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from thinwire.cli.argument_parsing import FAILED, command, parse_options
+from thinwire.cli.output import log, print_error
+
+_DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """Ask the coordinator of a running job of `thinwire train --elastic` for its state."""
+
+    address: Annotated[str, tyro.conf.Positional] = ""
+    """The address that the first host printed, - to read it from stdin, HOST:PORT together with --secret, or the run's
+    folder. Default: the environment's THINWIRE_JOIN."""
+    secret: Path | None = None
+    """File of the job's secret, where the address does not hold it."""
+    json: bool = False
+    """Print the job's state as one JSON object on stdout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdminOptions(StatusOptions):
+    """Send a command to the coordinator of a running job of `thinwire train --elastic`."""
+
+    replica: int | None = None
+    """The replica. Default: all (leave needs one, or a host)."""
+    host: str | None = None
+    """The host whose replicas are meant."""
+
+
+@command("status")
+def status(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire status --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    return _send("status", parse_options(StatusOptions, arguments, prog="thinwire status"), target="")
+
+
+@command("pause")
+def pause(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire pause --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    return _send_to_replicas("pause", arguments)
+
+
+@command("resume")
+def resume(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire resume --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    return _send_to_replicas("resume", arguments)
+
+
+@command("leave")
+def leave(arguments: Sequence[str]) -> int:
+    """Run the command; see `thinwire leave --help`.
+
+    Returns:
+        0, 1 for an error while running, 2 for wrong options.
+    """
+    return _send_to_replicas("leave", arguments)
+
+
+def _send_to_replicas(verb: str, arguments: Sequence[str]) -> int:
+    options = parse_options(AdminOptions, arguments, prog=f"thinwire {verb}")
+    if options.replica is not None and options.host is not None:
+        raise ValueError("give --replica or --host, not both")
+    target = options.host or ("" if options.replica is None else str(options.replica))
+    if verb == "leave" and not target:
+        raise ValueError("thinwire leave needs --replica N or --host NAME; list the members with: thinwire status")
+    return _send(verb, options, target=target)
+
+
+def _send(verb: str, options: StatusOptions, *, target: str) -> int:
+    from thinwire.cli.elastic_run import show_status
+    from thinwire.cli.secret import check_secret, read_address
+    from thinwire.elastic.coordinator_client import ask_once
+    from thinwire.elastic.invitation import read_invitation
+    from thinwire.transport.secret import need_pyzmq, read_secret
+
+    need_pyzmq()
+    address, path = read_address(options.address, command=f"thinwire {verb}"), options.secret
+    if Path(address).is_dir():
+        address, path = _address_of_run(Path(address), path)
+    invitation = read_invitation(address)
+    check_secret(invitation.secret, path)
+    secret = invitation.secret or read_secret(path or Path())
+    answer = ask_once(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
+    if verb == "status" or options.json:
+        show_status(answer["status"], as_json=options.json)
+    if not answer["ok"]:
+        print_error(verb, answer["text"])
+        return FAILED
+    if answer["text"]:
+        log(answer["text"])
+    return 0
+
+
+def _address_of_run(run_dir: Path, path: Path | None) -> tuple[str, Path]:
+    """Return the address of the job of a run's folder, and its secret's file."""
+    from thinwire.training.elastic.job import LOCAL_FILE
+
+    try:
+        settings = json.loads((run_dir / LOCAL_FILE).read_text())
+        return str(settings["invitation"]), path or Path(settings["secret"])
+    except (OSError, ValueError, KeyError):
+        raise ValueError(f"{run_dir} is no folder of an elastic run (no {LOCAL_FILE})") from None

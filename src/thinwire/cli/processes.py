@@ -1,0 +1,360 @@
+"""Internal processes: what the launchers start, as `python -m thinwire.cli.processes KIND ...`. Not a user command.
+
+Each kind is a function here that returns an exit code. A process imports what its kind needs only after it watches its
+parent: torch takes seconds to import, and a launcher may be killed in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from thinwire.cli.output import finish_output, log, protect_output
+
+if TYPE_CHECKING:
+    from thinwire.training.elastic.job import LocalSettings
+    from thinwire.training.elastic.rank0_driver import Crew
+
+_MODULE = "thinwire.cli.processes"
+REPLICA = f"{_MODULE} replica"
+ELASTIC_REPLICA = f"{_MODULE} elastic-replica"
+STANDBY_REPLICA = f"{_MODULE} standby-replica"
+REPLICA_RANK = f"{_MODULE} replica-rank"
+COORDINATOR = f"{_MODULE} coordinator"
+DIAGNOSE_RANK = f"{_MODULE} diagnose-rank"
+WATCHDOG = f"{_MODULE} watchdog"
+
+_PARENT_CHECK_S = 0.25
+# A process that ends may have written more; the watchdog reads it.
+_LAST_READ_S = 0.5
+
+
+def exit_with_parent(parent: int) -> None:
+    """Kill this process as soon as it is no longer the child of `parent`; returns at once.
+
+    Args:
+        parent: Process id of the launcher. One that was killed cannot stop its processes.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_CHECK_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def replica(arguments: Sequence[str]) -> int:
+    """Run one replica of a local run.
+
+    Args:
+        arguments: The run's folder, the launcher's process id, and `resume` or `start`.
+
+    Returns:
+        The exit code: 0, or 1 with the reason in the replica's last words.
+    """
+    run_dir, launcher, mode = Path(arguments[0]), int(arguments[1]), arguments[2]
+    # the launcher decides when to stop, and reports it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    exit_with_parent(launcher)
+    from thinwire.training.config import read_config
+    from thinwire.training.launch import leave_last_words
+    from thinwire.training.worker import Place, run_replica
+
+    try:
+        place = Place(local_rank=int(os.environ["LOCAL_RANK"]), is_prepared=True, is_resumed=mode == "resume")
+        run_replica(read_config(run_dir), place=place)
+    except Exception as error:
+        traceback.print_exc()
+        leave_last_words(run_dir, int(os.environ["RANK"]), error)
+        return 1
+    return 0
+
+
+def elastic_replica(arguments: Sequence[str]) -> int:
+    """Run one replica of an elastic run.
+
+    Args:
+        arguments: The run's folder, the launcher's process id, and the replica's index on this host.
+
+    Returns:
+        0 at the end or after leaving, `launch.REFUSED` for what another attempt would not fix,
+        `launch.UNANSWERED` where the coordinator did not answer, 1 for all else.
+    """
+    run_dir, launcher, index = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
+    signal.signal(signal.SIGTERM, _unwind)
+    exit_with_parent(launcher)
+    from thinwire.errors import ConnectError, ThinwireError
+    from thinwire.training.elastic.job import LocalSettings
+    from thinwire.training.elastic.launch import REFUSED, UNANSWERED
+    from thinwire.training.elastic.replica import run_replica
+
+    try:
+        settings = LocalSettings.load(run_dir)
+        with _other_ranks(settings, run_dir, index=index) as crew:
+            run_replica(settings, tell=_log_with_time, device_index=index, crew=crew)
+    except ConnectError as error:
+        _print_problem(error)
+        return UNANSWERED
+    except (ThinwireError, ValueError) as error:
+        traceback.print_exc()
+        _print_problem(error)
+        return REFUSED
+    except SystemExit:
+        return 0
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _other_ranks(
+    settings: LocalSettings, run_dir: Path, *, index: int
+) -> contextlib.AbstractContextManager[Crew | None]:
+    """Start the replica's other ranks, where it has several."""
+    if settings.ranks_per_replica == 1:
+        return contextlib.nullcontext()
+    from thinwire.training.elastic.rank_processes import crew_of
+
+    return crew_of(
+        run_dir, module=REPLICA_RANK, leader=os.getpid(), index=index, num_ranks=settings.ranks_per_replica,
+        say=_print_problem, end=lambda: os._exit(1),
+    )  # fmt: skip
+
+
+def standby_replica(arguments: Sequence[str]) -> int:
+    """Import what an elastic replica needs, wait until one dies, and take its place.
+
+    Args:
+        arguments: The run's folder, and the launcher's process id.
+
+    Returns:
+        0 where no work came, else as `elastic_replica`.
+    """
+    run_dir, launcher = arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
+    exit_with_parent(int(launcher))
+    import thinwire.training.elastic.replica  # noqa: F401  takes long, so it comes before it is needed
+    from thinwire.training.elastic.standby_process import read_work
+
+    work = read_work()
+    return 0 if work is None else elastic_replica([run_dir, launcher, *work])
+
+
+def replica_rank(arguments: Sequence[str]) -> int:
+    """Run a rank of an elastic replica that is not its first.
+
+    Args:
+        arguments: The run's folder, the first rank's process id, the replica's index on this host, its number of
+            ranks, this rank, and the file by which the ranks find each other.
+
+    Returns:
+        0 when the first rank ends the run, else 1.
+    """
+    run_dir, leader, index, num_ranks = Path(arguments[0]), int(arguments[1]), int(arguments[2]), int(arguments[3])
+    rank, meeting = int(arguments[4]), Path(arguments[5])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
+    exit_with_parent(leader)
+    import torch
+
+    from thinwire.training.elastic.job import LocalSettings
+    from thinwire.training.elastic.rank_processes import join_ranks
+    from thinwire.training.elastic.rank_shard import follow
+
+    try:
+        torch.set_num_threads(LocalSettings.load(run_dir).threads)
+        follow(join_ranks(meeting, index=index, rank=rank, num_ranks=num_ranks))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def coordinator(arguments: Sequence[str]) -> int:
+    """Run the coordinator of an elastic run.
+
+    Args:
+        arguments: The run's folder, the launcher's process id, the secret's file, the address and the port.
+
+    Returns:
+        The exit code.
+    """
+    run_dir, launcher, secret_path = Path(arguments[0]), int(arguments[1]), Path(arguments[2])
+    address, port = arguments[3], int(arguments[4])
+    until = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: until.set())
+    exit_with_parent(launcher)
+    from thinwire.errors import ThinwireError
+    from thinwire.training.elastic.coordinator_process import coordinate
+    from thinwire.training.elastic.launch import REFUSED
+
+    try:
+        coordinate(run_dir, secret_path=secret_path, address=address, port=port, say=_log_with_time, until=until)
+    except (ThinwireError, ValueError) as error:
+        _print_problem(error)
+        return REFUSED
+    return 0
+
+
+def diagnose_rank(arguments: Sequence[str]) -> int:
+    """Run one rank of `thinwire diagnose test --replicas N`.
+
+    Args:
+        arguments: The launcher's process id, and the arguments of the command without `--replicas`.
+
+    Returns:
+        The exit code of the command.
+    """
+    # the launcher decides when to stop, and reports it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    exit_with_parent(int(arguments[0]))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from thinwire.cli.diagnose_test import main as test
+
+    return test(arguments[1:])
+
+
+def watchdog(arguments: Sequence[str]) -> int:
+    """Diagnose a run that torchrun started until the rank that started this process closes its stdin.
+
+    Args:
+        arguments: The run's folder, the rank and its process id.
+    """
+    run_dir, rank, parent = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    # what ends the run ends the rank, and that ends this process
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    exit_with_parent(parent)
+    from thinwire.cli.run_watchdog import NoHands, diagnosis_of
+    from thinwire.monitor.live_diagnosis import end_report
+
+    first = run_dir / "records-rank-0.jsonl"
+    diagnosis = diagnosis_of(
+        run_dir, on_finding="warn", is_dry_run=False, hands=NoHands(), say=log_if_possible,
+        # of hosts that share a folder the first one's process diagnoses, since it sees all ranks
+        is_mine=lambda: rank == 0 or not first.exists(),
+    )  # fmt: skip
+    assert diagnosis is not None
+    with diagnosis:
+        while sys.stdin.buffer.read(1):
+            pass
+        time.sleep(_LAST_READ_S)
+    for line in end_report(diagnosis):
+        log_if_possible(line)
+    return 0
+
+
+def log_if_possible(text: str) -> None:
+    """Print a line on stderr, or nothing where the terminal has gone."""
+    with contextlib.suppress(OSError):
+        log(text)
+
+
+def bench_host(arguments: Sequence[str]) -> int:
+    """Run one contender of `thinwire bench wire` on this host, and write its file of numbers.
+
+    Args:
+        arguments: Options, see `--help`; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read from the environment.
+
+    Returns:
+        The exit code: 0, 1 for an error while running, 2 for a wrong option; the reason is on stderr.
+    """
+    given = vars(_bench_parser().parse_args(arguments))
+    from thinwire.errors import ThinwireError
+    from thinwire.lab.wire_benchmark.worker import WorkerOptions, run_worker
+    from thinwire.transport.addresses import address_towards, interface_of
+    from thinwire.transport.connect import GLOO_INTERFACE
+
+    try:
+        # one command line serves all hosts
+        given["result"] = Path(str(given["result"]).replace("{rank}", os.environ.get("RANK", "0")))
+        if given["address"] is None:
+            given["address"] = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        # torchft makes a gloo group of its own, which reads from this variable where to listen
+        os.environ[GLOO_INTERFACE] = interface_of(given["address"])
+        run_worker(WorkerOptions(**given))
+    except ValueError as error:
+        sys.stderr.write(f"{given['contender']}: {error}\n")
+        return 2
+    except (ThinwireError, OSError) as error:
+        sys.stderr.write(f"{given['contender']}: {type(error).__name__}: {error}\n")
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _bench_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {_MODULE} bench-host", allow_abbrev=False)
+    parser.add_argument("--contender", required=True)
+    for name in ("--steps", "--sync-interval", "--overlap-steps", "--warmup-steps"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--result", type=Path, required=True, help="file of numbers; {rank} in it stands for the rank")
+    parser.add_argument("--cache-dir", type=Path, default=Path.home() / ".cache" / "thinwire")
+    parser.add_argument("--address", help="this host's IPv4 address; by default the one MASTER_ADDR is reached from")
+    optional = {"batch-size": 8, "seq-len": 128, "seed": 0, "eval-batches": 20, "threads": 1}
+    for name, default in optional.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--timeout-s", type=float, default=600.0)
+    parser.add_argument("--model", default="nano")
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--tokenizer", default="bpe")
+    parser.add_argument("--pace", action="store_true")
+    parser.add_argument("--gate", type=Path, help="file to wait for in the warm-up")
+    parser.add_argument("--gate-step", type=int, default=0, help="after so many steps of it")
+    return parser
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    # unwinds the stack, so that the replica leaves the run in order
+    raise SystemExit(0)
+
+
+def _print_problem(error: object) -> None:
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def _log_with_time(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+KINDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "replica": replica,
+    "elastic-replica": elastic_replica,
+    "standby-replica": standby_replica,
+    "replica-rank": replica_rank,
+    "coordinator": coordinator,
+    "diagnose-rank": diagnose_rank,
+    "watchdog": watchdog,
+    "bench-host": bench_host,
+}
+# Threads of rounds in flight must not keep such a process alive.
+_ENDED_AT_ONCE = ("elastic-replica", "standby-replica", "replica-rank")
+
+
+def main(kind: str, arguments: Sequence[str]) -> None:
+    """Run a process of a kind to its end, and exit."""
+    if kind != "bench-host":
+        protect_output()
+    code = KINDS[kind](arguments)
+    if kind in _ENDED_AT_ONCE:
+        finish_output()
+        os._exit(code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
