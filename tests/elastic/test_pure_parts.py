@@ -15,8 +15,7 @@ from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode, numbers
 from thinwire.elastic.roster import MemberState, Roster
-from thinwire.elastic.round_decision import Vote, decide
-from thinwire.elastic.rounds import RoundTracker
+from thinwire.elastic.rounds import RoundTracker, Vote, decide
 from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret

@@ -12,10 +12,9 @@ import torch
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic import round_driver as proposal_module
 from thinwire.elastic.coordinator_session import Council
-from thinwire.elastic.round_decision import Vote
 from thinwire.elastic.round_driver import HEAD_BYTES, Proposal
 from thinwire.elastic.round_state_machine import Ask, Bid, CastVote, Seen
-from thinwire.elastic.rounds import Decision, RoundTracker
+from thinwire.elastic.rounds import Decision, RoundTracker, Vote
 from thinwire.events import FIRST_LAST_ROUND
 
 LONG_S, USUAL_S = 0.6, 0.05
