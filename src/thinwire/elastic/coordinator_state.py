@@ -10,7 +10,7 @@ from typing import Any
 
 from thinwire.elastic.data_leases import DataLeases, Lease
 from thinwire.elastic.roster import MemberState, Roster, RosterMember
-from thinwire.elastic.rounds import Decision, RoundTracker
+from thinwire.elastic.rounds import Decision, ElasticRounds
 from thinwire.elastic.routing import DetourBook
 from thinwire.elastic.site_topology import SiteBook
 from thinwire.elastic.snapshots import StateSnapshots
@@ -96,7 +96,7 @@ class CoordinatorState:
 
     config: CoordinatorConfig
     roster: Roster = field(default_factory=Roster)
-    rounds: RoundTracker = field(init=False)
+    rounds: ElasticRounds = field(init=False)
     leases: DataLeases = field(init=False)
     snapshots: StateSnapshots = field(default_factory=StateSnapshots)
     standby_hosts: StandbyHosts = field(default_factory=StandbyHosts)
@@ -131,7 +131,7 @@ class CoordinatorState:
     def __post_init__(self) -> None:
         """Make the parts that need the constants of the run."""
         config = self.config
-        self.rounds = RoundTracker(
+        self.rounds = ElasticRounds(
             sync_interval=config.sync_interval, overlap_steps=config.overlap_steps,
             allows_overdue=config.allows_overdue, last_step=config.job.get("config", {}).get("steps") or math.inf,
         )  # fmt: skip

@@ -96,7 +96,7 @@ def grace_steps(*, sync_interval: int, overlap_steps: int) -> float:
     return max(1.0, 0.5 * overlap_steps + _SHARE_OF_INTERVAL * sync_interval)
 
 
-class RoundTracker:
+class ElasticRounds:
     """All rounds of a run; pure, time comes in as a number.
 
     Args:
