@@ -35,6 +35,7 @@ from thinwire.averaging.round_context import Progress
 from thinwire.codecs.registry import NAMES, by_name
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
 from thinwire.elastic.protocol import VERSION, Message, decode, encode
@@ -384,9 +385,13 @@ class Hub:
         self.sent_bytes = 0
         self.decisions: dict[int, Any] = {}
         self.coordinator = Coordinator(
-            job={"thinwire": __version__}, planned=2, sync_interval=10, overlap_steps=1, shard_windows=8,
-            send=self._send, record=self._record, generation="g",
-        )  # fmt: skip
+            CoordinatorConfig(
+                job={"thinwire": __version__}, initial_replicas=2, sync_interval=10, overlap_steps=1, shard_windows=8
+            ),
+            send=self._send,
+            record=self._record,
+            generation="g",
+        )
 
     def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
         decode(encode(kind, **fields), to_member=True)  # what it says can be read

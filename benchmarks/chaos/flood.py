@@ -29,6 +29,7 @@ from typing import Any
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_client import Line, ask_once
 from thinwire.elastic.coordinator_server import CoordinatorServer
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import VERSION, Message
 from thinwire.errors import ConnectError
@@ -50,9 +51,13 @@ def serve(folder: Path) -> None:
         secret=read_secret(folder / "secret"), address="10.77.0.1", port=PORT, say=lambda text: None
     )
     coordinator = Coordinator(
-        job={"thinwire": __version__}, planned=1, sync_interval=10, overlap_steps=1, shard_windows=8, send=hub.send,
-        record=lambda what, fields: None, generation="g",
-    )  # fmt: skip
+        CoordinatorConfig(
+            job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1, shard_windows=8
+        ),
+        send=hub.send,
+        record=lambda what, fields: None,
+        generation="g",
+    )
     print("ready", flush=True)
     hub.serve(coordinator, until=lambda: False)
 

@@ -14,6 +14,7 @@ import torch
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_server import CoordinatorServer
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.join import Seated, join
 from thinwire.transport.secret import Secret
@@ -46,11 +47,19 @@ def coordinate(folder: Path, address: str, *, planned: int, has_detours: bool = 
     """Be the coordinator until the file `over` is there."""
     hub = CoordinatorServer(secret=SECRET, address=address, port=PORT, say=print)
     coordinator = Coordinator(
-        job={"thinwire": __version__}, planned=planned, sync_interval=INTERVAL, overlap_steps=0, shard_windows=8,
-        send=hub.send, record=lambda what, fields: print(what, fields, flush=True), generation=hub.generation,
-    )  # fmt: skip
+        CoordinatorConfig(
+            job={"thinwire": __version__},
+            initial_replicas=planned,
+            sync_interval=INTERVAL,
+            overlap_steps=0,
+            shard_windows=8,
+        ),
+        send=hub.send,
+        record=lambda what, fields: print(what, fields, flush=True),
+        generation=hub.generation,
+    )
     if not has_detours:
-        coordinator.detours.look = lambda active: []  # type: ignore[method-assign]
+        coordinator.state.detours.look = lambda active: []  # type: ignore[method-assign]
     hub.serve(coordinator, until=(folder / "over").exists)
     hub.close()
 

@@ -13,6 +13,7 @@ from typing import Any
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.elastic.round_state_machine import Ask, Bid, CastVote, GiveUp, Seen
 from thinwire.elastic.rounds import Decision
@@ -106,10 +107,18 @@ class World:
 
     def _coordinator(self) -> Coordinator:
         made = Coordinator(
-            job={"thinwire": __version__}, planned=self.planned, sync_interval=10, overlap_steps=1, shard_windows=8,
-            send=self.send, record=self.record, generation="g",
-        )  # fmt: skip
-        made.book._spreads = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
+            CoordinatorConfig(
+                job={"thinwire": __version__},
+                initial_replicas=self.planned,
+                sync_interval=10,
+                overlap_steps=1,
+                shard_windows=8,
+            ),
+            send=self.send,
+            record=self.record,
+            generation="g",
+        )
+        made.state.rounds._spreads = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
         return made
 
     def _move_in(self, number: int) -> None:
@@ -229,13 +238,13 @@ class World:
             if not is_heard:
                 self.down[number].clear()
         self.coordinator = self._coordinator()
-        self.coordinator.resume_from(self.journal, now_s=self.now_s)
+        self.coordinator.replay(self.journal, now_s=self.now_s)
         for replica in self.replicas.values():
             if replica.is_here:
                 self._beat(replica)
 
     def _beat(self, replica: Replica) -> None:
-        member = self.coordinator.roster.by_token(b"%d" % replica.number)
+        member = self.coordinator.state.roster.by_token(b"%d" % replica.number)
         if member is not None:
             member.heard_s, member.step_s = self.now_s, 0.01
         else:
@@ -331,7 +340,7 @@ class World:
 
     def key(self) -> bytes:
         """Return what tells states apart; of times, whether they are over."""
-        now_s, book = self.now_s, self.coordinator.book
+        now_s, book = self.now_s, self.coordinator.state.rounds
         rounds = [
             (
                 number, sorted(one.launched), one.called, one.launch_step,
@@ -341,7 +350,7 @@ class World:
             )
             for number, one in sorted(book.open_rounds.items())
         ]  # fmt: skip
-        members = [(m.replica, str(m.state), m.is_suspect) for m in self.coordinator.roster]
+        members = [(m.replica, str(m.state), m.is_suspect) for m in self.coordinator.state.roster]
         there = [self._key_of(replica) for replica in self.replicas.values()]
         state = (
             rounds, sorted(self.decided.items()), sorted(book.late), members, there, self.faults,

@@ -18,6 +18,7 @@ from model import LIMIT_S, Crash, Event
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.elastic.roster import MemberState
 from thinwire.errors import PayloadError
@@ -120,11 +121,20 @@ class Town:
 
     def _coordinator(self) -> Coordinator:
         made = Coordinator(
-            job={"thinwire": __version__}, planned=self.planned, sync_interval=INTERVAL, overlap_steps=OVERLAP,
-            shard_windows=SHARD, send=self.send, record=self.record, generation="g", part_share=self._part_share,
+            CoordinatorConfig(
+                job={"thinwire": __version__},
+                initial_replicas=self.planned,
+                sync_interval=INTERVAL,
+                overlap_steps=OVERLAP,
+                shard_windows=SHARD,
+                part_share=self._part_share,
+            ),
+            send=self.send,
+            record=self.record,
+            generation="g",
             clock=self.now,
-        )  # fmt: skip
-        made.book._spreads = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
+        )
+        made.state.rounds._spreads = AdaptiveTimeout(least_s=LIMIT_S, most_s=LIMIT_S)
         return made
 
     def life_of(self, number: int) -> Life | None:
@@ -179,7 +189,7 @@ class Town:
                 yield "come", number
         if self.is_quiet():
             yield from (("time", name) for name in TIMES)
-            if any(member.is_paused for member in self.coordinator.roster) or self._rests():
+            if any(member.is_paused for member in self.coordinator.state.roster) or self._rests():
                 yield "resume", ""
         if self.faults:
             yield from self._faults()
@@ -275,21 +285,21 @@ class Town:
                 self.down[token].clear()
         self.told_progress.clear()
         self.coordinator = self._coordinator()
-        self.coordinator.resume_from([json.loads(line) for line in self.journal], now_s=self.now_s)
+        self.coordinator.replay([json.loads(line) for line in self.journal], now_s=self.now_s)
 
     def _pass(self, seconds: float) -> None:
         self.now_s += seconds
         for token, life in self.lives.items():
-            member = self.coordinator.roster.by_token(token)
+            member = self.coordinator.state.roster.by_token(token)
             if not life.is_here:
                 continue
             if member is not None:
-                self.coordinator.roster.hear(member, now_s=self.now_s, is_beat=False)
+                self.coordinator.state.roster.hear(member, now_s=self.now_s, is_beat=False)
             if not life.has_council:
                 self._ask_to_join(life)
                 continue
             is_news = member is None or member.step < life.council.step or not member.step_s
-            if not is_news and life.council.view.roster_number == self.coordinator._roster_number():
+            if not is_news and life.council.view.roster_number == self.coordinator.state.roster_number:
                 life.council._next_beat_s = self.now_s + 1.0  # the beat would change nothing
             life.council.view.heard_s = self.now_s  # of each tick's words only those are modelled that say something
             life.council.turn()
@@ -302,7 +312,7 @@ class Town:
         self._check_data()
 
     def _check_states(self) -> None:
-        active = [self.lives[m.token] for m in self.coordinator.roster if m.state is MemberState.ACTIVE]
+        active = [self.lives[m.token] for m in self.coordinator.state.roster if m.state is MemberState.ACTIVE]
         training = [life for life in active if life.is_here and life.phase in ("training", "last", "done")]
         longest = max((life.means for life in training), key=len, default=())
         for life in training:
@@ -316,8 +326,8 @@ class Town:
 
     def _check_data(self) -> None:
         """No window is lost: what counts as trained on is in a mean, and the rest is somebody's, or will be."""
-        roster = self.coordinator.roster
-        state = self.coordinator.ledger.state_dict()
+        roster = self.coordinator.state.roster
+        state = self.coordinator.state.leases.state_dict()
         counted = dict.fromkeys(map(str, range(state["next"])), SHARD) | state["returned"]
         for number, leases in state["leases"].items():
             assert roster.get(int(number)) is not None, f"data is lost with replica {number}, which is gone"
@@ -339,23 +349,25 @@ class Town:
 
     def key(self) -> bytes:
         """Return what tells states apart; of times, whether they are over."""
-        desk, now_s = self.coordinator, self.now_s
+        state, now_s = self.coordinator.state, self.now_s
         rounds = [
             (
                 number, sorted(one.launched), one.called, sorted((n, sorted(v.has)) for n, v in one.votes.items()),
-                now_s > one.first_s + 2.3, bool(one.votes) and now_s >= one.first_vote_s + desk.book.vote_s,
+                now_s > one.first_s + 2.3, bool(one.votes) and now_s >= one.first_vote_s + state.rounds.vote_s,
             )
-            for number, one in sorted(desk.book.open_rounds.items())
+            for number, one in sorted(state.rounds.open_rounds.items())
         ]  # fmt: skip
-        members = [(m.describe(), m.is_awaited, m.held_step, now_s - m.heard_s > 3.0) for m in desk.roster]
-        cuts = [(c.step, sorted(c.holders), sorted(c.joiners), sorted(c.missed), c.asked) for c in desk.cuts.wanted()]
+        members = [(m.describe(), m.is_awaited, m.held_step, now_s - m.heard_s > 3.0) for m in state.roster]
+        cuts = [
+            (c.step, sorted(c.holders), sorted(c.joiners), sorted(c.missed), c.asked) for c in state.snapshots.wanted()
+        ]
         there = [self._key_of(life) for life in self.lives.values()]
-        state = (
-            rounds, sorted(self.truth), sorted(desk.book.late), members, cuts, sorted(desk.cuts.waiting), there,
-            desk.ledger.state_dict(), sorted(self.up.items()), sorted(self.down.items()), self.faults,
-            desk._reviver, desk._from_disk, desk._era, sorted(desk._notes), desk.has_finished, desk._kept_step,
+        found = (
+            rounds, sorted(self.truth), sorted(state.rounds.late), members, cuts, sorted(state.snapshots.waiting),
+            there, state.leases.state_dict(), sorted(self.up.items()), sorted(self.down.items()), self.faults,
+            state.reviver, state.is_from_disk, state.era, sorted(state.notes), state.has_finished, state.kept_step,
         )  # fmt: skip
-        return repr(state).encode()
+        return repr(found).encode()
 
     def _key_of(self, life: Life) -> tuple[Any, ...]:
         person = life.person

@@ -16,6 +16,7 @@ from typing import Any, cast
 from thinwire.elastic.adaptive_local_steps import OwnPace
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.elastic.rounds import grace_steps
@@ -226,10 +227,17 @@ class PacedTown:
         self.clock = VirtualClock()
         self.setting = setting
         self.coordinator = Coordinator(
-            job={"thinwire": __version__}, planned=len(setting.step_s), sync_interval=setting.schedule.sync_interval,
-            overlap_steps=setting.overlap_steps, send=self._send, record=lambda what, fields: None, generation="g",
-            shard_windows=8,
-        )  # fmt: skip
+            CoordinatorConfig(
+                job={"thinwire": __version__},
+                initial_replicas=len(setting.step_s),
+                sync_interval=setting.schedule.sync_interval,
+                overlap_steps=setting.overlap_steps,
+                shard_windows=8,
+            ),
+            send=self._send,
+            record=lambda what, fields: None,
+            generation="g",
+        )
         self.runners = [Runner(self, number, setting) for number in range(len(setting.step_s))]
         for number in range(len(self.runners)):
             self.hear(number, {"kind": "join", "version": VERSION, "thinwire": __version__, "host": f"h{number}"})
@@ -255,7 +263,7 @@ class PacedTown:
             runner.begin()
         self._tick()
         self.clock.run()
-        rounds = {number: found.members for number, found in self.coordinator.book.decisions.items()}
+        rounds = {number: found.members for number, found in self.coordinator.state.rounds.decisions.items()}
         first = self.setting.num_fragments
         counted = [members for number, members in sorted(rounds.items()) if number >= first]
         return Ended(

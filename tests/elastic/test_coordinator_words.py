@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from thinwire.elastic.coordinator import MOST_BAD_PARTS, Coordinator
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, Message, decode, encode
 from thinwire.errors import PayloadError
 from thinwire.version import __version__
@@ -20,11 +21,19 @@ class Desk:
         self.said: list[tuple[bytes, Message]] = []
         self.now_s = 0.0
         self.coordinator = Coordinator(
-            job={"thinwire": __version__}, planned=planned, sync_interval=10, overlap_steps=1, shard_windows=8,
-            send=self._send, record=lambda what, fields: self.journal.append({"what": what, **fields}), generation="g",
-            resumed_step=resumed_step,
-        )  # fmt: skip
-        self.coordinator.resume_from([dict(line) for line in self.journal], now_s=0.0)
+            CoordinatorConfig(
+                job={"thinwire": __version__},
+                initial_replicas=planned,
+                sync_interval=10,
+                overlap_steps=1,
+                shard_windows=8,
+                resumed_step=resumed_step,
+            ),
+            send=self._send,
+            record=lambda what, fields: self.journal.append({"what": what, **fields}),
+            generation="g",
+        )
+        self.coordinator.replay([dict(line) for line in self.journal], now_s=0.0)
 
     def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
         self.said.append((token, decode(encode(kind, **fields), to_member=True)))
@@ -110,11 +119,11 @@ def test_what_a_round_counted_is_counted_also_after_a_crash() -> None:
     desk = Desk().begun()
     desk.hear(b"a", "lease", number=0)
     desk.decide(used={"0": 5})
-    assert desk.coordinator.ledger.counted == 5
+    assert desk.coordinator.state.leases.counted == 5
     after = desk.again()
-    assert after.coordinator.ledger.state_dict() == desk.coordinator.ledger.state_dict()
+    assert after.coordinator.state.leases.state_dict() == desk.coordinator.state.leases.state_dict()
     after.hear(b"a", "leave", why="")
-    assert (after.coordinator.ledger.counted, after.coordinator.ledger.repeated) == (5, 0)
+    assert (after.coordinator.state.leases.counted, after.coordinator.state.leases.repeated) == (5, 0)
     after.hear(b"b", "lease", number=0)
     assert after.words(b"b", "leased")[0]["start"] == 5
 
@@ -146,14 +155,14 @@ def test_a_run_that_goes_back_lends_again_what_its_state_does_not_hold() -> None
     desk.decide(used={"0": 5})
     for token in (b"a", b"b"):
         desk.hear(token, "leave", why="all are lost")
-    assert desk.coordinator.ledger.counted == 5
+    assert desk.coordinator.state.leases.counted == 5
     desk.come(b"c", disk=8)
     assert [(one["root"], one["step"]) for one in desk.words(b"c", "state")] == [("disk", 0)]
     desk.hear(b"c", "active", step=8)
-    assert (desk.coordinator.ledger.counted, desk.coordinator.ledger.repeated) == (0, 5)
+    assert (desk.coordinator.state.leases.counted, desk.coordinator.state.leases.repeated) == (0, 5)
     desk.hear(b"c", "lease", number=0)
     assert [(one["shard"], one["start"]) for one in desk.words(b"c", "leased")] == [(0, 0)]
-    assert desk.again().coordinator.ledger.state_dict() == desk.coordinator.ledger.state_dict()
+    assert desk.again().coordinator.state.leases.state_dict() == desk.coordinator.state.leases.state_dict()
 
 
 def test_a_resumed_run_goes_on_only_from_the_state_that_its_account_belongs_to() -> None:
@@ -164,7 +173,7 @@ def test_a_resumed_run_goes_on_only_from_the_state_that_its_account_belongs_to()
     desk.come(b"c", disk=40)
     assert [(one["root"], one["step"]) for one in desk.words(b"c", "state")] == [("disk", 40)]
     desk.hear(b"c", "active", step=40)
-    assert desk.coordinator.book.step == 40
+    assert desk.coordinator.state.rounds.step == 40
 
 
 def test_those_that_hold_the_state_of_a_resumed_run_need_not_fetch_it() -> None:
@@ -177,7 +186,7 @@ def test_those_that_hold_the_state_of_a_resumed_run_need_not_fetch_it() -> None:
     assert not desk.words(b"b", "state"), "nobody takes part before the first one does"
     desk.hear(b"a", "active", step=40)
     assert [(one["root"], one["step"]) for one in desk.words(b"b", "state")] == [("own", 40)]
-    assert not desk.words(b"c", "state") and desk.coordinator.cuts.of(2) is not None, "it is to fetch one"
+    assert not desk.words(b"c", "state") and desk.coordinator.state.snapshots.of(2) is not None, "it is to fetch one"
     desk.hear(b"d", "join", version=VERSION, thinwire=__version__, host="h")
     desk.hear(b"d", "here", **where, held=40, era=1, disk=40)
     assert [(one["root"], one["step"]) for one in desk.words(b"d", "state")] == [("own", 40)], "also who comes later"
@@ -217,7 +226,7 @@ def test_decisions_that_nobody_holds_any_more_are_forgotten_by_all() -> None:
     desk.hear(b"a", "leave", why="")
     desk.hear(b"b", "leave", why="")
     assert desk.words(b"x", "anew") and [one["root"] for one in desk.words(b"x", "state")] == ["disk"]
-    assert not desk.coordinator.book.decisions and desk.coordinator.book.step == 0
+    assert not desk.coordinator.state.rounds.decisions and desk.coordinator.state.rounds.step == 0
     for found in (desk, desk.again()):  # also one that comes back must not offer the seed
         found.hear(b"x", "leave", why="")
         found.come(b"y")
@@ -241,7 +250,7 @@ def test_what_cannot_be_is_refused_and_takes_no_memory(kind: str, fields: dict[s
     if kind == "launch":
         for number in range(1, 256):
             desk.hear(b"a", "launch", round=number, step=10, used={})
-    with pytest.raises(PayloadError, match=r"at most|nobody"):
+    with pytest.raises(PayloadError, match=r"at most|unknown replicas"):
         desk.hear(b"a", kind, **fields)
 
 
@@ -251,12 +260,12 @@ def test_notes_without_an_end_are_cut_off() -> None:
         desk.hear(b"a", "note", level="warning", text=str(number))
     assert len([line for line in desk.journal if line["what"] == "finding"]) < 200
     desk.hear(b"b", "note", level="warning", text="heard")
-    assert desk.coordinator.findings[-1].endswith("heard")
+    assert desk.coordinator.state.findings[-1].endswith("heard")
 
 
 def test_records_are_kept_once_and_answered_each_time_also_by_the_next_coordinator() -> None:
     desk, kept = Desk().begun(), []
-    desk.coordinator.keep_records = lambda replica, text: kept.append((replica, text))
+    desk.coordinator._keep_records = lambda replica, text: kept.append((replica, text))
     for number, text in ((0, "x"), (0, "x"), (1, "y")):
         desk.hear(b"b", "records", number=number, text=text)
     assert kept == [(1, "x"), (1, "y")]
@@ -279,29 +288,29 @@ def test_a_part_whose_launch_nobody_heard_is_told_of() -> None:
         again.hear(token, "launch", round=0, step=10, used={})
     for token in (b"a", b"b"):
         again.hear(token, "vote", round=0, step=10, has=[0, 1, 2], hash=0)
-    assert again.coordinator.book.decisions[0].members == (0, 1, 2)
-    assert any("counts a part of replica 2, which went before" in text for text in again.coordinator.findings)
+    assert again.coordinator.state.rounds.decisions[0].members == (0, 1, 2)
+    assert any("counts a part of replica 2, which went before" in text for text in again.coordinator.state.findings)
     desk.hear(b"a", "launch", round=0, step=10, used={})
     desk.hear(b"c", "leave", why="")
     desk.hear(b"b", "launch", round=0, step=10, used={})
     for token in (b"a", b"b"):
         desk.hear(token, "vote", round=0, step=10, has=[0, 1, 2], hash=0)
-    assert not any("counts a part" in text for text in desk.coordinator.findings), "its launch was heard here"
+    assert not any("counts a part" in text for text in desk.coordinator.state.findings), "its launch was heard here"
 
 
 def test_the_loss_of_a_run_is_that_of_its_replicas_by_their_tokens_and_moves_little_when_one_comes() -> None:
     desk = Desk().begun()
-    assert desk.coordinator.status()["loss"] == 0
+    assert desk.coordinator.admin.status()["loss"] == 0
     for token, tokens_s, loss in ((b"a", 300.0, 2.0), (b"b", 100.0, 3.0)):
         desk.hear(token, "work", steps_per_interval=10.0, tokens_s=tokens_s, loss=loss)
-    assert desk.coordinator.status()["loss"] == 2.25
+    assert desk.coordinator.admin.status()["loss"] == 2.25
     desk.come(b"c")
     desk.hear(b"c", "active", step=5)
-    assert desk.coordinator.status()["loss"] == 2.25, "it has told none yet"
+    assert desk.coordinator.admin.status()["loss"] == 2.25, "it has told none yet"
     desk.hear(b"c", "work", steps_per_interval=1.0, tokens_s=4.0, loss=9.0)
-    assert abs(desk.coordinator.status()["loss"] - 2.25) < 0.07
+    assert abs(desk.coordinator.admin.status()["loss"] - 2.25) < 0.07
     desk.hear(b"b", "leave", why="")
-    assert desk.coordinator.status()["loss"] == round((600 + 36) / 304, 4)
+    assert desk.coordinator.admin.status()["loss"] == round((600 + 36) / 304, 4)
 
 
 class Three(Desk):
@@ -328,10 +337,10 @@ class Three(Desk):
             self.hear(token, "launch", round=number, step=step, used={"0": used} if token == b"c" else {})
         for token in (b"a", b"b") if parts else (b"a", b"b", b"c"):
             self.hear(token, "vote", round=number, step=step, has=members, hash=0)
-        assert self.coordinator.book.decisions[number].members == tuple(members)
+        assert self.coordinator.state.rounds.decisions[number].members == tuple(members)
 
     def told_of_nan(self) -> list[str]:
-        return [text for text in self.coordinator.findings if "NaN" in text]
+        return [text for text in self.coordinator.state.findings if "NaN" in text]
 
 
 def test_a_replica_is_dropped_after_some_bad_parts_and_its_windows_since_the_last_good_one_go_back() -> None:
@@ -339,10 +348,10 @@ def test_a_replica_is_dropped_after_some_bad_parts_and_its_windows_since_the_las
     desk.round(0, used=2)
     for parts in range(1, MOST_BAD_PARTS):
         desk.round(parts, used=2 + parts, parts=parts)
-    assert not desk.words(b"c", "expelled") and desk.coordinator.ledger.counted == 2
+    assert not desk.words(b"c", "expelled") and desk.coordinator.state.leases.counted == 2
     desk.round(MOST_BAD_PARTS, used=6, parts=MOST_BAD_PARTS)
     assert [one["is_non_finite"] for one in desk.words(b"c", "expelled")] == [True]
-    assert (desk.coordinator.ledger.counted, desk.coordinator.ledger.repeated) == (2, 4)
+    assert (desk.coordinator.state.leases.counted, desk.coordinator.state.leases.repeated) == (2, 4)
     desk.hear(b"a", "lease", number=0)
     assert desk.words(b"a", "leased")[0]["start"] == 2
     assert len(desk.told_of_nan()) == 1
@@ -355,7 +364,7 @@ def test_nobody_waits_for_a_bad_part_and_a_bad_replica_is_not_called_late() -> N
     for token in (b"a", b"b"):
         desk.hear(token, "launch", round=0, step=10, used={})
     assert desk.words(b"a", "call") == [{"kind": "call", "round": 0, "members": [0, 1]}]
-    assert not desk.coordinator.book.late
+    assert not desk.coordinator.state.rounds.late
 
 
 def test_one_that_is_bad_again_before_any_part_of_it_counted_is_the_same_episode() -> None:
@@ -369,7 +378,7 @@ def test_one_that_is_bad_again_before_any_part_of_it_counted_is_the_same_episode
         assert desk.words(b"c", "expelled") and len(desk.told_of_nan()) == 1
     desk.come(b"c")
     desk.hear(b"c", "active", step=30)
-    replica = desk.coordinator.roster.next_replica - 1
+    replica = desk.coordinator.state.roster.next_replica - 1
     for token in (b"a", b"b", b"c"):
         desk.hear(token, "launch", round=3, step=40, used={})
     for token in (b"a", b"b", b"c"):
@@ -382,7 +391,7 @@ def test_what_rounds_counted_of_parts_that_most_others_found_bad_is_trained_agai
     desk = Three().begun()
     for number, used in enumerate((2, 5, 8)):  # the third round counts the whole shard
         desk.round(number, used=used)
-    assert desk.coordinator.ledger.counted == 8
+    assert desk.coordinator.state.leases.counted == 8
     desk.hear(b"a", "reject", round=2, member=2, parts=2, since=1)
     assert not desk.words(b"c", "expelled"), "one of two others is not most of them"
     desk.hear(b"b", "reject", round=2, member=2, parts=1, since=2)
@@ -392,7 +401,7 @@ def test_what_rounds_counted_of_parts_that_most_others_found_bad_is_trained_agai
         found.hear(b"a", "reject", round=2, member=2, parts=2, since=1)
         found.hear(b"b", "reject", round=3, member=2, parts=2, since=1)
         assert [one["is_non_finite"] for one in found.words(b"c", "expelled")] == [True]
-        assert (found.coordinator.ledger.counted, found.coordinator.ledger.repeated) == (2, 6)
+        assert (found.coordinator.state.leases.counted, found.coordinator.state.leases.repeated) == (2, 6)
         for process in (found, Three(found.journal)):  # a state of a step in between counts none of the bad rounds
             process.hear(b"a", "account", step=21)
             assert process.words(b"a", "account")[0]["note"]["data"]["counted"] == 2
@@ -404,7 +413,7 @@ def test_a_replica_that_finds_its_own_part_bad_needs_nobody_else_to_say_so() -> 
     desk = Three().begun()
     desk.round(0, used=2)
     desk.hear(b"c", "reject", round=0, member=2, parts=2, since=0)
-    assert desk.words(b"c", "expelled") and desk.coordinator.ledger.counted == 0
+    assert desk.words(b"c", "expelled") and desk.coordinator.state.leases.counted == 0
 
 
 def test_a_run_without_a_finite_part_fails_for_all_also_for_those_that_come_and_after_a_crash() -> None:
@@ -412,7 +421,7 @@ def test_a_run_without_a_finite_part_fails_for_all_also_for_those_that_come_and_
     desk.come(b"x")
     desk.hear(b"a", "withhold", round=0, step=10, used={}, parts=1)
     desk.hear(b"a", "withhold", round=1, step=12, used={}, parts=MOST_BAD_PARTS)
-    assert not desk.words(b"a", "expelled") and not desk.coordinator.failure, "b may have a finite part"
+    assert not desk.words(b"a", "expelled") and not desk.coordinator.state.failure, "b may have a finite part"
     desk.hear(b"b", "withhold", round=0, step=10, used={}, parts=1)
     for token in (b"a", b"b", b"x"):
         assert "all 2 active replicas hold NaN" in desk.words(token, "failed")[0]["why"]
@@ -420,7 +429,7 @@ def test_a_run_without_a_finite_part_fails_for_all_also_for_those_that_come_and_
     for found in (desk, desk.again()):
         found.come(b"y")
         assert "the model has diverged" in found.words(b"y", "refused")[0]["why"]
-        assert found.coordinator.status()["finished"]
+        assert found.coordinator.admin.status()["finished"]
 
 
 def test_a_bad_replica_is_the_last_one_when_the_others_go() -> None:

@@ -379,7 +379,7 @@ class Triangle:
         for resident in self.residents:
             resident.council._tell_rates()
         with self.town.lock:
-            self.town.coordinator._tell_pace()
+            self.town.coordinator.send_pace()
         last = self.residents[2]
         last.shelf.get = partial(self._get, last.shelf.get)  # type: ignore[method-assign]
         last.council.transfers = AdaptiveTimeout(least_s=0.5, most_s=0.5)
@@ -405,16 +405,16 @@ def test_around_a_slow_wire_all_apply_the_same_bytes_and_it_is_used_for_tries_on
     plain, around = Triangle(is_slow=False), Triangle(is_slow=True)
     slow = (Detour(source=0, replica=2, over=(1,), every=2),)
     with around.town.lock:
-        around.town.coordinator.detours.look = lambda active, **more: []  # type: ignore[method-assign]
-        around.town.coordinator.detours.detours = slow
-        around.town.coordinator._tell_pace()
+        around.town.coordinator.state.detours.look = lambda active, **more: []  # type: ignore[method-assign]
+        around.town.coordinator.state.detours.detours = slow
+        around.town.coordinator.send_pace()
     assert around.residents[2].council.view.detours == slow
     asked = plain.run(), around.run()
     assert plain.applied == around.applied == [plain.applied[0]] * 3 and len(plain.applied[0]) == 4 * 3 * 10
     assert asked[0] == {n: [0] for n in range(4)}
     assert asked[1] == {n: [0, 1] if tried(slow, replica=2, round_id=n) else [1] for n in range(4)}
     assert sorted(map(len, asked[1].values())) == [1, 1, 2, 2]
-    said = around.town.coordinator.status()
+    said = around.town.coordinator.admin.status()
     assert any("from replica 1: the wire 0 -> 2 carries 1 MB/s" in text for text in said["findings"])
     assert [line for line in around.town.journal if line["what"] == "finding" and "0 -> 2" in line["text"]]
 

@@ -135,8 +135,8 @@ class Street:
     def quicken(self) -> None:
         """Let the coordinator wait for votes a second at most, and for late replicas half of one."""
         with self.town.lock:
-            self.town.coordinator.book._spreads = AdaptiveTimeout(least_s=0.5, most_s=1.0)
-            self.town.coordinator.book.grace_s = lambda *, step_s: 0.5  # type: ignore[method-assign]
+            self.town.coordinator.state.rounds._spreads = AdaptiveTimeout(least_s=0.5, most_s=1.0)
+            self.town.coordinator.state.rounds.grace_s = lambda *, step_s: 0.5  # type: ignore[method-assign]
 
     def begin(self) -> None:
         for worker in self.workers:
@@ -198,7 +198,7 @@ def test_a_replica_that_dies_in_a_round_leaves_the_others_alike(
     run.begin()
     run.workers[2].ended()
     with run.town.lock:
-        run.town.coordinator.roster.get(2).is_suspect = True  # as whoever lost its connection to it says
+        run.town.coordinator.state.roster.get(2).is_suspect = True  # as whoever lost its connection to it says
     assert are_alike(run.workers[0].end(), run.workers[1].end())
     members = run.members()
     assert members[0] == (0, 1, 2) and members[max(members)] == (0, 1)
@@ -273,7 +273,7 @@ def joiner_of(run: Street, *, has_begun: threading.Event, bears: bool) -> Worker
     run.workers.append(joiner)
     view, end = joiner.council.view, time.monotonic() + SOON_S
     while view.offer is None and time.monotonic() < end:
-        if run.town.coordinator.cuts.of(joiner.replica) is not None:
+        if run.town.coordinator.state.snapshots.of(joiner.replica) is not None:
             is_cut.set()
         time.sleep(0.005)
     is_cut.set()
@@ -327,7 +327,7 @@ def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later
         publish(name, payload)
 
     slow.resident.shelf.publish = watch
-    run.town.coordinator.book.grace_s = lambda *, step_s: 0.25  # type: ignore[method-assign]
+    run.town.coordinator.state.rounds.grace_s = lambda *, step_s: 0.25  # type: ignore[method-assign]
     run.begin()
     values = [worker.end() for worker in run.workers]
     assert are_alike(values[0], values[1]) and are_alike(values[0], values[2])
@@ -365,7 +365,7 @@ def test_a_replica_whose_parameters_are_nan_is_dropped_with_one_finding(
     assert run.workers[2].expelled and run.workers[2].council.view.is_non_finite
     bad = [members for number, members in sorted(run.members().items()) if 2 * (number + 1) >= 8]
     assert sum(2 in members for members in bad) <= (MOST_BAD_PARTS + 1 if is_hidden else 1), "few rounds had its part"
-    told = [text for text in run.town.coordinator.findings if "NaN" in text]
+    told = [text for text in run.town.coordinator.state.findings if "NaN" in text]
     assert len(told) == 1 and "replica 2 on host2 was dropped: 2 of its parts in a row hold NaN" in told[0]
     assert not any("NaN" in text for worker in run.workers for text in worker.findings)
 
@@ -380,7 +380,7 @@ def test_a_run_in_which_all_replicas_are_nan_ends_with_one_error(street: Callabl
         worker._thread.join(timeout=SOON_S)
         assert isinstance(worker.failure, NonFiniteError) and not worker.expelled
         assert "the model has diverged" in str(worker.failure) and "resume from a checkpoint" in str(worker.failure)
-    told = [text for text in run.town.coordinator.findings if "NaN" in text]
+    told = [text for text in run.town.coordinator.state.findings if "NaN" in text]
     assert len(told) == 1
 
 

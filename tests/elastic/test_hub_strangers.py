@@ -20,6 +20,7 @@ from thinwire.elastic import coordinator_server as hub_module
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_client import Line, ask_once
 from thinwire.elastic.coordinator_server import TOKEN_BYTES, CoordinatorServer, client_keys, coordinator_keys
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import MOST_BYTES_HERE, VERSION, Message, encode
 from thinwire.elastic.rate_limit import UNSEEN_BYTES
@@ -40,9 +41,13 @@ class Port:
         self.journal: list[tuple[str, dict[str, Any]]] = []
         self.hub = CoordinatorServer(secret=SECRET, address=HOST, port=0, say=self.said.append)
         self.coordinator = Coordinator(
-            job={"thinwire": __version__}, planned=1, sync_interval=10, overlap_steps=1, shard_windows=8,
-            send=self.hub.send, record=lambda what, fields: self.journal.append((what, fields)), generation="g",
-        )  # fmt: skip
+            CoordinatorConfig(
+                job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1, shard_windows=8
+            ),
+            send=self.hub.send,
+            record=lambda what, fields: self.journal.append((what, fields)),
+            generation="g",
+        )
         self._is_over = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve)
@@ -80,7 +85,7 @@ class Port:
         """See that the honest replica is answered."""
         self._leases += 1
         number = self._leases
-        self.coordinator.ledger.count(0, dict.fromkeys(range(number), 8))
+        self.coordinator.state.leases.count(0, dict.fromkeys(range(number), 8))
         self.line.say("lease", number=number)
         self.wait("leased", number=number)
 
@@ -169,7 +174,7 @@ def test_who_has_not_the_secret_is_never_heard(port: Port, way: str) -> None:
     plug.disable_monitor()
     context.destroy(linger=0)
     port.goes_on()
-    assert [member.host for member in port.coordinator.roster] == ["honest"]
+    assert [member.host for member in port.coordinator.state.roster] == ["honest"]
 
 
 def test_garbage_of_one_that_has_the_secret_is_refused_and_told_of_a_few_times(port: Port) -> None:
@@ -337,8 +342,8 @@ def test_who_was_let_go_is_told_so_whatever_it_says(port: Port) -> None:
             old.say(kind, **fields)
             assert old.answer()["kind"] == "unknown", kind
     port.goes_on()
-    assert len(port.coordinator.roster) == 1 and port.coordinator.book.step == 0
-    assert not port.coordinator.book.open_rounds
+    assert len(port.coordinator.state.roster) == 1 and port.coordinator.state.rounds.step == 0
+    assert not port.coordinator.state.rounds.open_rounds
 
 
 def test_a_flood_of_one_connection_leaves_the_others_their_answers(port: Port) -> None:
@@ -352,13 +357,13 @@ def test_a_flood_of_one_connection_leaves_the_others_their_answers(port: Port) -
             if number % 1000 == 0:
                 port.goes_on()
         port.goes_on()
-    assert len(port.coordinator.book.open_rounds) <= 256
+    assert len(port.coordinator.state.rounds.open_rounds) <= 256
     assert sum(1 for what, _ in port.journal if what == "finding") < 200
-    assert any("more than a replica has to say" in text for text in port.said) and len(port.said) < 100
+    assert any("more messages than a replica needs" in text for text in port.said) and len(port.said) < 100
 
 
 def test_what_is_told_of_the_port_is_bounded_over_many_connections(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "_MOST_SLIPS", 1000)
+    monkeypatch.setattr(hub_module, "_MAX_INVALID", 1000)
     with caller(port) as enemy:
         for _ in range(500):
             enemy.plug.send(b"nothing")

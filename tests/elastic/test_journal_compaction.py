@@ -14,7 +14,6 @@ import pytest
 from test_coordinator_words import Desk
 
 from tests.full_disk import file_size_limit
-from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.journal import Journal
 from thinwire.errors import PayloadError
 
@@ -23,20 +22,20 @@ Lines = list[dict[str, Any]]
 
 def replayed(lines: Lines) -> dict[str, Any]:
     """Return all that a coordinator has in mind which has read these lines and nothing else."""
-    found: Coordinator = Desk([json.loads(json.dumps(line)) for line in lines]).coordinator
+    found = Desk([json.loads(json.dumps(line)) for line in lines]).coordinator.state
     members = [
         {**member.describe(), "token": member.token, "held": member.held_step, "begin": member.begin_step,
          "disk": member.disk_step, "counted": member.has_counted, "awaited": member.is_awaited}
         for member in found.roster
     ]  # fmt: skip
     return {
-        "members": members, "next": found.roster.next_replica, "step": found.book.step,
-        "decisions": [asdict(one) for one in found.book.decisions.values()], "ledger": found.ledger.state_dict(),
-        "undo": found.ledger.undo_state(), "findings": found.findings, "notes": found._notes, "corpus": found._corpus,
-        "era": found._era, "disk": found._from_disk, "started": found.has_started, "finished": found.has_finished,
+        "members": members, "next": found.roster.next_replica, "step": found.rounds.step,
+        "decisions": [asdict(one) for one in found.rounds.decisions.values()], "ledger": found.leases.state_dict(),
+        "undo": found.leases.undo_state(), "findings": found.findings, "notes": found.notes, "corpus": found.corpus,
+        "era": found.era, "disk": found.is_from_disk, "started": found.has_started, "finished": found.has_finished,
         "failure": found.failure,
-        "vacancies": [[one.replica, one.host, one.is_called] for one in found.spares.vacancies],
-        "waiting": found.cuts.waiting, "accounts": [[*when, trained(data)] for *when, data in found._accounts],
+        "vacancies": [[one.replica, one.host, one.is_called] for one in found.standby_hosts.vacancies],
+        "waiting": found.snapshots.waiting, "accounts": [[*when, trained(data)] for *when, data in found.accounts],
     }  # fmt: skip
 
 
@@ -58,7 +57,7 @@ class Life(Desk):
         self.number = 0
 
     def move(self) -> None:
-        members = list(self.coordinator.roster)
+        members = list(self.coordinator.state.roster)
         member = self.random.choice(members) if members else None
         what = self.random.choice(
             ["come", "come", "round", "round", "round", "round", "lease", "leave", "lost", "note"]
@@ -66,30 +65,30 @@ class Life(Desk):
         if (what == "come" and len(members) < 5) or member is None:
             token = b"t%d" % self.random.randrange(1 << 30)
             self.come(token)
-            self.hear(token, "active", step=self.coordinator.book.step)
+            self.hear(token, "active", step=self.coordinator.state.rounds.step)
         elif what == "lease":
             self.hear(member.token, "lease", number=self.random.randrange(3))
         elif what == "leave":
             self.hear(member.token, "leave", why="w")
         elif what == "lost":
-            self.coordinator._expel(member.replica, why="was silent")
+            self.coordinator.expel(member.replica, "was silent")
         elif what == "note":
             self.hear(member.token, "note", level="warning", text=str(self.random.random()))
         elif what == "round":
             self._round()
         self.now_s += 1.0
-        for one in list(self.coordinator.roster):
+        for one in list(self.coordinator.state.roster):
             self.hear(one.token, "beat", step=one.step, step_s=0.1, roster=0)
         self.coordinator.tick(self.now_s)
 
     def _round(self) -> None:
-        step = self.coordinator.book.step + 10
+        step = self.coordinator.state.rounds.step + 10
         self.number += 1
-        active = [one for one in self.coordinator.roster if str(one.state) == "active"]
+        active = [one for one in self.coordinator.state.roster if str(one.state) == "active"]
         bad = {one.replica for one in active[1:] if self.random.random() < 0.15}
         good = [one for one in active if one.replica not in bad]
         for one in active:
-            leases = self.coordinator.ledger._leases.get(one.replica, {})
+            leases = self.coordinator.state.leases._leases.get(one.replica, {})
             used = {str(shard): min(8, lease.used + self.random.randrange(5)) for shard, lease in leases.items()}
             if one.replica in bad:
                 parts = self.random.randrange(1, 3)
@@ -117,9 +116,9 @@ def test_replay_after_compaction_equals_replay_of_the_whole(seed: int) -> None:
             assert "at most" in str(error)
         if move % 17 == seed % 17:
             # how far shards were used since the last line about the ledger is known to the live process only
-            life.coordinator._record("ledger", life.coordinator.ledger.state_dict())
+            life.coordinator._record("leases", life.coordinator.state.leases.state_dict())
             before = [*compacted, *life.journal[begin:]]
-            compacted, begin = life.coordinator.snapshot(), len(life.journal)
+            compacted, begin = life.coordinator.state.journal_lines(), len(life.journal)
             assert replayed(compacted) == replayed(before) == replayed(life.journal)
     assert replayed([*compacted, *life.journal[begin:]]) == replayed(life.journal)
     assert len([line for line in life.journal if line["what"] == "decision"]) > 10, "much has happened"
@@ -138,16 +137,16 @@ def test_the_file_stays_bounded_and_keeps_what_is_needed(tmp_path: Path) -> None
             desk.hear(token, "launch", round=number, step=10 * (number + 1), used={str(number): 8})
         for token in (b"a", b"b"):
             desk.hear(token, "vote", round=number, step=10 * (number + 1), has=[0, 1], hash=0)
-        while len(desk.coordinator.book.decisions) > 20:  # as it forgets old ones, later
-            del desk.coordinator.book.decisions[next(iter(desk.coordinator.book.decisions))]
+        while len(desk.coordinator.state.rounds.decisions) > 20:  # as it forgets old ones, later
+            del desk.coordinator.state.rounds.decisions[next(iter(desk.coordinator.state.rounds.decisions))]
         desk.said.clear()
-        num_compacted += journal.compact(desk.coordinator.snapshot)
+        num_compacted += journal.compact(desk.coordinator.state.journal_lines)
         largest = max(largest, path.stat().st_size)
     assert num_compacted > 3 and largest < 2 * bound
     journal.close()
-    found = Desk(Journal(path).lines()).coordinator
-    assert found.ledger.counted == desk.coordinator.ledger.counted == 300 * 8
-    assert max(found.book.decisions) == 299
+    found = Desk(Journal(path).lines()).coordinator.state
+    assert found.leases.counted == desk.coordinator.state.leases.counted == 300 * 8
+    assert max(found.rounds.decisions) == 299
     assert not list(tmp_path.glob(".journal*"))
 
 

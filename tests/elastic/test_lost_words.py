@@ -6,6 +6,7 @@ import pytest
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import RUN_OVER, VERSION, decode, encode
 from thinwire.elastic.roster import LEAST_SILENCE_S, MOST_SILENCE_S
 from thinwire.errors import RunOver
@@ -27,11 +28,18 @@ class Desk:
         self.sent: list[tuple[bytes, str, dict[str, Any]]] = []
         lines = [dict(line) for line in self.journal]
         self.coordinator = Coordinator(
-            job={"thinwire": __version__}, planned=self.planned, sync_interval=4, overlap_steps=1, shard_windows=8,
+            CoordinatorConfig(
+                job={"thinwire": __version__},
+                initial_replicas=self.planned,
+                sync_interval=4,
+                overlap_steps=1,
+                shard_windows=8,
+            ),
             send=lambda token, kind, fields: self.sent.append((token, kind, fields)),
-            record=lambda what, fields: self.journal.append({"what": what, **fields}), generation="g",
-        )  # fmt: skip
-        self.coordinator.resume_from(lines, now_s=self.now_s)
+            record=lambda what, fields: self.journal.append({"what": what, **fields}),
+            generation="g",
+        )
+        self.coordinator.replay(lines, now_s=self.now_s)
 
     def say(self, token: bytes, kind: str, **fields: Any) -> None:
         message = decode(encode(kind, **fields), to_member=False)
@@ -125,9 +133,9 @@ def test_replicas_have_time_to_find_a_coordinator_that_was_away() -> None:
     desk.wait(60, beating=(b"a", b"b"))
     desk.restart()
     desk.wait(LEAST_SILENCE_S + 5, beating=(b"a",))
-    assert desk.coordinator.roster.active == (0, 1)
+    assert desk.coordinator.state.roster.active == (0, 1)
     desk.wait(MOST_SILENCE_S, beating=(b"a",))
-    assert desk.coordinator.roster.active == (0,)
+    assert desk.coordinator.state.roster.active == (0,)
 
 
 def test_a_coordinator_that_is_killed_at_the_end_lets_all_come_to_it() -> None:
@@ -137,7 +145,7 @@ def test_a_coordinator_that_is_killed_at_the_end_lets_all_come_to_it() -> None:
     desk.say(b"b", "done", note={"n": 2})
     assert desk.told(b"b", "finish")[0]["notes"] == [{"n": 1}, {"n": 2}]
     desk.restart()
-    assert desk.coordinator.has_finished
+    assert desk.coordinator.state.has_finished
     for token, number in ((b"b", 2), (b"a", 1)):
         desk.say(token, "done", note={"n": number})
     assert desk.told(b"a", "finish") and desk.told(b"b", "finish")
@@ -191,12 +199,12 @@ def test_a_coordinator_that_most_fall_silent_to_at_once_takes_itself_for_the_one
     desk.begin(*tokens)
     desk.wait(60, beating=tokens)
     desk.wait(LEAST_SILENCE_S + 5, beating=tokens[:1])
-    assert desk.coordinator.roster.active == (0, 1, 2, 3)
+    assert desk.coordinator.state.roster.active == (0, 1, 2, 3)
     desk.wait(1, beating=tokens)
     desk.wait(LEAST_SILENCE_S + 5, beating=tokens[:3])
-    assert desk.coordinator.roster.active == (0, 1, 2), "a single one is gone"
+    assert desk.coordinator.state.roster.active == (0, 1, 2), "a single one is gone"
     desk.wait(MOST_SILENCE_S + 1, beating=tokens[:1])
-    assert desk.coordinator.roster.active == (0,), "and the others are too, at last"
+    assert desk.coordinator.state.roster.active == (0,), "and the others are too, at last"
 
 
 def test_who_dies_is_let_go_at_once_and_who_is_silent_for_a_while_stays() -> None:
@@ -207,11 +215,11 @@ def test_who_dies_is_let_go_at_once_and_who_is_silent_for_a_while_stays() -> Non
     desk.wait(12, beating=tokens[:2])
     desk.say(b"a", "lost", replica=2)  # its link is cut, so that the others miss it too
     desk.wait(4, beating=tokens[:2])
-    assert desk.coordinator.roster.active == (0, 1, 2), "it need not fetch the whole state when it is back"
+    assert desk.coordinator.state.roster.active == (0, 1, 2), "it need not fetch the whole state when it is back"
     desk.wait(1, beating=tokens)
     desk.say(b"a", "lost", replica=2)  # its process has died
     desk.wait(4, beating=tokens[:2])
-    assert desk.coordinator.roster.active == (0, 1)
+    assert desk.coordinator.state.roster.active == (0, 1)
 
 
 def test_a_mean_that_only_one_replica_could_make_waits_for_a_second_one_that_is_near() -> None:
@@ -221,11 +229,11 @@ def test_a_mean_that_only_one_replica_could_make_waits_for_a_second_one_that_is_
     desk.wait(5, beating=(b"a", b"b"), step=3)  # replica 1 is late, and not waited for any more
     desk.say(b"a", "vote", round=0, step=4, has=[0], hash=1)
     desk.wait(2, beating=(b"a", b"b"), step=3)
-    assert not desk.coordinator.book.decisions, "if replica 0 died now, replica 1 would never get its part"
+    assert not desk.coordinator.state.rounds.decisions, "if replica 0 died now, replica 1 would never get its part"
     desk.say(b"b", "launch", round=0, step=4, used={})
     assert desk.told(b"b", "call") and desk.told(b"b", "call")[-1]["members"] == [0]
     desk.say(b"b", "vote", round=0, step=4, has=[0, 1], hash=1)
-    decision = desk.coordinator.book.decisions[0]
+    decision = desk.coordinator.state.rounds.decisions[0]
     assert decision.members == (0,) and decision.holders == (0, 1)
 
 
@@ -240,7 +248,7 @@ def test_who_will_not_come_soon_is_not_waited_for(fault: str) -> None:
     desk.wait(31 if fault != "silent" else 18, beating=beating)
     desk.say(b"a", "vote", round=0, step=41, has=[0], hash=1)
     desk.wait(12 if fault == "slow" else 1, beating=beating)
-    assert desk.coordinator.book.decisions[0].holders == (0,)
+    assert desk.coordinator.state.rounds.decisions[0].holders == (0,)
 
 
 def test_at_the_end_nobody_waits_for_who_had_no_part_in_the_last_word() -> None:
@@ -252,9 +260,9 @@ def test_at_the_end_nobody_waits_for_who_had_no_part_in_the_last_word() -> None:
     for token in (b"a", b"b"):
         desk.say(token, "vote", round=FIRST_LAST_ROUND, step=100, has=[0, 1], hash=0)
     desk.say(b"a", "done", note={})
-    assert not desk.coordinator.has_finished, "the second one had a part in it, and is there"
+    assert not desk.coordinator.state.has_finished, "the second one had a part in it, and is there"
     desk.say(b"b", "done", note={})
-    assert desk.coordinator.has_finished
+    assert desk.coordinator.state.has_finished
     assert desk.told(b"c", "expelled")[-1]["why"] == RUN_OVER
 
 
@@ -283,9 +291,9 @@ def test_who_is_suspected_while_the_coordinator_s_own_link_is_cut_is_not_let_go(
     desk.wait(2.0, beating=(b"a", b"b", b"c", b"d"))
     desk.say(b"a", "lost", replica=3)
     desk.wait(LEAST_SILENCE_S - 1.0, beating=(b"a",))  # it hears only of its own host
-    assert [member.replica for member in desk.coordinator.roster] == [0, 1, 2, 3]
+    assert [member.replica for member in desk.coordinator.state.roster] == [0, 1, 2, 3]
     desk.wait(2.0, beating=(b"a", b"b", b"c"))
-    assert [member.replica for member in desk.coordinator.roster] == [0, 1, 2], "the others are back"
+    assert [member.replica for member in desk.coordinator.state.roster] == [0, 1, 2], "the others are back"
 
 
 def test_a_coordinator_killed_while_it_let_a_replica_go_lends_that_one_s_data_again() -> None:

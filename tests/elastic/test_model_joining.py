@@ -20,7 +20,7 @@ def test_on_the_ways_of_a_run_all_that_stay_or_come_get_to_its_end(kinds: tuple[
     start = pickle.dumps(Town(faults=6, lives=3, kinds=kinds))
     ends = [wander(start, seed=seed, steps=60)[0] for seed in range(60)]
     assert all(end.is_over() for end in ends)
-    assert any(end.faults < 6 for end in ends) and any(end.coordinator.has_finished for end in ends)
+    assert any(end.faults < 6 for end in ends) and any(end.coordinator.state.has_finished for end in ends)
 
 
 def test_in_the_states_next_to_a_joining_all_holds() -> None:
@@ -56,7 +56,7 @@ class Generous(Town):
 
     def record(self, what: str, fields: dict[str, Any]) -> None:
         super().record(what, fields)
-        if what == "ledger":
+        if what == "leases":
             self.journal.pop()
 
 

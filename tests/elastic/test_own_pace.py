@@ -7,7 +7,7 @@ from paced_town import Ended, PacedTown, Setting
 
 import thinwire
 from thinwire.elastic.adaptive_local_steps import Others, OwnPace, is_slower
-from thinwire.elastic.rounds import RoundTracker
+from thinwire.elastic.rounds import ElasticRounds
 
 INTERVALS, STEP_S, JITTER = 20, 1.0, 0.1
 # How many times the fastest one's step time each replica needs.
@@ -113,7 +113,7 @@ def test_it_keeps_up_where_it_is_as_fast_as_the_others_or_nobody_knows() -> None
 
 
 def test_a_slow_replica_that_launches_ahead_makes_nobody_late_and_nobody_hurry() -> None:
-    book = RoundTracker(sync_interval=10, overlap_steps=0)
+    book = ElasticRounds(sync_interval=10, overlap_steps=0)
     book.launch(1, round_id=0, launch_step=10, now_s=0.0, ahead_s=3.0)
     assert book.step == 0 and book.calls((0, 1), step_s=0.1, now_s=2.9) == {}
     book.launch(0, round_id=0, launch_step=10, now_s=2.9)

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_a_state_of_its_own_is_gone_on_from_and_rounds_after_it_are_kept() -> No
     again.hear(b"c", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=22, era=0, disk=0)
     assert [(state["root"], state["step"]) for state in again.words(b"c", "state")] == [("own", 22)]
     desk.hear(b"c", "active", step=22)
-    assert not desk.words(b"a", "capture") and not desk.coordinator.cuts.waiting
+    assert not desk.words(b"a", "capture") and not desk.coordinator.state.snapshots.waiting
 
 
 @pytest.mark.parametrize(("step", "held", "era"), [(30, 0, 0), (30, 31, 0), (30, 22, 1), (200, 100, 0)])
@@ -54,7 +55,7 @@ def test_a_state_of_no_use_is_not_gone_on_from(step: int, held: int, era: int) -
     desk = Desk().begun()
     beats(desk, step=step)
     assert comes_back(desk, held=held, era=era) == []
-    assert desk.coordinator.cuts.of(2) is not None, "it is to fetch one"
+    assert desk.coordinator.state.snapshots.of(2) is not None, "it is to fetch one"
 
 
 def test_rounds_that_only_the_dead_held_are_not_to_be_had() -> None:
@@ -68,7 +69,7 @@ def test_rounds_that_only_the_dead_held_are_not_to_be_had() -> None:
     desk.hear(b"a", "leave", why="")
     desk.hear(b"b", "beat", step=60, step_s=0.1, roster=0)
     desk.coordinator.tick(1.0)
-    assert comes_back(desk, held=38) == [] and desk.coordinator.cuts.of(2) is not None
+    assert comes_back(desk, held=38) == [] and desk.coordinator.state.snapshots.of(2) is not None
     again = desk.again()
     again.hear(b"b", "beat", step=60, step_s=0.1, roster=0)
     again.hear(b"d", "join", version=VERSION, thinwire=__version__, host="d")
@@ -81,12 +82,13 @@ def test_rounds_that_only_the_dead_held_are_not_to_be_had() -> None:
 
 def test_parts_are_kept_for_as_long_as_they_are_less_than_half_of_a_state() -> None:
     desk = Desk().begun()
+    state = desk.coordinator.state
     beats(desk, step=300)
     assert desk.words(b"a", "progress")[-1]["kept"] == 300 - 8 * 10
-    desk.coordinator._part_share = 1 / 16  # two replicas: an eighth of the state in each interval
+    state.config = replace(state.config, part_share=1 / 16)  # two replicas: an eighth of the state in each interval
     beats(desk, step=300)
     assert desk.words(b"a", "progress")[-1]["kept"] == 300 - 4 * 10
-    desk.coordinator._part_share = 0.5  # what was let go of is not there again
+    state.config = replace(state.config, part_share=0.5)  # what was let go of is not there again
     beats(desk, step=300)
     assert desk.words(b"a", "progress")[-1]["kept"] == 300 - 5
     assert comes_back(desk, held=294) == []
@@ -102,12 +104,12 @@ def test_after_a_run_went_on_from_a_disk_states_from_before_are_of_another_past(
     desk.hear(b"c", "active", step=20)
     desk.hear(b"d", "join", version=VERSION, thinwire=__version__, host="d")
     desk.hear(b"d", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=20, era=0, disk=0)
-    assert desk.words(b"d", "state") == [] and desk.coordinator.cuts.of(3) is not None
+    assert desk.words(b"d", "state") == [] and desk.coordinator.state.snapshots.of(3) is not None
     desk.hear(b"e", "join", version=VERSION, thinwire=__version__, host="e")
     desk.hear(b"e", "here", address="127.0.0.1", port=1, corpus="c", windows=100, held=20, era=1, disk=0)
     assert [state["era"] for state in desk.words(b"e", "state")] == [1]
     again = desk.again()
-    assert again.coordinator._era == 1
+    assert again.coordinator.state.era == 1
 
 
 class Returning:
@@ -169,7 +171,7 @@ def test_who_dies_and_goes_on_from_its_own_state_ends_with_the_bits_of_the_other
     run.begin()
     assert play.has_died.wait(SOON_S)
     with run.town.lock:
-        run.town.coordinator._expel(play.lost.replica, why="died")
+        run.town.coordinator.expel(play.lost.replica, "died")
     # both: a round that one of them has not reached is not decided, and who comes back begins before it
     until(lambda: all(worker.optimizer.steps_done >= 39 for worker in play.others))
     again = play.come_back()

@@ -15,8 +15,7 @@ from thinwire.elastic.invitation import Invitation, read_invitation
 from thinwire.elastic.journal import Journal
 from thinwire.elastic.protocol import MOST_BYTES, MOST_BYTES_HERE, decode, encode, numbers
 from thinwire.elastic.roster import MemberState, Roster
-from thinwire.elastic.round_decision import Vote, decide
-from thinwire.elastic.rounds import RoundTracker
+from thinwire.elastic.rounds import ElasticRounds, Vote, decide
 from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.errors import PayloadError
 from thinwire.transport.secret import Secret
@@ -80,11 +79,11 @@ def test_many_voters_are_decided_at_once_and_by_the_same_rules() -> None:
         decide({0: Vote(has=frozenset({1}))})
 
 
-def book() -> RoundTracker:
-    return RoundTracker(sync_interval=10, overlap_steps=2)
+def book() -> ElasticRounds:
+    return ElasticRounds(sync_interval=10, overlap_steps=2)
 
 
-def voted(one: RoundTracker, *members: int, has: set[int], now_s: float = 0.0) -> None:
+def voted(one: ElasticRounds, *members: int, has: set[int], now_s: float = 0.0) -> None:
     for member in members:
         one.vote(member, Vote(has=frozenset(has)), round_id=0, step=10, now_s=now_s)
 
@@ -388,4 +387,4 @@ def test_holders_of_another_state_are_named_and_old_cuts_forgotten() -> None:
     assert cut.agreed == ("bb", 1) and cut.agreeing() == (1, 2) and cut.odd() == (0,)
     for step in range(100):
         cuts.hold(100 + step, 0, root="aa", num_bytes=1)
-    assert len(cuts._cuts) <= 4
+    assert len(cuts._snapshots) <= 4

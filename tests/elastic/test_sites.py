@@ -205,7 +205,7 @@ def test_through_relays_all_apply_the_same_bytes_and_each_part_comes_to_a_site_o
     plain.run()
     relayed.run()
     assert plain.applied == relayed.applied == [plain.applied[0]] * 4 and len(plain.applied[0]) == 3 * 4 * 10
-    told = relayed.town.coordinator.status()
+    told = relayed.town.coordinator.admin.status()
     assert told["sites"] == [[0, 1], [2, 3]] and any("replicas 0, 1; 2, 3" in found for found in told["findings"])
     assert set(plain.crossed.values()) == {2} and set(relayed.crossed.values()) == {1}
     assert len(relayed.crossed) == 3 * 4, "each part of each round comes to the one site that it is not from"

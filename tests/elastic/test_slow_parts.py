@@ -12,10 +12,9 @@ import torch
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic import round_driver as proposal_module
 from thinwire.elastic.coordinator_session import Council
-from thinwire.elastic.round_decision import Vote
 from thinwire.elastic.round_driver import HEAD_BYTES, Proposal
 from thinwire.elastic.round_state_machine import Ask, Bid, CastVote, Seen
-from thinwire.elastic.rounds import Decision, RoundTracker
+from thinwire.elastic.rounds import Decision, ElasticRounds, Vote
 from thinwire.events import FIRST_LAST_ROUND
 
 LONG_S, USUAL_S = 0.6, 0.05
@@ -161,7 +160,7 @@ def test_a_part_on_a_thin_link_is_waited_for_as_long_as_nobody_needs_the_result(
 def test_a_vote_is_waited_for_as_long_as_nobody_needs_the_result(
     bears: bool, round_id: int, last_step: int, open_s: float
 ) -> None:
-    book = RoundTracker(sync_interval=60, overlap_steps=5, bears=bears, last_step=last_step)
+    book = ElasticRounds(sync_interval=60, overlap_steps=5, allows_overdue=bears, last_step=last_step)
     for replica in (0, 1):
         book.launch(replica, round_id=round_id, launch_step=20, now_s=0.0)
     assert book.calls((0, 1), step_s=0.5, now_s=0.5) == {round_id: (0, 1)}

@@ -10,6 +10,7 @@ import torch
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.engine_session import ElasticSeat
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.errors import DeadlineExceeded, PeerLost
@@ -76,7 +77,9 @@ class Town:
         self.journal: list[dict[str, Any]] = []
         self.sent: list[tuple[bytes, str]] = []
         self._homes: dict[bytes, Callable[[dict[str, Any]], None]] = {}
-        self._settings = dict(planned=planned, sync_interval=sync_interval, overlap_steps=overlap_steps, **more)
+        self._settings = dict(
+            initial_replicas=planned, sync_interval=sync_interval, overlap_steps=overlap_steps, **more
+        )
         self.coordinator = self._made()
         self._is_over = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True)
@@ -84,16 +87,18 @@ class Town:
 
     def _made(self) -> Coordinator:
         return Coordinator(
-            job=JOB, send=self._send, record=lambda what, fields: self.journal.append({"what": what, **fields}),
-            generation="g", shard_windows=8, **self._settings,
-        )  # fmt: skip
+            CoordinatorConfig(job=JOB, shard_windows=8, **self._settings),
+            send=self._send,
+            record=lambda what, fields: self.journal.append({"what": what, **fields}),
+            generation="g",
+        )
 
     def restart(self) -> None:
         """Replace the coordinator by one that knows the journal only."""
         with self.lock:
             lines = [dict(line) for line in self.journal]
             self.coordinator = self._made()
-            self.coordinator.resume_from(lines, now_s=time.monotonic())
+            self.coordinator.replay(lines, now_s=time.monotonic())
 
     def _send(self, token: bytes, kind: str, fields: dict[str, Any]) -> None:
         self.sent.append((token, kind))

@@ -45,7 +45,7 @@ def counted_windows(run: Path) -> Counter[tuple[int, int]]:
     counts: Counter[tuple[int, int]] = Counter()
     at: dict[tuple[int, int], int] = {}  # by replica and shard: the first window that no round has counted
     for line in journal(run):
-        if line["what"] == "ledger":
+        if line["what"] == "leases":
             for replica, leases in line["leases"].items():
                 for lease in leases:
                     at.setdefault((int(replica), lease["shard"]), lease["start"])
@@ -102,7 +102,7 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
     counts = counted_windows(run)
     assert set(counts.values()) == {1}, "each window counted once"
     # all windows before those that are lent now have been counted: what the bad lives had went to others
-    state = [line for line in journal(run) if line["what"] == "ledger"][-1]
+    state = [line for line in journal(run) if line["what"] == "leases"][-1]
     lent = {lease["shard"] for leases in state["leases"].values() for lease in leases}
     open_shards = {int(shard) for shard in state["returned"]} | lent
     for shard in range(state["next"]):
@@ -111,7 +111,7 @@ def test_a_replica_with_nan_is_dropped_fetches_the_state_and_what_it_trained_on_
         assert shard in open_shards or len(windows) == state["shard_windows"]
     lines = journal(run)
     gone = next(n for n, line in enumerate(lines) if line["what"] == "gone" and line["replica"] == first)
-    returned = next(line["returned"] for line in lines[gone:] if line["what"] == "ledger")
+    returned = next(line["returned"] for line in lines[gone:] if line["what"] == "leases")
     assert returned and all((int(shard), start) in counts for shard, start in returned.items())
     alike = {(line["round"], line["crc"]) for replica in (0, 1, number) for line in rounds(run, replica)}
     assert len(alike) == len({number for number, _ in alike}), "all replicas hold the same parameters"

@@ -179,7 +179,7 @@ def test_a_survivor_goes_on_with_the_run_and_the_others_join_it(hosts: Callable[
     ends = [GlobalCheckpoints(host.folder / "checkpoints", run=run).load(STEPS) for host in (second, third)]
     assert all(ends[0].parameters[name].equal(ends[1].parameters[name]) for name in ends[0].parameters)
     journal = [json.loads(line) for line in (second.folder / "coordinator.jsonl").read_text().splitlines()]
-    assert [line["what"] for line in journal[:3]] == ["run", "ledger", "numbers"]
+    assert [line["what"] for line in journal[:3]] == ["run", "leases", "numbers"]
     assert journal[0]["run"] == before.run and journal[1]["counted"] > 0
 
 

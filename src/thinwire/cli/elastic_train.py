@@ -231,7 +231,7 @@ def _begin_journal(begun: Begun) -> None:
             ledger = DataLeases(shard_windows=1)
             ledger.load_state_dict(note["data"])
             ledger.release_all()
-            journal.write("ledger", ledger.state_dict())
+            journal.write("leases", ledger.state_dict())
         else:
             log(
                 f"warning: the state of step {begun.state.step} has no account of the data, since the coordinator did "

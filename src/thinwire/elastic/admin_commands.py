@@ -1,157 +1,154 @@
-"""Admin commands of the coordinator: status, pause, resume, leave."""
+"""Admin commands of the coordinator: status, pause, resume, leave, and those of launchers and standby hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from thinwire.elastic.journal_replay import Memory
+from thinwire.elastic.coordinator_state import CoordinatorState
 from thinwire.elastic.protocol import VERSION, printable
 from thinwire.elastic.roster import RosterMember
 from thinwire.errors import PayloadError
 
-# Launchers ask once a second.
-_MOST_ORDERS, _MOST_DIGITS = 64, 10
-# What a spare is answered that is to come, and not to wait on.
+_MAX_FINDINGS, _MAX_DIGITS = 20, 10
+# The answer to a standby host that is to join now.
 COME = "come"
+Send = Callable[[bytes, str, dict[str, Any]], None]
 
 
-class Counter(Memory):
-    """A desk that people can turn to; see `Desk`."""
+class AdminCommands:
+    """Commands of users and launchers.
 
-    def status(self, *, now_s: float | None = None) -> dict[str, Any]:
-        """Return what people and launchers are shown; with the time, also how long each replica was not heard of."""
-        members = [member.describe() for member in self.roster]
-        for one, member in zip(members, self.roster, strict=True):
-            one["lost"] = member.is_suspect
-            if now_s is not None:
-                one["silent_s"] = round(max(0.0, now_s - member.heard_s), 3)
-        return {
-            "thinwire": self._job.get("thinwire"), "protocol": VERSION, "identity": self._job.get("identity"),
-            "unix_s": self._clock(),
-            "loss": round(self.roster.loss(), 4),
-            "step": self.book.step, "started": self.has_started, "finished": self.has_finished or bool(self.failure),
-            "paused": self.is_paused,
-            "rounds": len(self.book.decisions), "members": members,
-            "data": {key: value for key, value in self.ledger.state_dict().items() if isinstance(value, int)},
-            "sites": [list(site) for site in self.places.sites], "detours": self.detours.describe(),
-            "findings": self.findings[-20:], "orders": self.orders[-_MOST_ORDERS:],
-            "spares": [] if now_s is None else list(self.spares.waiting(now_s=now_s)), "replaced": self.replaced,
-            "grace_s": round(self.book.grace_s(step_s=self.roster.step_s()), 3),
-            "vote_s": round(self.book.vote_s, 3), "silence_s": round(self.roster.silence_s, 3),
-        }  # fmt: skip
+    Args:
+        state: The coordinator's state.
+        send: Sends a message to a connection.
+        expel: Removes a replica, with a reason.
+        report: Adds a finding.
+        clock: Returns the time of day, which others compare with theirs.
+    """
 
-    def _obey(self, token: bytes, *, verb: str, target: str, now_s: float) -> None:
-        verbs: dict[str, Callable[[str], tuple[bool, str]]] = {
-            "status": self._do_status, "pause": self._do_pause, "resume": self._do_resume, "leave": self._do_leave,
-            "expel": self._do_expel, "restart": self._do_restart, "end": self._do_end,
-            "spare": partial(self._do_spare, token, now_s), "call": partial(self._do_call, now_s),
-        }  # fmt: skip
-        if verb not in verbs:
-            raise PayloadError(f"there is no command {verb[:40]!r}")
-        is_done, text = verbs[verb](target)
+    def __init__(
+        self, state: CoordinatorState, *, send: Send, expel: Callable[[int, str], None],
+        report: Callable[[str], None], clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._state = state
+        self._send = send
+        self._expel = expel
+        self._report = report
+        self._clock = clock
+
+    def handle(self, token: bytes, *, verb: str, target: str, now_s: float) -> None:
+        """Execute a command, and answer with its result and the status.
+
+        Raises:
+            PayloadError: There is no such command.
+        """
+        match verb:
+            case "status":
+                is_done, text = True, ""
+            case "pause" | "resume":
+                is_done, text = self._set_paused(target, is_paused=verb == "pause")
+            case "leave":
+                is_done, text = self._leave(target)
+            case "expel":
+                is_done, text = self._remove(target, result="was let go")
+            case "restart":
+                result = "was let go, and its host starts another process in its place"
+                is_done, text = self._remove(target, result=result, order="kill")
+            case "end":
+                is_done, text = self._remove(target, result="was let go, and its host ends its process", order="end")
+            case "spare":
+                is_called = self._state.standby_hosts.ask(token, printable(target, most=200), now_s=now_s)
+                is_done, text = True, COME if is_called else ""
+            case "call":
+                is_done, text = self._call_standby(target, now_s=now_s)
+            case _:
+                raise PayloadError(f"there is no command {verb[:40]!r}")
         self._send(token, "answer", {"ok": is_done, "text": text, "status": self.status(now_s=now_s)})
 
-    def _do_status(self, target: str) -> tuple[bool, str]:
-        return True, ""
+    def status(self, *, now_s: float | None = None) -> dict[str, Any]:
+        """Return the run's status; with the time, also for how long each replica has been silent."""
+        state, job = self._state, self._state.config.job
+        members = []
+        for member in state.roster:
+            silent_s = {} if now_s is None else {"silent_s": round(max(0.0, now_s - member.heard_s), 3)}
+            members.append({**member.describe(), "lost": member.is_suspect, **silent_s})
+        step_s = state.roster.step_s()
+        return {
+            "thinwire": job.get("thinwire"), "protocol": VERSION, "identity": job.get("identity"),
+            "unix_s": self._clock(), "loss": round(state.roster.loss(), 4), "step": state.rounds.step,
+            "started": state.has_started, "finished": state.has_finished or bool(state.failure),
+            "paused": state.is_paused, "rounds": len(state.rounds.decisions), "members": members,
+            "data": {key: value for key, value in state.leases.state_dict().items() if isinstance(value, int)},
+            "sites": [list(site) for site in state.sites.sites], "detours": state.detours.describe(),
+            "findings": state.findings[-_MAX_FINDINGS:], "orders": list(state.orders),
+            "spares": [] if now_s is None else list(state.standby_hosts.waiting(now_s=now_s)),
+            "replaced": list(state.replaced), "grace_s": round(state.rounds.grace_s(step_s=step_s), 3),
+            "vote_s": round(state.rounds.vote_s, 3), "silence_s": round(state.roster.silence_s, 3),
+        }  # fmt: skip
 
-    def _do_pause(self, target: str) -> tuple[bool, str]:
-        return self._set_paused(target, is_paused=True)
+    def call_due_standby_hosts(self, *, now_s: float) -> None:
+        """Call standby hosts for replicas that their own hosts do not bring back in time.
 
-    def _do_resume(self, target: str) -> tuple[bool, str]:
-        return self._set_paused(target, is_paused=False)
+        A replica is removed after the limit of silence, and its host has as long again.
+        """
+        if self._state.has_finished:
+            return
+        for call in self._state.standby_hosts.due(now_s=now_s, patience_s=2 * self._state.roster.silence_s):
+            self._replace(call.replica, call.host)
 
     def _set_paused(self, target: str, *, is_paused: bool) -> tuple[bool, str]:
         found = self._named(target)
-        if not found:
-            return False, self._nobody(target)
         for member in found:
             member.is_paused = is_paused
             self._send(member.token, "pause", {"paused": is_paused})
-        self.is_paused = all(member.is_paused for member in self.roster)
-        return True, self._told("paused" if is_paused else "goes on", found)
+        if found:
+            self._state.is_paused = all(member.is_paused for member in self._state.roster)
+        return self._result("paused" if is_paused else "goes on", found, target)
 
-    def _do_leave(self, target: str) -> tuple[bool, str]:
+    def _leave(self, target: str) -> tuple[bool, str]:
         found = self._named(target) if target else []
-        if not found:
-            return False, self._nobody(target)
         for member in found:
             self._send(member.token, "leave", {"why": "was told to leave"})
-        return True, self._told("was told to leave", found)
+        return self._result("was told to leave", found, target)
 
-    def _do_expel(self, target: str) -> tuple[bool, str]:
-        """Let replicas go that do not answer; one that lives learns of it and joins again."""
+    def _remove(self, target: str, *, result: str, order: str = "") -> tuple[bool, str]:
+        """Remove replicas that do not answer; one that lives learns of it and joins again.
+
+        Args:
+            target: Number or host of the replicas.
+            result: Text of the answer.
+            order: What their launchers, which read it in the status, do to their processes: "kill" or "end".
+        """
         found = self._named(target) if target else []
-        if not found:
-            return False, self._nobody(target)
         for member in found:
-            self._expel(member.replica, why="was let go, since it hangs")
-        return True, self._told("was let go", found)
+            self._expel(member.replica, "was let go, since it hangs")
+            if order:
+                self._state.add_order(member.replica, order)
+        return self._result(result, found, target)
 
-    def _do_restart(self, target: str) -> tuple[bool, str]:
-        """Let replicas go that do not answer, and have their hosts start other processes in their places."""
-        return self._order(target, what="kill", told="was let go, and its host starts another process in its place")
-
-    def _do_end(self, target: str) -> tuple[bool, str]:
-        """Let replicas go that do not answer, and have their hosts end their processes."""
-        return self._order(target, what="end", told="was let go, and its host ends its process")
-
-    def _do_spare(self, token: bytes, now_s: float, target: str) -> tuple[bool, str]:
-        """Note that a host waits as a spare, and tell it whether it is to come."""
-        host = printable(target, most=200)
-        return True, COME if self.spares.ask(token, host, now_s=now_s) else ""
-
-    def _do_call(self, now_s: float, target: str) -> tuple[bool, str]:
-        """Call a spare for the place of a replica that has been let go, or is about to leave."""
+    def _call_standby(self, target: str, *, now_s: float) -> tuple[bool, str]:
+        """Call a standby host for the place of a replica that has been removed, or is about to leave."""
         # Python refuses to read numbers of thousands of digits
-        is_number = target.isascii() and target.isdecimal() and len(target) <= _MOST_DIGITS
-        if not (is_number and int(target) < self.roster.next_replica):
+        is_number = target.isascii() and target.isdecimal() and len(target) <= _MAX_DIGITS
+        if not (is_number and int(target) < self._state.roster.next_replica):
             return False, f"there was no replica {target[:80]!r}"
-        host = self.spares.call(int(target), now_s=now_s)
+        host = self._state.standby_hosts.call(int(target), now_s=now_s)
         if host is None:
             return False, "no spare host waits; add one with: thinwire join ADDRESS --spare"
         self._replace(int(target), host)
         return True, f"spare {host} takes its place"
 
-    def _call_spares(self, now_s: float) -> None:
-        """Call spares for those that were lost and that their own hosts do not bring back.
-
-        A replica is let go after so long a silence, and its host has as long again.
-        """
-        patience_s = 2 * self.roster.silence_s
-        for one in () if self.has_finished else self.spares.due(now_s=now_s, patience_s=patience_s):
-            self._replace(one.replica, one.host)
-        if (gaps := self.spares.news()) is not None:
-            self._record("gaps", {"gaps": gaps})
-
-    def _was_called(self, member: RosterMember) -> bool:
-        return any(one["host"] == member.host for one in self.replaced)
-
     def _replace(self, replica: int, host: str) -> None:
-        self.replaced.append({"replica": replica, "host": host})
-        del self.replaced[:-_MOST_ORDERS]
-        self._find(f"spare {host} is called to take the place of replica {replica}")
-
-    def _order(self, target: str, *, what: str, told: str) -> tuple[bool, str]:
-        """Let replicas go; the launchers of their hosts, which own the processes, read the rest in the status."""
-        found = self._named(target) if target else []
-        is_done, text = self._do_expel(target)
-        self.orders += [{"replica": member.replica, "what": what} for member in found]
-        del self.orders[:-_MOST_ORDERS]
-        return is_done, self._told(told, found) if is_done else text
-
-    def _expel(self, replica: int, *, why: str) -> None:
-        """Let a replica go; see `Coordinator`."""
-        raise NotImplementedError
+        self._state.add_replaced(replica, host)
+        self._report(f"spare {host} is called to take the place of replica {replica}")
 
     def _named(self, target: str) -> list[RosterMember]:
-        """Return the replicas of a number or a host; all where nothing is named."""
-        return [member for member in self.roster if target in ("", str(member.replica), member.host)]
+        """Return the replicas of a number or a host; all for an empty target."""
+        return [member for member in self._state.roster if target in ("", str(member.replica), member.host)]
 
-    def _nobody(self, target: str) -> str:
-        there = ", ".join(f"{member.replica} ({member.host})" for member in self.roster) or "none"
-        return f"there is no replica or host {target[:80]!r}; there are: {there}"
-
-    def _told(self, what: str, found: list[RosterMember]) -> str:
-        return "; ".join(f"replica {member.replica} on {member.host} {what}" for member in found)
+    def _result(self, what: str, found: list[RosterMember], target: str) -> tuple[bool, str]:
+        if found:
+            return True, "; ".join(f"replica {member.replica} on {member.host} {what}" for member in found)
+        there = ", ".join(f"{member.replica} ({member.host})" for member in self._state.roster) or "none"
+        return False, f"there is no replica or host {target[:80]!r}; there are: {there}"

@@ -1,481 +1,638 @@
-"""The coordinator of an elastic run: who takes part, what each round's mean is made of, who trains on what.
+"""Coordinator of an elastic run: decides membership, rounds and data leases.
 
-It holds no parameters and sees no part of a mean; what it says are a few short messages a round. It is a pure machine:
-messages and times go in, messages come out, and what must survive it goes through a journal first. So every order of
-messages can be tried without a network.
+It holds no parameters and sees no part of a mean; it sends a few short messages a round. It is a pure state machine:
+messages and times go in, messages come out, and what must survive a crash is written to a journal first. So every
+order of messages can be tested without a network.
+
+What happens when a replica
+
+- joins: `_join` gives it a number; `_on_ready` finds it a state, its own or a snapshot; `_on_active` lets it take part.
+- is silent or dies: `tick` removes it after a limit; its data leases return, and rounds go on without it.
+- sends NaN: `_drop_bad_replica` removes it, and it joins again with the state of the others.
+- was the last one: `_restart_from_checkpoint` lets a joining replica load its checkpoint.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any, ClassVar
 
-from thinwire.elastic.admin_commands import Counter
+from thinwire.elastic.admin_commands import AdminCommands, Send
+from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorState
 from thinwire.elastic.protocol import RUN_OVER, VERSION, Message, printable
 from thinwire.elastic.roster import MemberState, RosterMember
-from thinwire.elastic.round_decision import Vote
-from thinwire.elastic.rounds import Decision
+from thinwire.elastic.rounds import Decision, Vote
+from thinwire.elastic.snapshots import StateSnapshot
 from thinwire.errors import PayloadError
 from thinwire.events import FIRST_LAST_ROUND
 
 PROGRESS_S = 1.0
-# Of one replica, so many findings are written down, and so many shards are lent to it that no round has counted yet.
-_MOST_NOTICES, _MOST_LENT = 100, 256
-_MOST_OPEN, _MOST_MEMBERS = 256, 1024
+# Findings written down of one replica, and leases to it that no round has counted yet.
+_MAX_NOTICES, _MAX_LEASED = 100, 256
+_MAX_OPEN_ROUNDS, _MAX_MEMBERS = 256, 1024
+# Sites and detours follow measured rates, which may go up and down for days.
+_MAX_SITE_FINDINGS, _MAX_DETOUR_FINDINGS = 20, 100
 # A replica is dropped with so many bad parts (NaN or infinity) in a row. One may be an accident on the way of one
 # message or in one tensor. A second one means parameters that are not finite, and no later step makes those finite.
 MOST_BAD_PARTS = 2
 
+Record = Callable[[str, dict[str, Any]], None]
+_Handler = Callable[["Coordinator", RosterMember, Message, float], None]
 
-class Coordinator(Counter):
-    """See the module; what it is made of is told by `Desk`."""
+
+def _discard(replica: int, text: str) -> None:
+    """Discard records: a coordinator without a folder."""
+
+
+class Coordinator:
+    """The state machine.
+
+    Args:
+        config: Constants of the run.
+        send: Sends a message to a connection.
+        record: Writes a line to the journal, before anything that depends on it is sent.
+        generation: Names this process of the coordinator.
+        keep_records: Takes lines that a replica recorded.
+        clock: Returns the time of day, which others compare with theirs.
+
+    Attributes:
+        state: All that it knows.
+        admin: Commands of users and launchers.
+    """
+
+    def __init__(
+        self, config: CoordinatorConfig, *, send: Send, record: Record, generation: str,
+        keep_records: Callable[[int, str], None] = _discard, clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self.state = CoordinatorState(config=config)
+        self.admin = AdminCommands(self.state, send=send, expel=self.expel, report=self.report, clock=clock)
+        self._config = config
+        self._send = send
+        self._record = record
+        self._generation = generation
+        self._keep_records = keep_records
+        self._next_progress_s = 0.0
 
     def handle(self, token: bytes, message: Message, *, now_s: float) -> None:
-        """Act on a checked message of a connection.
+        """Act on a validated message of a connection.
 
         Raises:
-            PayloadError: What it says cannot be.
+            PayloadError: It contradicts the state, or exceeds a limit.
         """
         kind = message["kind"]
         if kind == "command":
-            self._obey(token, verb=message["verb"], target=message["target"], now_s=now_s)
+            self.admin.handle(token, verb=message["verb"], target=message["target"], now_s=now_s)
             return
-        member = self.roster.by_token(token)
+        member = self.state.roster.by_token(token)
         if kind == "join":
             self._join(token, member, message, now_s=now_s)
             return
         if member is None:
             self._send(token, "unknown", {"generation": self._generation})
             return
-        self.roster.hear(member, now_s=now_s, is_beat=kind == "beat")
-        getattr(self, f"_on_{kind}")(member, message, now_s)
-        self._settle(now_s)
+        self.state.roster.hear(member, now_s=now_s, is_beat=kind == "beat")
+        self._HANDLERS[kind](self, member, message, now_s)
+        self._advance(now_s)
 
     def tick(self, now_s: float) -> None:
-        """Do what time alone makes due."""
-        for member in self.roster.silent(now_s=now_s):
-            silence_s = now_s - member.heard_s
-            self._remove(member, why=f"was silent for {silence_s:.1f} s", is_lost=True)
-        self._call_spares(now_s)
-        self._settle(now_s)
+        """Do what is due by time alone."""
+        state = self.state
+        for member in state.roster.silent(now_s=now_s):
+            self._remove(member, why=f"was silent for {now_s - member.heard_s:.1f} s", is_lost=True)
+        self.admin.call_due_standby_hosts(now_s=now_s)
+        if (vacancies := state.standby_hosts.take_change()) is not None:
+            self._record("vacancies", {"vacancies": vacancies})
+        self._advance(now_s)
         if now_s >= self._next_progress_s:
             self._next_progress_s = now_s + PROGRESS_S
-            if self.failure:
-                self._tell_all("failed", {"why": self.failure})
-            self._tell_progress()
-            self._tell_pace()
-            self._ask_again()
+            # any of these may have been lost on its way, so each is repeated until it is answered
+            if state.failure:
+                self._send_all("failed", {"why": state.failure})
+            self._send_progress()
+            self.send_pace()
+            self._repeat_snapshots()
 
-    # -- what replicas say
+    def replay(self, lines: list[dict[str, Any]], *, now_s: float) -> None:
+        """Rebuild the state from the journal of an earlier process of the coordinator."""
+        self.state.replay(lines, now_s=now_s)
+
+    def report(self, text: str) -> None:
+        """Add a finding."""
+        self.state.add_finding(text)
+        self._record("finding", {"text": text})
+
+    def expel(self, replica: int, why: str) -> None:
+        """Remove a replica, if it is there."""
+        member = self.state.roster.get(replica)
+        if member is not None:
+            self._remove(member, why=why, is_lost=why != RUN_OVER)
+
+    # -- joining
 
     def _join(self, token: bytes, member: RosterMember | None, message: Message, *, now_s: float) -> None:
-        if message["version"] != VERSION or message["thinwire"] != self._job.get("thinwire"):
-            why = (
-                f"the job runs thinwire {self._job.get('thinwire')} with protocol version {VERSION}, and this host "
+        state, job = self.state, self._config.job
+        refusal = ""
+        if message["version"] != VERSION or message["thinwire"] != job.get("thinwire"):
+            refusal = (
+                f"the job runs thinwire {job.get('thinwire')} with protocol version {VERSION}, and this host "
                 f"thinwire {printable(message['thinwire'], most=40)} with protocol version {message['version']}; "
                 f"install the same thinwire on all hosts"
             )
-            self._send(token, "refused", {"why": why})
-            return
-        if self.failure:
-            self._send(token, "refused", {"why": self.failure})
-            return
-        if self.has_finished:
-            self._send(token, "refused", {"why": RUN_OVER})
-            return
-        if member is None and len(self.roster) >= _MOST_MEMBERS:
-            self._send(token, "refused", {"why": f"the job has {_MOST_MEMBERS} replicas, which is the most"})
+        elif state.failure or state.has_finished:
+            refusal = state.failure or RUN_OVER
+        elif member is None and len(state.roster) >= _MAX_MEMBERS:
+            refusal = f"the job has {_MAX_MEMBERS} replicas, which is the most"
+        if refusal:
+            self._send(token, "refused", {"why": refusal})
             return
         if member is None:
-            member = self.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
-            self._write_member(member)
-            self.spares.come(member.host)
-            self._find(f"replica {member.replica} on {member.host} joins")
-        welcome = {"replica": member.replica, "generation": self._generation, "job": self._job}
+            member = state.roster.add(token, host=printable(message["host"], most=200), now_s=now_s)
+            # in the journal before the welcome: a number must never be given twice
+            self._record("member", state.member_line(member))
+            state.standby_hosts.joined(member.host)
+            self.report(f"replica {member.replica} on {member.host} joins")
+        # a repeated join gets the same number again: the first welcome was lost
+        welcome = {"replica": member.replica, "generation": self._generation, "job": dict(job)}
         self._send(token, "welcome", welcome)
 
-    def _on_here(self, member: RosterMember, message: Message, now_s: float) -> None:
+    def _on_ready(self, member: RosterMember, message: Message, now_s: float) -> None:
+        state = self.state
         if member.state is not MemberState.ARRIVING:
-            self._answer_again(member)
+            self._repeat_answer(member)
             return
         corpus = message["corpus"], message["windows"]
-        if self._corpus is None:
-            self._corpus = corpus
+        if state.corpus is None:
+            state.corpus = corpus
             self._record("corpus", {"corpus": corpus[0], "windows": corpus[1]})
-        if corpus != self._corpus:
+        if corpus != state.corpus:
             self._send(member.token, "refused", {
                 "why": "this host reads another corpus than the others; give it the same files (stdlib is another one "
                 "for another version of Python)"
             })  # fmt: skip
-            # a spare that cannot take the place leaves it to another one
-            self._remove(member, why="reads another corpus", is_told=False, is_lost=self._was_called(member))
+            # a standby host that cannot take the place leaves it to another one
+            was_called = any(one["host"] == member.host for one in state.replaced)
+            self._remove(member, why="reads another corpus", is_told=False, is_lost=was_called)
             return
         member.address, member.port = message["address"], message["port"]
         member.disk_step = message["disk"]
         member.own_step, member.own_era = message["held"], message["era"]
         member.state = MemberState.LOADING
-        if self._may_go_on(message["held"], era=message["era"]):
-            member.step = member.held_step = message["held"]  # from there on rounds are kept for it
+        if state.can_resume(member.own_step, era=member.own_era):
+            # its step bounds the floor: the rounds after it are kept until it has caught up
+            member.step = member.held_step = member.own_step
         else:
-            self.cuts.wait(member.replica)
-        self._write_member(member)
-        if self._first_s is None:
-            self._first_s = now_s
-        self._tell_roster()
-        for decision in self.book.decisions.values():
-            self._tell_decision(decision, to=member)
+            state.snapshots.wait(member.replica)
+        self._record("member", state.member_line(member))
+        if state.first_s is None:
+            state.first_s = now_s
+        self._send_roster()
+        for decision in state.rounds.decisions.values():
+            self._send_decision(decision, to=member)
         if member.held_step:
-            self._offer_from_nobody(member.replica, "own", step=member.held_step)
+            self._offer_unshown(member.replica, "own", step=member.held_step)
 
-    def _answer_again(self, member: RosterMember) -> None:
-        """Say again what a replica still waits for that has said where it is: the first answer was lost on its way."""
-        self._tell_roster(to=member)
+    def _repeat_answer(self, member: RosterMember) -> None:
+        """Repeat what a replica still waits for that is ready: the first answer was lost on its way."""
+        state = self.state
+        self._send_roster(to=member)
         if member.state is not MemberState.LOADING:
             return
-        cut = self.cuts.of(member.replica)
-        if cut is not None:
-            self._show(cut, to=(member.replica,))
-        elif self._reviver == member.replica:
-            self._offer_from_nobody(member.replica, "disk", step=self._resumed_step)
+        snapshot = state.snapshots.of(member.replica)
+        if snapshot is not None:
+            self._offer(snapshot, to=(member.replica,))
+        elif state.reviver == member.replica:
+            self._offer_unshown(member.replica, "disk", step=state.resumed_step)
         elif member.held_step:
-            self._offer_from_nobody(member.replica, "own", step=member.held_step)
+            self._offer_unshown(member.replica, "own", step=member.held_step)
         else:
-            self.cuts.wait(member.replica)
+            state.snapshots.wait(member.replica)
 
     def _on_active(self, member: RosterMember, message: Message, now_s: float) -> None:
+        state = self.state
         member.step = message["step"]
-        self.cuts.loaded(member.replica)
-        is_reviver = self._reviver == member.replica
+        state.snapshots.loaded(member.replica)
+        is_reviver = state.reviver == member.replica
         if is_reviver:
-            self._reviver = None
-            if not self._resumed_step:  # whose account was read with the checkpoint
-                self.ledger.go_back_to(self._run_note(member.step)["data"] if member.step else None)
-                self._lent.clear()
-                self._record("ledger", self.ledger.state_dict())
-            self._from_disk, self._resumed_step = False, 0
-            self._forget_accounts()
-            self.book.begin_anew(member.step)
-            self._write_revived(member.step, is_begun=True)
+            self._begin_from_checkpoint(member.step)
         if member.state is MemberState.ACTIVE:
-            self._tell_roster(to=member)
+            self._send_roster(to=member)
         if member.state is MemberState.LOADING:
-            member.state, member.begin_step = MemberState.ACTIVE, message["step"]
-            self.book.late.discard(member.replica)
-            self._write_member(member)
-            self._find(f"replica {member.replica} on {member.host} takes part from step {member.step}")
-            self._tell_roster()
+            member.state, member.begin_step = MemberState.ACTIVE, member.step
+            state.rounds.late.discard(member.replica)
+            self._record("member", state.member_line(member))
+            self.report(f"replica {member.replica} on {member.host} takes part from step {member.step}")
+            self._send_roster()
         if is_reviver:
-            self._let_own_states_go_on()
+            # others may hold a state of their own of the checkpoint's era: they need no snapshot
+            for replica in sorted(state.snapshots.waiting):
+                other = state.roster.get(replica)
+                if other is not None and state.can_resume(other.own_step, era=other.own_era):
+                    state.snapshots.loaded(replica)
+                    other.step = other.held_step = other.own_step
+                    self._record("member", state.member_line(other))
+                    self._offer_unshown(replica, "own", step=other.held_step)
 
-    def _let_own_states_go_on(self) -> None:
-        """Let those that wait go on from a state of their own: it is that from which the run has just begun again."""
-        for replica in sorted(self.cuts.waiting):
-            member = self.roster.get(replica)
-            if member is not None and self._may_go_on(member.own_step, era=member.own_era):
-                self.cuts.loaded(replica)
-                member.step = member.held_step = member.own_step
-                self._write_member(member)
-                self._offer_from_nobody(replica, "own", step=member.held_step)
+    def _begin_from_checkpoint(self, step: int) -> None:
+        """Begin again at the step of the checkpoint that a replica has loaded."""
+        state = self.state
+        state.reviver = None
+        if not state.resumed_step:  # else the data account was read with the checkpoint
+            state.leases.go_back_to(state.note_for_state(step)["data"] if step else None)
+            state.leased.clear()
+            self._record("leases", state.leases.state_dict())
+        state.is_from_disk, state.resumed_step = False, 0
+        state.accounts.clear()
+        state.rounds.restart(step)
+        self._record("revived", state.restart_line(step, is_begun=True))
 
-    def _on_beat(self, member: RosterMember, message: Message, now_s: float) -> None:
+    # -- reports of replicas
+
+    def _on_heartbeat(self, member: RosterMember, message: Message, now_s: float) -> None:
         member.step = max(member.step, message["step"])
-        member.step_s = float(message["step_s"])
-        if message["roster"] != self._roster_number() and member.state is not MemberState.ARRIVING:
-            self._tell_roster(to=member)  # the last one was lost on its way
+        member.step_s = message["step_s"]
+        if message["roster"] != self.state.roster_number and member.state is not MemberState.ARRIVING:
+            self._send_roster(to=member)  # the last one was lost on its way
 
     def _on_work(self, member: RosterMember, message: Message, now_s: float) -> None:
-        member.steps_per_interval, member.tokens_s = float(message["steps_per_interval"]), float(message["tokens_s"])
-        member.loss = float(message["loss"])
+        member.steps_per_interval, member.tokens_s = message["steps_per_interval"], message["tokens_s"]
+        member.loss = message["loss"]
 
     def _on_rates(self, member: RosterMember, message: Message, now_s: float) -> None:
-        rates, latest = message["rates"], message["latest"]
-        self.places.hear(member.replica, rates)
-        self.detours.hear(member.replica, latest)
+        self.state.sites.hear(member.replica, message["rates"])
+        self.state.detours.hear(member.replica, message["latest"])
 
-    def _on_launch(self, member: RosterMember, message: Message, now_s: float) -> None:
-        used = message["used"]
-        is_open = message["round"] in self.book.open_rounds
-        if not is_open and len(self.book.open_rounds) >= _MOST_OPEN:
-            raise PayloadError(f"a launch of round {message['round']}: at most {_MOST_OPEN} are open at a time")
-        self.ledger.use(member.replica, used)
-        member.step = max(member.step, message["step"])
-        round_id, before = message["round"], self.book.step
-        decision = self.book.launch(
-            member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s,
-            ahead_s=self.roster.ahead_s(member),
-        )  # fmt: skip
-        if decision is None:
-            self._used.setdefault(round_id, {})[member.replica] = used
-            if self.book.step > before:  # those that are behind learn at once that they are
-                self._tell_progress()
-            called = self.book.open_rounds[round_id].called
-            if called is not None:  # late, or the call was lost on its way
-                self._send(member.token, "call", {"round": round_id, "members": list(called)})
-        else:
-            self._tell_decision(decision, to=member)
-
-    def _on_withhold(self, member: RosterMember, message: Message, now_s: float) -> None:
-        round_id, used = message["round"], message["used"]
-        if round_id not in self.book.withheld and len(self.book.withheld) >= _MOST_OPEN:
-            raise PayloadError(f"a part of round {round_id} withheld: at most {_MOST_OPEN} rounds are open at a time")
-        self.ledger.use(member.replica, used)
-        member.step = max(member.step, message["step"])
-        decision = self.book.withhold(member.replica, round_id=round_id, parts=message["parts"])
-        if decision is not None:
-            self._tell_decision(decision, to=member)
-            self._drop_where_bad(member.replica, message["parts"])
-
-    def _on_reject(self, member: RosterMember, message: Message, now_s: float) -> None:
-        """Note that a replica found another one's parts bad; drop that one where most others say so, or itself."""
-        bad = self.roster.get(message["member"])
-        if bad is None or message["parts"] < MOST_BAD_PARTS or member.state is not MemberState.ACTIVE:
-            return
-        bad.rejected_by[member.replica] = message["since"]
-        others = set(self.roster.active) - {bad.replica}
-        reporters = others & set(bad.rejected_by)
-        if member is bad or 2 * len(reporters) > len(others):
-            since = statistics.median_low(bad.rejected_by[one] for one in reporters or {bad.replica})
-            self._uncount(bad.replica, since=since)
-            self._drop_where_bad(bad.replica, message["parts"])
-
-    def _on_vote(self, member: RosterMember, message: Message, now_s: float) -> None:
-        has = message["has"]
-        if any(one >= self.roster.next_replica for one in has):
-            raise PayloadError(f"a vote of replica {member.replica} for parts of replicas that nobody has heard of")
-        vote = Vote(has=frozenset(has), reference_hash=message["hash"])
-        # where a slow one has gone ahead to, nobody has come yet
-        step = 0 if self.roster.ahead_s(member) else message["step"]
-        self.book.vote(member.replica, vote, round_id=message["round"], step=step, now_s=now_s)
-        decision = self.book.decisions.get(message["round"])
-        if decision is not None:
-            self._tell_decision(decision, to=member)
-
-    def _on_lease(self, member: RosterMember, message: Message, now_s: float) -> None:
-        number = message["number"]
-        if number != self._lent.get(member.replica, (-1, None))[0]:  # else the answer was lost on its way
-            if self.ledger.num_lent(member.replica) >= _MOST_LENT:
-                raise PayloadError(f"replica {member.replica} asks for more shards than the {_MOST_LENT} at most")
-            self._lent[member.replica] = number, self.ledger.lend(member.replica)
-            self._record("ledger", self.ledger.state_dict())
-        lease = self._lent[member.replica][1]
-        self._send(member.token, "leased", {"number": number, "shard": lease.shard, "start": lease.start})
-
-    def _on_captured(self, member: RosterMember, message: Message, now_s: float) -> None:
-        cut = self.cuts.hold(message["step"], member.replica, root=message["root"], num_bytes=message["bytes"])
-        if cut.agreed is not None and len(cut.holders) > 1:
-            for replica in cut.odd():
-                self._expel(replica, why=f"holds other global parameters than the others at step {cut.step}")
-        self._show(cut, to=(member.replica, *cut.joiners))
-
-    def _on_account(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self._send(member.token, "account", {"step": message["step"], "note": self._run_note(message["step"])})
-
-    def _on_missed(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self.cuts.miss(message["step"], member.replica)
-
-    def _on_lost(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self.roster.suspect(message["replica"], now_s=now_s)
+    def _on_connection_lost(self, member: RosterMember, message: Message, now_s: float) -> None:
+        self.state.roster.suspect(message["replica"], now_s=now_s)
 
     def _on_stuck(self, member: RosterMember, message: Message, now_s: float) -> None:
         why = printable(message["why"], most=300)
-        self._expel(member.replica, why=f"could not get round {message['round']}: {why}")
+        self.expel(member.replica, f"could not get round {message['round']}: {why}")
 
     def _on_note(self, member: RosterMember, message: Message, now_s: float) -> None:
-        self._notices[member.replica] = self._notices.get(member.replica, 0) + 1
-        if self._notices[member.replica] <= _MOST_NOTICES:
-            self._find(f"replica {member.replica} on {member.host}: {printable(message['text'], most=400)}")
+        num_notices = self.state.num_notices.get(member.replica, 0) + 1
+        self.state.num_notices[member.replica] = num_notices
+        if num_notices <= _MAX_NOTICES:
+            self.report(f"replica {member.replica} on {member.host}: {printable(message['text'], most=400)}")
 
     def _on_records(self, member: RosterMember, message: Message, now_s: float) -> None:
-        if message["number"] > self._recorded.get(member.replica, -1):  # else the answer was lost on its way
-            self._recorded[member.replica] = message["number"]
-            self.keep_records(member.replica, message["text"])
-        self._send(member.token, "recorded", {"number": self._recorded[member.replica]})
-
-    def _on_done(self, member: RosterMember, message: Message, now_s: float) -> None:
-        if member.state is not MemberState.DONE:
-            self._notes[member.replica] = message["note"]
-            self._record("note", {"replica": member.replica, "note": message["note"]})
-            member.state = MemberState.DONE
-            self._write_member(member)
-        if self._finish is not None:  # the word was lost on its way
-            self._send(member.token, "finish", self._finish)
+        recorded = self.state.recorded
+        if message["number"] > recorded.get(member.replica, -1):  # else the answer was lost on its way
+            recorded[member.replica] = message["number"]
+            self._keep_records(member.replica, message["text"])
+        self._send(member.token, "recorded", {"number": recorded[member.replica]})
 
     def _on_leave(self, member: RosterMember, message: Message, now_s: float) -> None:
         self._remove(member, why=printable(message["why"], most=300) or "left", is_told=False)
 
-    # -- what follows
+    # -- rounds
 
-    def _settle(self, now_s: float) -> None:
+    def _on_launch(self, member: RosterMember, message: Message, now_s: float) -> None:
+        state, round_id = self.state, message["round"]
+        if round_id not in state.rounds.open_rounds and len(state.rounds.open_rounds) >= _MAX_OPEN_ROUNDS:
+            raise PayloadError(f"a launch of round {round_id}: at most {_MAX_OPEN_ROUNDS} are open at a time")
+        state.leases.use(member.replica, message["used"])
+        member.step = max(member.step, message["step"])
+        before = state.rounds.step
+        decision = state.rounds.launch(
+            member.replica, round_id=round_id, launch_step=message["step"], now_s=now_s,
+            ahead_s=state.roster.ahead_s(member),
+        )  # fmt: skip
+        if decision is not None:
+            self._send_decision(decision, to=member)
+            return
+        # counted with the decision, and only if this part is in the mean
+        state.used.setdefault(round_id, {})[member.replica] = message["used"]
+        if state.rounds.step > before:  # replicas that are behind learn at once that they are
+            self._send_progress()
+        called = state.rounds.open_rounds[round_id].called
+        if called is not None:  # late, or the call was lost on its way
+            self._send(member.token, "call", {"round": round_id, "members": list(called)})
+
+    def _on_withhold(self, member: RosterMember, message: Message, now_s: float) -> None:
+        state, round_id = self.state, message["round"]
+        if round_id not in state.rounds.withheld and len(state.rounds.withheld) >= _MAX_OPEN_ROUNDS:
+            raise PayloadError(
+                f"a part of round {round_id} withheld: at most {_MAX_OPEN_ROUNDS} rounds are open at a time"
+            )
+        state.leases.use(member.replica, message["used"])
+        member.step = max(member.step, message["step"])
+        decision = state.rounds.withhold(member.replica, round_id=round_id, parts=message["parts"])
+        if decision is not None:
+            self._send_decision(decision, to=member)
+            self._drop_bad_replica(member.replica, message["parts"])
+
+    def _on_reject(self, member: RosterMember, message: Message, now_s: float) -> None:
+        """Drop a replica whose parts most others, or it itself, found to hold NaN or infinity."""
+        state, bad = self.state, self.state.roster.get(message["member"])
+        if bad is None or message["parts"] < MOST_BAD_PARTS or member.state is not MemberState.ACTIVE:
+            return
+        bad.rejected_by[member.replica] = message["since"]
+        others = set(state.roster.active) - {bad.replica}
+        reporters = others & set(bad.rejected_by)
+        # one reporter alone could drop all others
+        if member is bad or 2 * len(reporters) > len(others):
+            since = statistics.median_low(bad.rejected_by[one] for one in reporters or {bad.replica})
+            if state.uncount(bad.replica, since=since):
+                self._record("accounts", {"accounts": [list(account) for account in state.accounts]})
+            self._drop_bad_replica(bad.replica, message["parts"])
+
+    def _on_vote(self, member: RosterMember, message: Message, now_s: float) -> None:
+        state = self.state
+        if any(one >= state.roster.next_replica for one in message["has"]):
+            raise PayloadError(f"a vote of replica {member.replica} for parts of unknown replicas")
+        vote = Vote(has=frozenset(message["has"]), reference_hash=message["hash"])
+        # a slow replica launches ahead of the others: its step does not say where they are
+        step = 0 if state.roster.ahead_s(member) else message["step"]
+        state.rounds.vote(member.replica, vote, round_id=message["round"], step=step, now_s=now_s)
+        decision = state.rounds.decisions.get(message["round"])
+        if decision is not None:
+            self._send_decision(decision, to=member)
+
+    def _announce(self, decision: Decision) -> None:
+        state = self.state
+        found = state.used.pop(decision.round_id, {})
+        used = {str(replica): found[replica] for replica in decision.members if replica in found}
+        self._record("decision", {**asdict(decision), "used": used})
+        state.count(used, decision)
+        for gone in [one for one in decision.members if one not in found and state.roster.get(one) is None]:
+            # its launch was received by an earlier process of the coordinator
+            self.report(
+                f"round {decision.round_id} counts a part of replica {gone}, which went before it was heard that "
+                f"it had launched; what it trained on is trained again, and not counted as repeated"
+            )
+        for member in state.roster:
+            if member.state is not MemberState.ARRIVING:
+                self._send_decision(decision, to=member)
+
+    # -- data, snapshots, end
+
+    def _on_lease(self, member: RosterMember, message: Message, now_s: float) -> None:
+        state, number = self.state, message["number"]
+        if number != state.leased.get(member.replica, (-1, None))[0]:  # else the answer was lost on its way
+            if state.leases.num_lent(member.replica) >= _MAX_LEASED:
+                raise PayloadError(f"replica {member.replica} asks for more shards than the {_MAX_LEASED} at most")
+            state.leased[member.replica] = number, state.leases.lend(member.replica)
+            # before the answer: a shard must never be leased to two replicas
+            self._record("leases", state.leases.state_dict())
+        lease = state.leased[member.replica][1]
+        self._send(member.token, "leased", {"number": number, "shard": lease.shard, "start": lease.start})
+
+    def _on_captured(self, member: RosterMember, message: Message, now_s: float) -> None:
+        snapshot = self.state.snapshots.hold(
+            message["step"], member.replica, root=message["root"], num_bytes=message["bytes"]
+        )
+        # the hash of the state proves that replicas agree bit for bit
+        if snapshot.agreed is not None and len(snapshot.holders) > 1:
+            for replica in snapshot.odd():
+                self.expel(replica, f"holds other global parameters than the others at step {snapshot.step}")
+        self._offer(snapshot, to=(member.replica, *snapshot.joiners))
+
+    def _on_missed(self, member: RosterMember, message: Message, now_s: float) -> None:
+        self.state.snapshots.miss(message["step"], member.replica)
+
+    def _on_account(self, member: RosterMember, message: Message, now_s: float) -> None:
+        note = self.state.note_for_state(message["step"])
+        self._send(member.token, "account", {"step": message["step"], "note": note})
+
+    def _on_done(self, member: RosterMember, message: Message, now_s: float) -> None:
+        state = self.state
+        if member.state is not MemberState.DONE:
+            state.notes[member.replica] = message["note"]
+            self._record("note", {"replica": member.replica, "note": message["note"]})
+            member.state = MemberState.DONE
+            self._record("member", state.member_line(member))
+        if state.finish is not None:  # it was lost on its way
+            self._send(member.token, "finish", state.finish)
+
+    _HANDLERS: ClassVar[Mapping[str, _Handler]] = {
+        "here": _on_ready, "active": _on_active, "beat": _on_heartbeat, "work": _on_work, "rates": _on_rates,
+        "launch": _on_launch, "withhold": _on_withhold, "reject": _on_reject, "vote": _on_vote, "lease": _on_lease,
+        "captured": _on_captured, "account": _on_account, "missed": _on_missed, "lost": _on_connection_lost,
+        "stuck": _on_stuck, "note": _on_note, "records": _on_records, "done": _on_done, "leave": _on_leave,
+    }  # fmt: skip
+
+    # -- consequences
+
+    def _advance(self, now_s: float) -> None:
         """Do all that has become possible."""
-        if self.failure:
+        state = self.state
+        if state.failure:
             return
-        self._start_when_all_are_there(now_s)
-        present = self.roster.present(now_s=now_s)
-        for round_id, called in self.book.calls(present, step_s=self.roster.step_s(), now_s=now_s).items():
-            self._tell_all("call", {"round": round_id, "members": list(called)})
-        # who is in the middle of a longer step would not come while the others wait
-        step_s = self.roster.step_s()
-        near = self.roster.fresh_steps(now_s=now_s, within_s=self.book.grace_s(step_s=step_s))
-        for decision in self.book.decided(present, steps=near, now_s=now_s, step_s=step_s):
+        self._start_when_ready(now_s)
+        present, step_s = state.roster.present(now_s=now_s), state.roster.step_s()
+        for round_id, called in state.rounds.calls(present, step_s=step_s, now_s=now_s).items():
+            self._send_all("call", {"round": round_id, "members": list(called)})
+        # a replica in the middle of a longer step would not come while the others wait
+        near = state.roster.fresh_steps(now_s=now_s, within_s=state.rounds.grace_s(step_s=step_s))
+        for decision in state.rounds.decided(present, steps=near, now_s=now_s, step_s=step_s):
             self._announce(decision)
-            for replica, parts in self.book.take_withheld(decision.round_id).items():
-                self._drop_where_bad(replica, parts)
-        self._fail_where_none_is_finite()
-        self._help_joiners(self.roster.active)
-        self._finish_when_all_are_done(present)
+            for replica, parts in state.rounds.take_withheld(decision.round_id).items():
+                self._drop_bad_replica(replica, parts)
+        self._fail_if_diverged()
+        self._schedule_snapshots(state.roster.active)
+        self._finish_when_done(present)
 
-    def _start_when_all_are_there(self, now_s: float) -> None:
-        if self.has_started or self._first_s is None:
+    def _start_when_ready(self, now_s: float) -> None:
+        state, config = self.state, self._config
+        if state.has_started or state.first_s is None:
             return
-        here = self.roster.in_state(MemberState.LOADING)
-        if here and (len(here) >= self._planned or now_s > self._first_s + self._founding_s):
-            self.has_started = True
+        ready = state.roster.in_state(MemberState.LOADING)
+        if ready and (len(ready) >= config.initial_replicas or now_s > state.first_s + config.start_timeout_s):
+            state.has_started = True
             self._record("started", {})
-            self._tell_roster()
+            self._send_roster()
 
-    def _drop_where_bad(self, replica: int, parts: int) -> None:
-        """Drop a replica whose parts are bad while others have finite ones; it comes back with their state.
-
-        One that comes back and is bad again before any part of it has counted is the same episode: nothing new is
-        found then.
-        """
-        member = self.roster.get(replica)
+    def _drop_bad_replica(self, replica: int, parts: int) -> None:
+        """Remove a replica whose parts are bad while others have finite ones; it comes back with their state."""
+        state, member = self.state, self.state.roster.get(replica)
         if member is None or parts < MOST_BAD_PARTS:
             return
-        is_again = not member.has_counted and member.host in self._bad_hosts
-        self._bad_hosts.add(member.host)
+        # bad again before any part of it has counted: the same episode, which is reported once
+        is_again = not member.has_counted and member.host in state.hosts_with_bad_parts
+        state.hosts_with_bad_parts.add(member.host)
         why = (
             f"was dropped: {parts} of its parts in a row hold NaN or infinity; what it trained on since its last "
             f"finite part is trained again, and it joins again with the state of the others"
         )
-        self._remove(member, why=why, is_non_finite=True, is_found=not is_again)
+        self._remove(member, why=why, is_non_finite=True, is_reported=not is_again)
 
-    def _fail_where_none_is_finite(self) -> None:
-        """End the run where no active replica has a finite part for a round: no replica holds a model to go on with."""
-        active = self.roster.active
-        round_id = next((one for one in self.book.withheld if self.book.is_hopeless(one, active)), None)
-        if round_id is None or self.failure or self.roster.in_state(MemberState.DONE):
+    def _fail_if_diverged(self) -> None:
+        """End the run where no active replica has a finite part for a round: no model is left to go on with."""
+        state, active = self.state, self.state.roster.active
+        round_id = next((one for one in state.rounds.withheld if state.rounds.is_hopeless(one, active)), None)
+        if round_id is None or state.failure or state.roster.in_state(MemberState.DONE):
             return
         many = f"parts of all {len(active)} active replicas hold"
-        self.failure = (
+        state.failure = (
             f"round {round_id}: the {many if len(active) > 1 else 'part of the one active replica holds'} NaN or "
             f"infinity; the model has diverged: look at its loss, lower its learning rate or clip its gradients, and "
             f"resume from a checkpoint before that"
         )
-        self._record("failed", {"why": self.failure})
-        self._find(self.failure)
-        self._tell_all("failed", {"why": self.failure})
+        self._record("failed", {"why": state.failure})
+        self.report(state.failure)
+        self._send_all("failed", {"why": state.failure})
 
-    def _help_joiners(self, active: tuple[int, ...]) -> None:
-        if not self.has_started or self.has_finished or not self.cuts.waiting:
+    def _schedule_snapshots(self, active: tuple[int, ...]) -> None:
+        """Have active replicas keep their state of a step ahead for those that join."""
+        state = self.state
+        if not state.has_started or state.has_finished or not state.snapshots.waiting:
             return
         if not active:
-            self._begin_anew()
+            self._restart_from_checkpoint()
             return
-        cut = self.cuts.schedule(active=active, step=self._furthest_step(), step_s=self.roster.step_s())
-        if cut is not None and cut.step > 0:
+        snapshot = state.snapshots.schedule(
+            active=active, step=state.furthest_step(), step_s=state.roster.step_s()
+        )  # fmt: skip
+        if snapshot is not None and snapshot.step > 0:
             for replica in active:
-                self._tell(replica, "capture", {"step": cut.step})
+                self._send_to(replica, "capture", {"step": snapshot.step})
 
-    def _ask_again(self) -> None:
-        """Say again to those that have not answered which state is to be kept, and what there is to fetch."""
-        for cut in self.cuts.wanted():
-            for replica in set(cut.asked) - set(cut.holders) - cut.missed:
-                self._tell(replica, "capture", {"step": cut.step})
-            self._show(cut, to=tuple(cut.joiners))
+    def _repeat_snapshots(self) -> None:
+        """Repeat to those that have not answered which state is to be kept, and what there is to fetch."""
+        for snapshot in self.state.snapshots.wanted():
+            for replica in set(snapshot.asked) - set(snapshot.holders) - snapshot.missed:
+                self._send_to(replica, "capture", {"step": snapshot.step})
+            self._offer(snapshot, to=tuple(snapshot.joiners))
 
-    def _begin_anew(self) -> None:
-        """Let those begin that wait: from the seed where nothing has been trained yet, else one from its disk."""
-        if not self._from_disk and not self.book.decisions and self.book.step == 0:
-            for joiner in self.cuts.waiting:
-                self._offer_from_nobody(joiner, "seed")
-                self.cuts.loaded(joiner)
+    def _restart_from_checkpoint(self) -> None:
+        """Begin with no active replica: from the seed before any training, else from the newest checkpoint on disk."""
+        state = self.state
+        if not state.is_from_disk and not state.rounds.decisions and state.rounds.step == 0:
+            for joiner in state.snapshots.waiting:
+                self._offer_unshown(joiner, "seed")
+                state.snapshots.loaded(joiner)
             return
-        is_waited_for = self._reviver is not None and self.roster.get(self._reviver) is not None
-        if is_waited_for or self.roster.in_state(MemberState.DONE):
+        is_loading = state.reviver is not None and state.roster.get(state.reviver) is not None
+        if is_loading or state.roster.in_state(MemberState.DONE):
             return
         disk_steps = {
-            one: member.disk_step for one in self.cuts.waiting if (member := self.roster.get(one)) is not None
-        }
-        if self._resumed_step:  # the account of the data is that of this step: no other state goes with it
-            disk_steps = {one: step for one, step in disk_steps.items() if step == self._resumed_step}
+            one: member.disk_step
+            for one in state.snapshots.waiting
+            if (member := state.roster.get(one)) is not None
+        }  # fmt: skip
+        if state.resumed_step:  # the data account is that of this step: no other state goes with it
+            disk_steps = {one: step for one, step in disk_steps.items() if step == state.resumed_step}
         if not disk_steps:
             return
-        self._reviver = min(disk_steps, key=lambda one: (-disk_steps[one], one))
-        self._find(f"no replica holds the state any more; replica {self._reviver} goes on from its last checkpoint")
-        # what was decided after its checkpoint is not the past any more, for those that wait either
-        self._from_disk = True
-        self._era += 1
-        self._kept_step = 0
-        self.book.begin_anew(0)
-        self._write_revived(0, is_begun=False)
-        self._tell_all("anew", {})
-        self._offer_from_nobody(self._reviver, "disk", step=self._resumed_step)
+        reviver = min(disk_steps, key=lambda one: (-disk_steps[one], one))
+        state.reviver = reviver
+        self.report(f"no replica holds the state any more; replica {reviver} goes on from its last checkpoint")
+        # rounds decided after its checkpoint are void; a new era refuses states that hold them
+        state.is_from_disk = True
+        state.era += 1
+        state.kept_step = 0
+        state.rounds.restart(0)
+        self._record("revived", state.restart_line(0, is_begun=False))
+        self._send_all("anew", {})
+        self._offer_unshown(reviver, "disk", step=state.resumed_step)
 
-    def _announce(self, decision: Decision) -> None:
-        found = self._used.pop(decision.round_id, {})
-        used = {str(replica): found[replica] for replica in decision.members if replica in found}
-        self._record("decision", {**asdict(decision), "used": used})
-        self._remember(decision)
-        self._count(used, round_id=decision.round_id)
-        for gone in [one for one in decision.members if one not in found and self.roster.get(one) is None]:
-            # its word was lost with an earlier process of the coordinator
-            self._find(
-                f"round {decision.round_id} counts a part of replica {gone}, which went before it was heard that "
-                f"it had launched; what it trained on is trained again, and not counted as repeated"
-            )
-        for member in self.roster:
-            if member.state is not MemberState.ARRIVING:
-                self._tell_decision(decision, to=member)
-
-    def _finish_when_all_are_done(self, present: tuple[int, ...]) -> None:
-        done = self.roster.in_state(MemberState.DONE)
-        # after another process of the coordinator heard them, they say it again
-        has_notes = done and all(member.replica in self._notes for member in done)
-        # the last word is spoken: who had no part in it, or is not there, would add nothing to it
-        last = {one for number in self.book.decisions if number >= FIRST_LAST_ROUND for one in self._members(number)}
-        if self._finish is None and has_notes and not (last or {*self.roster.active}) & set(present):
-            notes = [self._notes[member.replica] for member in done]
-            self._finish = {"writer": done[0].replica, "notes": notes, "note": self._run_note()}
+    def _finish_when_done(self, present: tuple[int, ...]) -> None:
+        state = self.state
+        done = state.roster.in_state(MemberState.DONE)
+        # notes to an earlier process of the coordinator are sent again
+        has_notes = done and all(member.replica in state.notes for member in done)
+        # after the last round is decided, a replica without a part in it, or that is not present, adds nothing
+        rounds = state.rounds.decisions
+        last = {one for round_id in rounds if round_id >= FIRST_LAST_ROUND for one in rounds[round_id].members}
+        if state.finish is None and has_notes and not (last or {*state.roster.active}) & set(present):
+            notes = [state.notes[member.replica] for member in done]
+            state.finish = {"writer": done[0].replica, "notes": notes, "note": state.note_for_state()}
             self._record("finished", {})
-            self.has_finished = True
-            self._tell_all("finish", self._finish)
-        if self.has_finished:
-            for late in self.roster.in_state(MemberState.ARRIVING, MemberState.LOADING, MemberState.ACTIVE):
-                self._expel(late.replica, why=RUN_OVER)
-
-    def _members(self, round_id: int) -> tuple[int, ...]:
-        return self.book.decisions[round_id].members
-
-    def _expel(self, replica: int, *, why: str) -> None:
-        member = self.roster.get(replica)
-        if member is not None:
-            self._remove(member, why=why, is_lost=why != RUN_OVER)
+            state.has_finished = True
+            self._send_all("finish", state.finish)
+        if state.has_finished:
+            for late in state.roster.in_state(MemberState.ARRIVING, MemberState.LOADING, MemberState.ACTIVE):
+                self.expel(late.replica, RUN_OVER)
 
     def _remove(
         self, member: RosterMember, *, why: str, is_told: bool = True, is_lost: bool = False,
-        is_non_finite: bool = False, is_found: bool = True,
+        is_non_finite: bool = False, is_reported: bool = True,
     ) -> None:  # fmt: skip
+        """Remove a replica.
+
+        Args:
+            member: The replica.
+            why: The reason, for the replica and for users.
+            is_told: Whether the replica is told.
+            is_lost: Whether a standby host may take its place.
+            is_non_finite: Whether its parts held NaN or infinity.
+            is_reported: Whether it is a finding.
+        """
+        state = self.state
         if is_told:
             self._send(member.token, "expelled", {"why": why, "is_non_finite": is_non_finite})
         if is_lost and member.state is not MemberState.DONE:
-            self.spares.lose(member.replica, member.host, now_s=member.heard_s)
-        self.roster.remove(member.replica)
-        self.book.forget(member.replica)
-        self.book.drop_empty()
-        self.cuts.forget(member.replica)
-        self.ledger.release(member.replica)
-        self._lent.pop(member.replica, None)
-        self._notes.pop(member.replica, None)
-        self._notices.pop(member.replica, None)
-        self._written.pop(member.replica, None)
-        self.places.forget(member.replica)
-        self.detours.forget(member.replica)
-        self._used = {number: used for number, used in self._used.items() if number in self.book.open_rounds}
+            state.standby_hosts.lost(member.replica, member.host, now_s=member.heard_s)
+        state.forget(member)
         self._record("gone", {"replica": member.replica})
-        self._record("ledger", self.ledger.state_dict())
-        goes_on = "" if self.has_finished else "; the others go on without it"
-        what = "came too late to take part" if why == RUN_OVER else why
-        if is_found:
-            self._find(f"replica {member.replica} on {member.host} {what}{goes_on}")
-        self._tell_roster()
+        self._record("leases", state.leases.state_dict())
+        if is_reported:
+            what = "came too late to take part" if why == RUN_OVER else why
+            goes_on = "" if state.has_finished else "; the others go on without it"
+            self.report(f"replica {member.replica} on {member.host} {what}{goes_on}")
+        self._send_roster()
+
+    # -- messages to replicas
+
+    def _send_to(self, replica: int, kind: str, fields: dict[str, Any]) -> None:
+        member = self.state.roster.get(replica)
+        if member is not None:
+            self._send(member.token, kind, fields)
+
+    def _send_all(self, kind: str, fields: dict[str, Any]) -> None:
+        for member in self.state.roster:
+            self._send(member.token, kind, fields)
+
+    def _send_roster(self, *, to: RosterMember | None = None) -> None:
+        state = self.state
+        members = [member.describe() for member in state.roster if member.state is not MemberState.ARRIVING]
+        fields = {"members": members, "started": state.has_started, "number": state.roster_number}
+        for member in state.roster if to is None else (to,):
+            self._send(member.token, "roster", fields)
+
+    def _send_decision(self, decision: Decision, *, to: RosterMember) -> None:
+        self._send(to.token, "decision", {
+            "round": decision.round_id, "launch_step": decision.launch_step, "members": list(decision.members),
+            "holders": list(decision.holders), "step": decision.step, "closed": self.state.rounds.closed_step,
+        })  # fmt: skip
+
+    def _send_progress(self) -> None:
+        state = self.state
+        self._send_all("progress", {
+            "step": state.rounds.step, "closed": state.rounds.closed_step, "floor": state.floor_step(),
+            "kept": state.keep_from(), "generation": self._generation,
+        })  # fmt: skip
+
+    def send_pace(self) -> None:
+        """Send step time, sites and detours to all, and report those that have changed."""
+        state = self.state
+        active = state.roster.active
+        for text in state.detours.look(active, num_rounds=state.rounds.num_decided):
+            if state.detours.num_changes <= _MAX_DETOUR_FINDINGS:
+                self.report(text)
+        is_new = state.sites.look(active, ways=state.detours.ways())
+        sites, detours = state.sites.sites, [one.told() for one in state.detours.detours]
+        if is_new and state.sites.num_changes <= _MAX_SITE_FINDINGS:
+            named = "; ".join(", ".join(map(str, site)) for site in sites)
+            self.report(f"sites by measured rates: {f'replicas {named}' if sites else 'none any more'}")
+        fields = {"step_s": state.roster.step_s(), "sites": [list(site) for site in sites], "detours": detours}
+        self._send_all("pace", fields)
+
+    def _offer(self, snapshot: StateSnapshot, *, to: tuple[int, ...]) -> None:
+        if snapshot.agreed is None:
+            return
+        root, num_bytes = snapshot.agreed
+        fields = {
+            "step": snapshot.step, "root": root, "bytes": num_bytes, "holders": list(snapshot.agreeing()),
+            "note": self.state.note_for_state(snapshot.step), "era": self.state.era,
+        }  # fmt: skip
+        for replica in to:
+            self._send_to(replica, "state", fields)
+
+    def _offer_unshown(self, replica: int, root: str, *, step: int = 0) -> None:
+        """Offer a state that no replica shows: the seed's, that on the replica's disk, or that which it holds."""
+        fields = {"step": step, "root": root, "bytes": 0, "holders": [], "note": {}, "era": self.state.era}
+        self._send_to(replica, "state", fields)

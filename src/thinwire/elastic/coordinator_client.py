@@ -12,11 +12,12 @@ from typing import Any
 
 import zmq
 
-from thinwire.elastic.coordinator_server import TOKEN_BYTES, client_keys, coordinator_keys, set_socket_options
+from thinwire.elastic.coordinator_server import TOKEN_BYTES, client_keys, coordinator_keys
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import Message, decode, encode
 from thinwire.errors import ConnectError, PayloadError
 from thinwire.transport.secret import Secret
+from thinwire.transport.wire.connection import set_socket_options
 
 _REDIAL_MS, _LONGEST_REDIAL_MS = 200, 2000
 _TURN_MS = 250

@@ -1,4 +1,4 @@
-"""The coordinator's port: an authenticated, encrypted, bounded socket around the pure machine, in one thread."""
+"""Server of the coordinator: an authenticated, encrypted, bounded socket around the state machine, in one thread."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from thinwire.transport.wire.listener import ACCEPTED, Listener, ReceivedFrame
 
 TOKEN_BYTES = 16
 _QUEUE = 20_000
-# What one connection may have waiting here, in messages.
-_MOST_WAITING = 256
-_TURN_S, _GUARD_S = 0.05, 0.5
+# Messages of one connection that may wait here.
+_MAX_WAITING = 256
+_TICK_S, _GUARD_S = 0.05, 0.5
 _LINGER_MS = 1000
-# Of one connection that sends what is no message, so many are borne: it may be of another version.
-_MOST_SLIPS = 16
-# Of what is wrong at the port, so much is told.
-_TOLD_A_SECOND, _TOLD_AT_ONCE = 0.2, 64.0
-_MOST_TEXT = 300
+# Invalid messages reported of one connection: it may run another version.
+_MAX_INVALID = 16
+# Limit on reports about the port, a second and at once; and their length.
+_REPORTS_A_SECOND, _BURST_REPORTS = 0.2, 64.0
+_MAX_REPORT_LENGTH = 300
 
 
 def coordinator_keys(secret: Secret) -> KeyPair:
@@ -38,7 +38,7 @@ def coordinator_keys(secret: Secret) -> KeyPair:
 
 
 def client_keys(secret: Secret) -> KeyPair:
-    """Return the keys with which replicas and people's commands prove that they have the secret."""
+    """Return the keys with which replicas and admin commands prove that they have the secret."""
     return _pair(secret, "thinwire membership v1 caller")
 
 
@@ -48,7 +48,7 @@ def _pair(secret: Secret, label: str) -> KeyPair:
 
 
 def set_socket_options(plug: zmq.Socket[bytes]) -> None:
-    """Set the bounds and times of both ends of the coordinator's connections."""
+    """Set bounds and times for both ends of the coordinator's connections."""
     plug.setsockopt(zmq.LINGER, 0)
     plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES + 64)
     plug.setsockopt(zmq.RCVHWM, _QUEUE)
@@ -65,21 +65,21 @@ class CoordinatorServer:
         secret: The job's.
         address: The IPv4 address to listen on.
         port: The port; 0 takes a free one.
-        say: Told of connections that were turned away.
+        say: Reports connections that were refused.
 
     Raises:
         ConnectError: The address or port cannot be listened on.
 
     Attributes:
         port: The port.
-        generation: Names this process among those that were the job's coordinator.
+        generation: Names this process among the job's coordinators.
     """
 
     def __init__(self, *, secret: Secret, address: str, port: int, say: Callable[[str], None]) -> None:
         self._say = say
-        self._slips: dict[bytes, int] = {}
-        self._callers = ConnectionLimits()
-        self._told = RateLimit(a_second=_TOLD_A_SECOND, at_once=_TOLD_AT_ONCE)
+        self._num_invalid: dict[bytes, int] = {}
+        self._limits = ConnectionLimits()
+        self._reports = RateLimit(a_second=_REPORTS_A_SECOND, at_once=_BURST_REPORTS)
         self._guard_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.generation = secrets.token_hex(8)
@@ -87,7 +87,7 @@ class CoordinatorServer:
         try:
             self._door = Listener(
                 self._context, address=address, port=port, keys=coordinator_keys(secret), callers=callers,
-                decide=lambda replica: ACCEPTED, prepare=_prepare,
+                decide=lambda replica: ACCEPTED, prepare=_set_server_options,
             )  # fmt: skip
         except BaseException:
             self._context.destroy(linger=0)
@@ -104,31 +104,31 @@ class CoordinatorServer:
         """Serve until told to end.
 
         Args:
-            coordinator: The machine.
-            until: Asked again and again whether to end.
-            turn: Called after each turn.
+            coordinator: The state machine.
+            until: Returns whether to end.
+            turn: Called after each round of the loop.
         """
         poller = zmq.Poller()
         for plug in (self._door.plug, self._door.monitor, self._door.decider):
             poller.register(plug, zmq.POLLIN)
         last_s = 0.0
         while not until():
-            poller.poll(round(1000 * _TURN_S))
+            poller.poll(round(1000 * _TICK_S))
             for fd in self._door.departed():
-                self._callers.ended(fd)  # it says nothing about its replica: that comes back
+                self._limits.ended(fd)  # its replica may dial again
             self._door.decisions()
             for found in self._door.delivered():
-                self._take(coordinator, found)
+                self._handle(coordinator, found)
                 self._door.know(found.fd)
             now_s = time.monotonic()
-            if now_s - last_s >= _TURN_S:
+            if now_s - last_s >= _TICK_S:
                 last_s = now_s
                 coordinator.tick(now_s)
                 self._guard(now_s)
             turn()
 
     def close(self) -> None:
-        """Give the sockets back."""
+        """Close the sockets."""
         self._door.plug.setsockopt(zmq.LINGER, _LINGER_MS)
         self._door.close()
         with contextlib.suppress(zmq.ZMQError):
@@ -139,35 +139,35 @@ class CoordinatorServer:
         if now_s - self._guard_s < _GUARD_S:
             return
         self._guard_s = now_s
-        for _ in range(self._callers.guard(now_s=now_s)):
-            self._complain("a connection sent a message without an end, and was cut off")
+        for _ in range(self._limits.guard(now_s=now_s)):
+            self._report("a connection sent a message without an end, and was cut off")
 
-    def _take(self, coordinator: Coordinator, found: ReceivedFrame) -> None:
+    def _handle(self, coordinator: Coordinator, found: ReceivedFrame) -> None:
         now_s, caller = time.monotonic(), found.caller
         size = 0 if found.frame is None else len(found.frame)
-        if not self._callers.heard(found.fd, num_bytes=size, now_s=now_s):
-            if self._callers.is_news(found.fd):
-                self._complain("a connection sends more than a replica has to say; what is too much is not heard")
+        if not self._limits.allows(found.fd, num_bytes=size, now_s=now_s):
+            if self._limits.is_first_excess(found.fd):
+                self._report("a connection sends more messages than a replica needs; the rest is dropped")
             return
         try:
             if found.frame is None:
                 raise PayloadError("a message of several frames")
             coordinator.handle(caller, decode(bytes(found.frame), to_member=False), now_s=now_s)
         except PayloadError as error:
-            self._slips[caller] = self._slips.get(caller, 0) + 1
-            if self._slips[caller] <= _MOST_SLIPS:
-                self._complain(f"a connection sent {error}")
-            if len(self._slips) > _QUEUE:
-                self._slips.clear()
+            self._num_invalid[caller] = self._num_invalid.get(caller, 0) + 1
+            if self._num_invalid[caller] <= _MAX_INVALID:
+                self._report(f"a connection sent {error}")
+            if len(self._num_invalid) > _QUEUE:
+                self._num_invalid.clear()
 
-    def _complain(self, text: str) -> None:
-        if self._told.take(now_s=time.monotonic()):
-            self._say(text if len(text) <= _MOST_TEXT else text[:_MOST_TEXT] + " ...")
+    def _report(self, text: str) -> None:
+        if self._reports.take(now_s=time.monotonic()):
+            self._say(text if len(text) <= _MAX_REPORT_LENGTH else text[:_MAX_REPORT_LENGTH] + " ...")
 
 
-def _prepare(plug: zmq.Socket[bytes]) -> None:
+def _set_server_options(plug: zmq.Socket[bytes]) -> None:
     set_socket_options(plug)
     plug.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES_HERE + 64)
-    plug.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+    plug.setsockopt(zmq.RCVHWM, _MAX_WAITING)
     # a replica that dials again under its token takes the place of its old connection
     plug.setsockopt(zmq.ROUTER_HANDOVER, 1)

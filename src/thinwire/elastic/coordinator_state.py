@@ -1,276 +1,375 @@
-"""State of the coordinator of an elastic run and its outgoing messages; `Coordinator` makes the decisions."""
+"""State of the coordinator of an elastic run, its replay from the journal, and the lines of a compacted journal."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.elastic.data_leases import DataLeases, Lease
 from thinwire.elastic.roster import MemberState, Roster, RosterMember
-from thinwire.elastic.rounds import Decision, RoundTracker
+from thinwire.elastic.rounds import Decision, ElasticRounds
 from thinwire.elastic.routing import DetourBook
 from thinwire.elastic.site_topology import SiteBook
-from thinwire.elastic.snapshots import StateSnapshot, StateSnapshots
+from thinwire.elastic.snapshots import StateSnapshots
 from thinwire.elastic.standby_hosts import StandbyHosts
 from thinwire.events import FIRST_LAST_ROUND
 
 # Intervals whose parts are kept for a replica that is behind.
-_MOST_BEHIND = 8
-# Parts that are kept for those that may come back are no more than such a share of the state.
-_KEPT_SHARE = 0.5
-MOST_FINDINGS = 1000
-_MOST_SITES_TOLD, _MOST_DETOURS_TOLD = 20, 100
-Send = Callable[[bytes, str, dict[str, Any]], None]
-Record = Callable[[str, dict[str, Any]], None]
+_MAX_INTERVALS_BEHIND = 8
+# Parts kept for replicas that may come back are at most this share of the state: beyond it, the state is cheaper.
+_MAX_KEPT_SHARE = 0.5
+_MAX_FINDINGS = 1000
+# Latest replaced replicas and process orders: launchers read them once a second.
+_MAX_ORDERS = 64
+# Removed replicas in a compacted journal: the latest ones.
+_MAX_GONE = 1000
 
 
-class Desk:
-    """The state of a coordinator and its words to replicas.
-
-    Args:
-        job: What a replica must know to take part: `config` and numbers, as JSON values.
-        planned: So many replicas begin together.
-        sync_interval: H, inner steps.
-        overlap_steps: tau, inner steps.
-        part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
-        shard_windows: Windows of the data that a replica is lent at a time.
-        send: Sends a message to a connection.
-        record: Writes what must survive to the journal, before anything is sent.
-        generation: Names this process of the coordinator.
-        founding_s: For how long those that are late are waited for at the beginning.
-        resumed_step: Step of the checkpoint that the run goes on from, 0 where it begins from the seed.
-        bears: Whether training goes on where a round's result is overdue.
-        clock: Gives the time of day, for those that compare theirs with it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorConfig:
+    """Constants of a run.
 
     Attributes:
-        roster: Who takes part.
-        book: The rounds.
-        ledger: Who trains on what.
-        cuts: States for those that come.
-        has_started: Whether training has begun.
-        has_finished: Whether it has come to its end.
-        failure: Why it has failed for all, "" where it has not.
-        is_paused: Whether all replicas were told to pause.
-        findings: What people should know, the latest last.
-        places: Groups of replicas that reach each other much faster than others.
-        detours: Wires that are gone around, since they are much slower than others.
-        spares: Hosts that wait to take a lost replica's place.
-        replaced: Whose place a spare was called for, and its host, the latest last.
-        orders: What launchers are to do to the processes of replicas that were let go, the latest last.
-        keep_records: Takes what a replica recorded, in lines.
+        job: What a replica must know to take part: `config` and numbers, as JSON values.
+        initial_replicas: Replicas that begin together.
+        sync_interval: H, inner steps.
+        overlap_steps: tau, inner steps.
+        shard_windows: Windows of the data in a lease.
+        part_share: Bytes of the parts that a replica sends in an interval, over those of the state.
+        allows_overdue: Whether training goes on where a round's result is overdue.
+        start_timeout_s: Wait for initial replicas that are late.
+        resumed_step: Step of the checkpoint that the run resumes from, 0 where it begins from the seed.
     """
 
-    _notices: dict[int, int]
-    _recorded: dict[int, int]
-    findings: list[str]
-    orders: list[dict[str, Any]]
-    replaced: list[dict[str, Any]]
-    keep_records: Callable[[int, str], None]
+    job: Mapping[str, Any]
+    initial_replicas: int
+    sync_interval: int
+    overlap_steps: int
+    shard_windows: int
+    part_share: float = 0.0
+    allows_overdue: bool = False
+    start_timeout_s: float = 60.0
+    resumed_step: int = 0
 
-    def __init__(
-        self, *, job: Mapping[str, Any], planned: int, sync_interval: int, overlap_steps: int, shard_windows: int,
-        send: Send, record: Record, generation: str, founding_s: float = 60.0, resumed_step: int = 0,
-        part_share: float = 0.0, bears: bool = False, clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
-        self.roster = Roster()
-        self.book = RoundTracker(
-            sync_interval=sync_interval, overlap_steps=overlap_steps, bears=bears,
-            last_step=job.get("config", {}).get("steps") or math.inf,
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class CoordinatorState:
+    """All that a coordinator knows; `replay` rebuilds the upper half after a restart, replicas repeat the rest.
+
+    Attributes:
+        config: Constants of the run.
+        roster: Members.
+        rounds: Rounds and their decisions.
+        leases: Data leases and counts.
+        snapshots: States for joining replicas.
+        standby_hosts: Hosts that wait to replace a lost replica.
+        sites: Groups of replicas with fast links between them.
+        detours: Slow links that are bypassed.
+        has_started: Whether training has begun.
+        has_finished: Whether it has ended.
+        failure: Why it has failed for all, "" where it has not.
+        findings: Findings for users, the latest last.
+        corpus: Identity of the data and its number of windows, from the first replica.
+        accounts: By decision, the first step whose state holds it, its round, and the data account before it counted.
+        notes: By replica, its note at the end of the run.
+        era: Number of restarts from a checkpoint after all replicas were lost.
+        restart: The latest journal line about such a restart.
+        is_from_disk: Whether the next state comes from a checkpoint.
+        resumed_step: Step of the checkpoint whose data account the run began with, 0 for none.
+        member_lines: By member, its latest journal line.
+        is_paused: Whether all replicas were told to pause.
+        orders: Orders to launchers about processes of removed replicas, the latest last.
+        replaced: Replicas for which a standby host was called, and that host, the latest last.
+        kept_step: Step from which on parts are kept.
+        reviver: Replica that loads the checkpoint after all were lost.
+        first_s: When the first replica was ready.
+        used: By open round and replica, the windows used.
+        leased: By replica, the number of its latest request and the answer.
+        recorded: By replica, the number of its latest batch of records.
+        num_notices: By replica, its findings so far.
+        hosts_with_bad_parts: Hosts whose replicas were dropped because of NaN or infinity.
+        finish: The last message of the run.
+    """
+
+    config: CoordinatorConfig
+    roster: Roster = field(default_factory=Roster)
+    rounds: ElasticRounds = field(init=False)
+    leases: DataLeases = field(init=False)
+    snapshots: StateSnapshots = field(default_factory=StateSnapshots)
+    standby_hosts: StandbyHosts = field(default_factory=StandbyHosts)
+    sites: SiteBook = field(default_factory=SiteBook)
+    detours: DetourBook = field(default_factory=DetourBook)
+    has_started: bool = False
+    has_finished: bool = False
+    failure: str = ""
+    findings: list[str] = field(default_factory=list)
+    corpus: tuple[str, int] | None = None
+    accounts: deque[tuple[int, int, dict[str, Any]]] = field(default_factory=deque)
+    notes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    era: int = 0
+    restart: dict[str, Any] | None = None
+    is_from_disk: bool = field(init=False)
+    resumed_step: int = field(init=False)
+    member_lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    is_paused: bool = False
+    orders: list[dict[str, Any]] = field(default_factory=list)
+    replaced: list[dict[str, Any]] = field(default_factory=list)
+    kept_step: int = 0
+    reviver: int | None = None
+    first_s: float | None = None
+    used: dict[int, dict[int, dict[int, int]]] = field(default_factory=dict)
+    leased: dict[int, tuple[int, Lease]] = field(default_factory=dict)
+    recorded: dict[int, int] = field(default_factory=dict)
+    num_notices: dict[int, int] = field(default_factory=dict)
+    hosts_with_bad_parts: set[str] = field(default_factory=set)
+    finish: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Make the parts that need the constants of the run."""
+        config = self.config
+        self.rounds = ElasticRounds(
+            sync_interval=config.sync_interval, overlap_steps=config.overlap_steps,
+            allows_overdue=config.allows_overdue, last_step=config.job.get("config", {}).get("steps") or math.inf,
         )  # fmt: skip
-        self.ledger = DataLeases(shard_windows=shard_windows)
-        self.cuts = StateSnapshots()
-        self.has_started = False
-        self.has_finished = False
-        self.failure = ""
-        self._bad_hosts: set[str] = set()  # where replicas were dropped because their parts held NaN or infinity
-        self.is_paused = False
-        self.places, self.detours, self.spares = SiteBook(), DetourBook(), StandbyHosts()
-        self.findings, self.orders, self.replaced = [], [], []
-        self._job = dict(job)
-        self._planned = planned
-        self._sync_interval = sync_interval
-        self._send = send
-        self._record = record
-        self._generation = generation
-        self._founding_s = founding_s
-        self._first_s: float | None = None
-        self._overlap_steps = overlap_steps
-        self._from_disk = resumed_step > 0
-        self._resumed_step = resumed_step
-        # by decision: the first step whose state holds it, its round, and the account of the data before it was counted
-        self._accounts: deque[tuple[int, int, dict[str, Any]]] = deque()
-        self._part_share = part_share
-        self._era = 0
-        self._revived: dict[str, Any] | None = None  # the latest line that the run goes on from a disk, or has
-        self._written: dict[int, dict[str, Any]] = {}  # by replica that is there, its latest line in the journal
-        self._kept_step = 0
-        self._clock = clock
-        self._reviver: int | None = None
-        self._corpus: tuple[str, int] | None = None
-        self._used: dict[int, dict[int, dict[int, int]]] = {}
-        self._notes: dict[int, dict[str, Any]] = {}
-        self._notices, self._recorded, self.keep_records = {}, {}, _keep_nothing
-        self._finish: dict[str, Any] | None = None
-        self._next_progress_s = 0.0
-        self._lent: dict[int, tuple[int, Lease]] = {}
+        self.leases = DataLeases(shard_windows=config.shard_windows)
+        self.resumed_step = config.resumed_step
+        self.is_from_disk = config.resumed_step > 0
 
-    def _tell(self, replica: int, kind: str, fields: dict[str, Any]) -> None:
-        member = self.roster.get(replica)
-        if member is not None:
-            self._send(member.token, kind, fields)
+    # -- steps
 
-    def _tell_all(self, kind: str, fields: dict[str, Any]) -> None:
-        for member in self.roster:
-            self._send(member.token, kind, fields)
-
-    def _tell_roster(self, *, to: RosterMember | None = None) -> None:
-        there = [member.describe() for member in self.roster if member.state is not MemberState.ARRIVING]
-        fields = {"members": there, "started": self.has_started, "number": self._roster_number()}
-        for member in self.roster if to is None else (to,):
-            self._send(member.token, "roster", fields)
-
-    def _roster_number(self) -> int:
+    @property
+    def roster_number(self) -> int:
+        """A number that changes with the members and with the start."""
         return 2 * self.roster.number + self.has_started
 
-    def _tell_decision(self, decision: Decision, *, to: RosterMember) -> None:
-        fields = {
-            "round": decision.round_id, "launch_step": decision.launch_step, "members": list(decision.members),
-            "holders": list(decision.holders), "step": decision.step, "closed": self.book.closed_step,
-        }  # fmt: skip
-        self._send(to.token, "decision", fields)
+    def furthest_step(self) -> int:
+        """Return the furthest step that any replica is known to be at."""
+        return max([self.rounds.step, *(member.step for member in self.roster)])
 
-    def _tell_progress(self) -> None:
-        fields = {
-            "step": self.book.step, "closed": self.book.closed_step, "floor": self._floor(), "kept": self._keep(),
-            "generation": self._generation,
-        }  # fmt: skip
-        self._tell_all("progress", fields)
+    def floor_step(self) -> int:
+        """Return a step up to which no replica needs rounds any more, nor states from before it.
 
-    def _keep(self) -> int:
-        """Return a step from which on parts are kept for replicas that died and may come back with their own state.
-
-        What they lack then must be less to fetch than the state: half of it at most.
+        A replica further behind than `_MAX_INTERVALS_BEHIND` intervals, as after a long pause, joins again instead.
         """
-        share = self._part_share * max(1, len(self.roster.active))
-        intervals = min(_MOST_BEHIND, _KEPT_SHARE / share) if share else _MOST_BEHIND
-        wished = self._furthest_step() - int(intervals * self._sync_interval)
-        # one that comes back just now needs them until it is there
-        self._kept_step = max(self._kept_step, min(wished, self._floor()))
-        return self._kept_step
+        most_behind = self.furthest_step() - _MAX_INTERVALS_BEHIND * self.config.sync_interval
+        steps = [max(member.step, most_behind) for member in self.roster.in_state(MemberState.ACTIVE)]
+        # the step of the state that they fetch, also where another process of the coordinator offered it
+        steps += [member.step for member in self.roster.in_state(MemberState.LOADING) if member.step]
+        needed = self.snapshots.needed_step()
+        return max(0, min([*steps, *([] if needed is None else [needed])], default=0) - 1)
 
-    def _may_go_on(self, held_step: int, *, era: int) -> bool:
-        """Tell whether a replica can go on from a state that it holds itself."""
-        if not held_step or era != self._era or self._from_disk or not self.roster.active:
+    def keep_from(self) -> int:
+        """Return, and fix, a step from which on parts are kept for replicas that may come back with their own state."""
+        share = self.config.part_share * max(1, len(self.roster.active))
+        intervals = min(_MAX_INTERVALS_BEHIND, _MAX_KEPT_SHARE / share) if share else _MAX_INTERVALS_BEHIND
+        wished = self.furthest_step() - int(intervals * self.config.sync_interval)
+        # the floor holds while a replica that comes back still needs them
+        self.kept_step = max(self.kept_step, min(wished, self.floor_step()))
+        return self.kept_step
+
+    def can_resume(self, held_step: int, *, era: int) -> bool:
+        """Return whether a replica can go on from its own state of a step."""
+        if not held_step or era != self.era or self.is_from_disk or not self.roster.active:
             return False
-        since = [found for found in self.book.decisions.values() if found.launch_step > held_step - self._sync_interval]
-        is_in_bounds = self._keep() <= held_step <= self._furthest_step()
-        return is_in_bounds and all(map(self._is_held, since))
+        first_step = held_step - self.config.sync_interval
+        since = [decision for decision in self.rounds.decisions.values() if decision.launch_step > first_step]
+        return self.keep_from() <= held_step <= self.furthest_step() and all(map(self._is_held, since))
 
     def _is_held(self, decision: Decision) -> bool:
-        """Tell whether somebody who takes part has a round's parts: those that came later may have none of it."""
+        """Return whether an active replica has a round's parts: those that joined later may have none of it."""
         active = self.roster.in_state(MemberState.ACTIVE)
         return any(one.replica in decision.holders or one.begin_step <= decision.launch_step for one in active)
 
-    def _tell_pace(self) -> None:
-        for text in self.detours.look(self.roster.active, num_rounds=self.book.num_decided):
-            if self.detours.num_changes <= _MOST_DETOURS_TOLD:
-                self._find(text)
-        is_new = self.places.look(self.roster.active, ways=self.detours.ways())
-        sites, detours = self.places.sites, [one.told() for one in self.detours.detours]
-        if is_new and self.places.num_changes <= _MOST_SITES_TOLD:  # rates may go up and down for days
-            named = "; ".join(", ".join(map(str, site)) for site in sites)
-            self._find(f"sites by measured rates: {f'replicas {named}' if sites else 'none any more'}")
-        fields = {"step_s": self.roster.step_s(), "sites": [list(site) for site in sites], "detours": detours}
-        self._tell_all("pace", fields)
+    # -- data
 
-    def _write_member(self, member: RosterMember) -> None:
-        own = {"token": member.token.hex(), "held_step": member.held_step, "begin_step": member.begin_step}
-        own["disk_step"] = member.disk_step
-        self._written[member.replica] = {**member.describe(), **own}
-        self._record("member", self._written[member.replica])
-
-    def _write_revived(self, step: int, *, is_begun: bool) -> None:
-        self._revived = {"step": step, "is_begun": is_begun, "era": self._era}
-        self._record("revived", self._revived)
-
-    def _find(self, text: str) -> None:
-        self.findings.append(text)
-        del self.findings[:-MOST_FINDINGS]
-        self._record("finding", {"text": text})
-
-    def report(self, text: str) -> None:
-        """Add a finding that does not come from a message, as about the host's disk."""
-        self._find(text)
-
-    def _run_note(self, step: int | None = None) -> dict[str, Any]:
-        """Return what is noted with a state: the account of the data as of its step; None for all that was decided."""
-        seq_len = self._job.get("config", {}).get("seq_len") or 0
-        data = self.ledger.state_dict()
+    def note_for_state(self, step: int | None = None) -> dict[str, Any]:
+        """Return the note that goes with a state: the data account as of its step; None counts all decisions."""
+        seq_len = self.config.job.get("config", {}).get("seq_len") or 0
+        data = self.leases.state_dict()
         if step is not None:
             # rounds are decided before they are applied: a state of this step does not hold the later ones
-            data = next((before for applied, _, before in self._accounts if applied > step), data)
+            data = next((before for applied, _, before in self.accounts if applied > step), data)
         return {"tokens": data["counted"] * seq_len, "data": data, "next_replica": self.roster.next_replica}
 
-    def _remember(self, decision: Decision) -> None:
-        """Keep the account of the data before a decision is counted, for states that do not hold it."""
+    def count(self, used: Mapping[str, Mapping[Any, int]], decision: Decision) -> None:
+        """Count the data of a decided round, and keep the account before it for states that do not hold the round."""
         is_last = decision.round_id >= FIRST_LAST_ROUND
-        applied = decision.launch_step + (0 if is_last else self._overlap_steps)
-        self._accounts.append((applied, decision.round_id, self.ledger.state_dict()))
-        oldest = decision.launch_step - (_MOST_BEHIND + 1) * self._sync_interval
-        while self._accounts[0][0] < oldest:
-            self._accounts.popleft()
+        applied = decision.launch_step + (0 if is_last else self.config.overlap_steps)
+        self.accounts.append((applied, decision.round_id, self.leases.state_dict()))
+        oldest = decision.launch_step - (_MAX_INTERVALS_BEHIND + 1) * self.config.sync_interval
+        while self.accounts[0][0] < oldest:
+            self.accounts.popleft()
+        for replica, windows in used.items():
+            shards = {int(shard): window for shard, window in windows.items()}
+            self.leases.count(int(replica), shards, round_id=decision.round_id)
+            if (member := self.roster.get(int(replica))) is not None:
+                member.has_counted = True
 
-    def _uncount(self, replica: int, *, since: int) -> None:
-        """Take back what a replica trained in rounds from one on, also in the accounts for states of the steps since.
+    def uncount(self, replica: int, *, since: int) -> bool:
+        """Undo the counting of a replica's data in rounds from one on; return whether the accounts have changed.
 
-        These count none of those rounds then: what other replicas trained in them may be trained again after a resume,
-        and nothing is left out.
+        Accounts for states of the steps since then count none of those rounds: data of other replicas in them may be
+        trained again after a resume, and none is left out.
         """
-        self.ledger.uncount(replica, since=since)
-        before = next((data for _, round_id, data in self._accounts if round_id >= since), None)
-        if before is not None:
-            self._accounts = deque(
-                (applied, round_id, before if round_id >= since else data) for applied, round_id, data in self._accounts
-            )
-            self._record("accounts", {"accounts": [list(account) for account in self._accounts]})
+        self.leases.uncount(replica, since=since)
+        before = next((data for _, round_id, data in self.accounts if round_id >= since), None)
+        if before is None:
+            return False
+        self.accounts = deque(
+            (applied, round_id, before if round_id >= since else data) for applied, round_id, data in self.accounts
+        )
+        return True
 
-    def _forget_accounts(self) -> None:
-        self._accounts.clear()
+    # -- bounded lists
 
-    def _furthest_step(self) -> int:
-        return max([self.book.step, *(member.step for member in self.roster)])
+    def add_finding(self, text: str) -> None:
+        """Append a finding."""
+        self.findings.append(text)
+        del self.findings[:-_MAX_FINDINGS]
 
-    def _floor(self) -> int:
-        """Return a step up to which nobody needs rounds any more, nor states from before it.
+    def add_order(self, replica: int, what: str) -> None:
+        """Append an order to the launcher of a removed replica."""
+        self.orders.append({"replica": replica, "what": what})
+        del self.orders[:-_MAX_ORDERS]
 
-        One that is further behind than `_MOST_BEHIND` intervals, as after a long pause, joins again instead.
-        """
-        most_behind = self._furthest_step() - _MOST_BEHIND * self._sync_interval
-        steps = [max(member.step, most_behind) for member in self.roster.in_state(MemberState.ACTIVE)]
-        # what they fetch is of this step, also where another process of the coordinator told them of it
-        steps += [member.step for member in self.roster.in_state(MemberState.LOADING) if member.step]
-        needed = self.cuts.needed_step()
-        return max(0, min([*steps, *([] if needed is None else [needed])], default=0) - 1)
+    def add_replaced(self, replica: int, host: str) -> None:
+        """Append a replica for which a standby host was called."""
+        self.replaced.append({"replica": replica, "host": host})
+        del self.replaced[:-_MAX_ORDERS]
 
-    def _show(self, cut: StateSnapshot, *, to: tuple[int, ...]) -> None:
-        agreed = cut.agreed
-        if agreed is None:
-            return
-        state = {
-            "step": cut.step, "root": agreed[0], "bytes": agreed[1], "holders": list(cut.agreeing()),
-            "note": self._run_note(cut.step), "era": self._era,
+    # -- journal
+
+    def member_line(self, member: RosterMember) -> dict[str, Any]:
+        """Return a member's journal line, and keep it for the compacted journal."""
+        self.member_lines[member.replica] = {
+            **member.describe(), "token": member.token.hex(), "held_step": member.held_step,
+            "begin_step": member.begin_step, "disk_step": member.disk_step,
         }  # fmt: skip
-        for replica in to:
-            self._tell(replica, "state", state)
+        return self.member_lines[member.replica]
 
-    def _offer_from_nobody(self, replica: int, root: str, *, step: int = 0) -> None:
-        """Offer a state that nobody shows: the seed's, that on a replica's own disk, or that which it holds itself."""
-        fields = {"step": step, "root": root, "bytes": 0, "holders": [], "note": {}, "era": self._era}
-        self._tell(replica, "state", fields)
+    def restart_line(self, step: int, *, is_begun: bool) -> dict[str, Any]:
+        """Return the journal line of a restart from a checkpoint, and keep it for the compacted journal."""
+        self.restart = {"step": step, "is_begun": is_begun, "era": self.era}
+        return self.restart
 
+    def forget(self, member: RosterMember) -> None:
+        """Remove a replica from all parts."""
+        replica = member.replica
+        self.roster.remove(replica)
+        self.rounds.forget(replica)
+        self.rounds.drop_empty()
+        self.snapshots.forget(replica)
+        self.leases.release(replica)
+        for by_replica in (self.leased, self.notes, self.num_notices, self.member_lines):
+            by_replica.pop(replica, None)
+        self.sites.forget(replica)
+        self.detours.forget(replica)
+        self.used = {round_id: used for round_id, used in self.used.items() if round_id in self.rounds.open_rounds}
 
-def _keep_nothing(replica: int, text: str) -> None:
-    """Let records go: a coordinator without a folder."""
+    def replay(self, lines: list[dict[str, Any]], *, now_s: float) -> None:
+        """Rebuild the state from the journal of an earlier process of the coordinator."""
+        for line in lines:
+            self._replay_line(dict(line), now_s=now_s)
+        for member in self.roster.in_state(MemberState.LOADING):
+            self.first_s = now_s
+            if not member.held_step:
+                self.snapshots.wait(member.replica)
+        for replica in self.leases.borrowers():  # killed between the lines "gone" and "leases"
+            if self.roster.get(replica) is None:
+                self.leases.release(replica)
+
+    def _replay_line(self, line: dict[str, Any], *, now_s: float) -> None:
+        match line.pop("what"):
+            case "decision":
+                members, holders, used = tuple(line.pop("members")), tuple(line.pop("holders")), line.pop("used", {})
+                decision = Decision(members=members, holders=holders, **line)
+                self.rounds.adopt(decision)
+                self.count(used, decision)
+            case "member":
+                self._replay_member(line, now_s=now_s)
+            case "gone":
+                self.roster.remove(line["replica"])
+                self.member_lines.pop(line["replica"], None)
+                self.notes.pop(line["replica"], None)
+                self.leases.forget_undo(line["replica"])  # the next line about the leases says what it held
+            case "vacancies":
+                self.standby_hosts.load(line["vacancies"], now_s=now_s)
+            case "leases":
+                self.leases.load_state_dict(line)
+            case "accounts":
+                self.accounts = deque((applied, round_id, data) for applied, round_id, data in line["accounts"])
+            case "undo":
+                self.leases.load_undo_state(line["rounds"])
+            case what:
+                self._replay_run_line(what, line)
+
+    def _replay_run_line(self, what: str, line: Mapping[str, Any]) -> None:
+        match what:
+            case "numbers":
+                self.roster.next_replica = line["next_replica"]
+            case "started":
+                self.has_started = True
+            case "finished":
+                self.has_finished = True
+            case "failed":
+                self.failure = line["why"]
+            case "revived":
+                self.rounds.restart(line["step"])
+                self.accounts.clear()
+                self.is_from_disk = not line["is_begun"]
+                self.resumed_step = 0 if line["is_begun"] else self.resumed_step
+                self.era = line["era"]
+                self.restart_line(line["step"], is_begun=line["is_begun"])
+            case "corpus":
+                self.corpus = line["corpus"], line["windows"]
+            case "note":
+                self.notes[line["replica"]] = line["note"]
+            case "finding":
+                self.add_finding(line["text"])
+
+    def _replay_member(self, line: dict[str, Any], *, now_s: float) -> None:
+        before = self.roster.get(line["replica"])
+        has_counted = line.pop("has_counted", False) or (before is not None and before.has_counted)
+        self.member_lines[line["replica"]] = line
+        self.roster.put(RosterMember(
+            replica=line["replica"], token=bytes.fromhex(line["token"]), host=line["host"], heard_s=now_s,
+            address=line["address"], port=line["port"], state=MemberState(line["standing"]), step=line["step"],
+            is_awaited=True, held_step=line["held_step"], begin_step=line["begin_step"],
+            disk_step=line["disk_step"], has_counted=has_counted,
+        ))  # fmt: skip
+
+    def journal_lines(self) -> list[dict[str, Any]]:
+        """Return lines whose replay gives the same state as that of all lines written so far.
+
+        Call it between two messages: within one, lines may have been written whose effect is yet to come.
+        """
+        lines: list[dict[str, Any]] = [{"what": "numbers", "next_replica": self.roster.next_replica}]
+        # post-mortem diagnosis reads from the journal which replicas have gone
+        replicas = range(max(0, self.roster.next_replica - _MAX_GONE), self.roster.next_replica)
+        lines += [{"what": "gone", "replica": one} for one in replicas if self.roster.get(one) is None]
+        if self.restart is not None:  # before the decisions, since it forgets all of them
+            lines.append({"what": "revived", **self.restart})
+        if self.corpus is not None:
+            lines.append({"what": "corpus", "corpus": self.corpus[0], "windows": self.corpus[1]})
+        lines += [{"what": "started"}] if self.has_started else []
+        for member in self.roster:
+            if member.replica in self.member_lines:
+                own = self.member_lines[member.replica]
+                lines.append({"what": "member", **own, "has_counted": member.has_counted})
+            if member.replica in self.notes:
+                lines.append({"what": "note", "replica": member.replica, "note": self.notes[member.replica]})
+        lines.append({"what": "vacancies", "vacancies": self.standby_hosts.to_json()})
+        # the leases hold already what the decisions counted
+        lines.append({"what": "leases", **self.leases.state_dict()})
+        lines.append({"what": "undo", "rounds": self.leases.undo_state()})
+        lines += [{"what": "decision", **asdict(decision)} for decision in self.rounds.decisions.values()]
+        # after the decisions, each of which appends one: the data account before it was counted
+        lines.append({"what": "accounts", "accounts": [list(account) for account in self.accounts]})
+        lines += [{"what": "finding", "text": text} for text in self.findings]
+        lines += [{"what": "failed", "why": self.failure}] if self.failure else []
+        lines += [{"what": "finished"}] if self.has_finished else []
+        return lines

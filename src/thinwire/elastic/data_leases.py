@@ -1,9 +1,9 @@
 """Data leases: shards of the shuffled data, leased to one replica at a time and counted.
 
-A shard is so many windows of the order in which an epoch's windows are shuffled; the numbers go on through all epochs.
-A replica trains on a shard that it was lent from where it begins to its end. What of it was in a round that counted is
-*counted*. When the replica goes, the rest is lent to another one; what it had trained on beyond what was counted is
-trained on again, and that is counted too, as *repeated*. So no sample is lost, and none is used twice unsaid.
+A shard is a fixed number of windows of the shuffled data; shard numbers continue through all epochs. A replica trains
+on its shard from the first window of its lease to the end. Windows whose training was in a decided round are *counted*.
+When the replica goes, the rest is leased to another one. Windows trained beyond the counted ones are trained again, and
+counted as *repeated*. So no sample is lost, and every repetition is reported.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _UNDOABLE_ROUNDS = 64
 
 @dataclass(slots=True, kw_only=True)
 class Lease:
-    """A shard that a replica was lent.
+    """A shard that is leased to a replica.
 
     Attributes:
         shard: Its number.
         start: The first window of it that is the replica's.
-        used: Up to which window the replica has trained, as last told.
-        counted: Up to which window what it trained was in a round.
+        used: Windows trained so far, as last reported.
+        counted: Windows whose training was in a decided round.
     """
 
     shard: int
@@ -36,7 +36,7 @@ class Lease:
 
 
 class DataLeases:
-    """What of the data is lent, counted, or was trained on in vain.
+    """All leases of a run, and the counts of its data.
 
     Args:
         shard_windows: Windows of a shard.
@@ -45,17 +45,17 @@ class DataLeases:
         ValueError: `shard_windows` is less than 1.
 
     Attributes:
-        repeated: Windows that were trained on by replicas that went before a round counted them.
+        repeated: Windows trained by replicas that went before a round counted them.
 
     Example:
-        >>> ledger = DataLeases(shard_windows=10)
-        >>> ledger.lend(0).shard, ledger.lend(1).shard
+        >>> leases = DataLeases(shard_windows=10)
+        >>> leases.lend(0).shard, leases.lend(1).shard
         (0, 1)
-        >>> ledger.use(0, {0: 8})
-        >>> ledger.count(0, {0: 6})
-        >>> ledger.release(0)
-        >>> again = ledger.lend(2)
-        >>> again.shard, again.start, ledger.repeated, ledger.counted
+        >>> leases.use(0, {0: 8})
+        >>> leases.count(0, {0: 6})
+        >>> leases.release(0)
+        >>> again = leases.lend(2)
+        >>> again.shard, again.start, leases.repeated, leases.counted
         (0, 6, 2, 6)
     """
 
@@ -72,13 +72,13 @@ class DataLeases:
 
     @property
     def counted(self) -> int:
-        """Windows of all epochs whose training was in a round."""
+        """Windows of all epochs whose training was in a decided round."""
         whole = self._next * self.shard_windows
         lent = sum(self.shard_windows - lease.counted for held in self._leases.values() for lease in held.values())
         return whole - lent - sum(self.shard_windows - start for start in self._returned.values())
 
     def lend(self, replica: int) -> Lease:
-        """Lend a replica a shard: one that came back, or the next."""
+        """Lease a shard to a replica: a returned one, or the next."""
         if self._returned:
             shard = min(self._returned)
             start = self._returned.pop(shard)
@@ -90,24 +90,24 @@ class DataLeases:
         return lease
 
     def borrowers(self) -> tuple[int, ...]:
-        """Return the replicas that have shards."""
+        """Return the replicas that have leases."""
         return tuple(self._leases)
 
     def num_lent(self, replica: int) -> int:
-        """Return how many shards a replica has that are not counted whole."""
+        """Return the number of leases of a replica that are not counted whole."""
         return len(self._leases.get(replica, {}))
 
     def use(self, replica: int, used: Mapping[int, int]) -> None:
-        """Note up to which window of its shards a replica has trained; what cannot be is left out."""
+        """Note how many windows of its shards a replica has trained; shards of others are left out."""
         for shard, lease in self._held(replica, used):
             lease.used = max(lease.used, min(used[shard], self.shard_windows))
 
     def count(self, replica: int, used: Mapping[int, int], *, round_id: int | None = None) -> None:
-        """Note that what a replica had trained on, up to these windows, was in a round.
+        """Count the windows of a replica that were in a round.
 
         Args:
             replica: The replica.
-            used: Up to which window of each shard it had trained.
+            used: By shard, the windows that it had trained.
             round_id: The round, where its counting may have to be undone.
         """
         self.use(replica, used)
@@ -120,7 +120,7 @@ class DataLeases:
                 del self._leases[replica][shard]
 
     def uncount(self, replica: int, *, since: int) -> None:
-        """Undo the counting of a replica's work in rounds from one on: its parts there were of no use.
+        """Undo the counting of a replica's windows in rounds from one on: its parts there were of no use.
 
         Windows of shards that were counted whole are the replica's again, so that `release` takes them back.
         """
@@ -135,14 +135,14 @@ class DataLeases:
         self._before[replica] = deque((one for one in kept if one[0] < since), maxlen=_UNDOABLE_ROUNDS)
 
     def release(self, replica: int) -> None:
-        """Take back what a replica was lent: it is gone."""
+        """Return all shards of a replica that is gone."""
         self.forget_undo(replica)
         for lease in self._leases.pop(replica, {}).values():
             self.repeated += lease.used - lease.counted
             self._returned[lease.shard] = lease.counted
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything, as JSON values; shards are named as texts."""
+        """Return all leases and counts as JSON values; keys are texts."""
         return {
             "shard_windows": self.shard_windows,
             "next": self._next,
@@ -153,7 +153,7 @@ class DataLeases:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it back; shards stay lent to whom they were."""
+        """Load leases and counts; shards stay leased to the same replicas."""
         self.shard_windows = int(state["shard_windows"])
         self._next, self.repeated = int(state["next"]), int(state["repeated"])
         self._returned = {int(shard): int(start) for shard, start in state["returned"].items()}
@@ -166,14 +166,14 @@ class DataLeases:
         self._before.pop(replica, None)
 
     def undo_state(self) -> dict[str, Any]:
-        """Return what `uncount` needs, as JSON values; it is no part of `state_dict`, which checkpoints hold."""
+        """Return the history that `uncount` needs, as JSON values; checkpoints do without it."""
         return {
             str(replica): [[round_id, [asdict(lease) for lease in leases]] for round_id, leases in kept]
             for replica, kept in self._before.items()
         }
 
     def load_undo_state(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Load the history that `uncount` needs."""
         self._before = {
             int(replica): deque(
                 ((int(round_id), tuple(Lease(**lease) for lease in leases)) for round_id, leases in kept),
@@ -183,15 +183,15 @@ class DataLeases:
         }
 
     def release_all(self) -> None:
-        """Take everything back, as where a run goes on with other replicas."""
+        """Return all shards, as where a run goes on with other replicas."""
         for replica in list(self._leases):
             self.release(replica)
 
     def go_back_to(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from an earlier account: all that was lent since is lent again, and what was counted is repeated.
+        """Go back to an earlier account: shards leased since are leased again, and windows counted since are repeated.
 
         Args:
-            state: What `state_dict` returned then; None for the beginning of the run.
+            state: The account, from `state_dict`; None for the beginning of the run.
         """
         self.release_all()
         repeated, counted = self.repeated, self.counted

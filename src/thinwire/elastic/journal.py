@@ -1,16 +1,14 @@
 """Journal of the coordinator: one JSON line for each decision, written before any message about it.
 
-A line is handed to the system before the message that it is about leaves, so what a killed coordinator had said is
-there for the one that comes after it. It is not forced onto the disk: when the whole host loses power, the run goes on
-from its last checkpoint.
+A line is passed to the system before a message that depends on it is sent, so it survives a killed coordinator. It is
+not forced onto the disk: when the whole host loses power, the run resumes from its last checkpoint.
 
-The file is compacted as it grows: the lines that a later process needs are written beside it, and renamed to it.
-Whoever is killed meanwhile, or finds no room, leaves the old lines or the new ones, whole. So the file takes at most
-`COMPACT_BYTES`, or twice what must be kept where that is more.
+The file is compacted as it grows: the lines that a later process needs are written beside it, and renamed to it. A
+process that is killed meanwhile, or finds no room, leaves the old lines or the new ones whole. So the file takes at
+most `COMPACT_BYTES`, or twice what must be kept where that is more.
 
-Room for thousands of rounds is taken beforehand where the file system can do that, so that a disk that others fill does
-not stop the run at once. Once that is used up, lines are kept in memory until there is room, and so are the messages
-that may depend on them: what was not written must not be sent.
+Room for thousands of rounds is reserved where the file system can do that, so that a full disk does not stop the run at
+once. After that, lines wait in memory until there is room, and so do the messages that may depend on them.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ RESERVE_BYTES = 8 << 20
 COMPACT_BYTES = 4 << 20
 _KEEP_SIZE = 1
 _WAIT_S = 0.5
-# What is kept in memory while there is no room; a decision has a few hundred bytes. Beyond it the coordinator stands
-# still until there is room.
+# Limits on what waits in memory for room; a decision has a few hundred bytes. Beyond the first the coordinator blocks.
 MAX_UNWRITTEN_BYTES = 8 << 20
 MAX_HELD_MESSAGES = 4096
 
@@ -45,9 +42,9 @@ class Journal:
 
     Args:
         path: The file; made where there is none.
-        say: Told once when there is no room any more, and when there is again.
-        until: Ends the waiting for room; without it a line that cannot be written is an error at once.
-        reserve_bytes: How much room is taken beforehand; half as much at the least.
+        say: Reports, once each, that the disk is full and that there is room again.
+        until: Ends the wait for room; without it a line that cannot be written is an error at once.
+        reserve_bytes: Room reserved beyond the end; renewed at half of it.
         compact_bytes: The size from which on `compact` rewrites the file.
 
     Raises:
@@ -81,16 +78,16 @@ class Journal:
             ) from error
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what was written before this object was made, without a last line that a crash cut off."""
+        """Return the lines from before this object was made, without a last line that a crash cut off."""
         return self._lines
 
     @property
     def is_behind(self) -> bool:
-        """Whether there are lines for which there was no room yet."""
+        """Whether lines wait in memory for room."""
         return bool(self._unwritten)
 
     def write(self, what: str, fields: dict[str, Any]) -> None:
-        """Add a line; keep it in memory while the disk is full, where there is something to end that.
+        """Add a line; keep it in memory while the disk is full, where `until` can end that.
 
         Raises:
             ThinwireError: It cannot be written.
@@ -105,7 +102,7 @@ class Journal:
             raise ThinwireError(f"the coordinator cannot write {self._path}: {error.strerror}; make room") from error
 
     def flush(self) -> bool:
-        """Write what is kept in memory, as far as there is room; return whether nothing is left.
+        """Write the lines in memory, as far as there is room; return whether none is left.
 
         Raises:
             ThinwireError: It cannot be written for another reason than lack of room.
@@ -137,10 +134,10 @@ class Journal:
         self._num_unwritten_bytes += len(line)
 
     def compact(self, lines: Callable[[], Sequence[Mapping[str, Any]]]) -> bool:
-        """Replace all lines by fewer ones where the file has grown large; where there is no room for that, later.
+        """Replace all lines by fewer ones where the file has grown large; without room for that, try again later.
 
         Args:
-            lines: Returns lines that a later process makes the same of as of all those that were written.
+            lines: Returns lines whose replay gives the same state as that of all written ones.
 
         Returns:
             Whether it was done.
@@ -162,7 +159,7 @@ class Journal:
         return True
 
     def _replace(self, data: bytes) -> int:
-        """Write a file beside the journal, bring it to the disk, rename it, and return its descriptor.
+        """Write a file beside the journal, force it onto the disk, rename it, and return its descriptor.
 
         Raises:
             OSError: It could not be done; the journal is as it was.
@@ -181,12 +178,12 @@ class Journal:
         return file
 
     def close(self) -> None:
-        """Close the file, and give back the room that was not needed; closing twice is fine."""
+        """Close the file and free the reserved room; closing twice is fine."""
         if self._file >= 0:
             with contextlib.suppress(ThinwireError):
                 self.flush()
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, os.fstat(self._file).st_size)  # which lets go of what lies behind it
+                os.ftruncate(self._file, os.fstat(self._file).st_size)  # frees the reserved room behind it
             os.close(self._file)
             self._file = -1
 
@@ -205,12 +202,12 @@ class Journal:
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._num_bytes)
-                self._reserved = self._num_bytes  # what lay behind it went with it
+                self._reserved = self._num_bytes  # which freed the reserved room
             raise
         self._num_bytes += len(data)
 
     def _reserve(self) -> None:
-        """Take room behind the file's end; where that is not possible, there is none beforehand."""
+        """Reserve room behind the file's end, where the file system can."""
         with contextlib.suppress(OSError, AttributeError):
             reserve = ctypes.CDLL(None, use_errno=True).fallocate
             size = ctypes.c_int64(self._reserve_bytes)
@@ -232,9 +229,9 @@ class Journal:
 
 
 class HeldMessages:
-    """Holds the coordinator's messages back while its journal lacks lines that they may depend on.
+    """Holds messages back while the journal lacks lines that they may depend on.
 
-    Answers without a text, as to a status command, are sent at once: no replica acts on them. Beyond the bound messages
+    Answers without a text, as to a status command, are sent at once: no replica acts on them. Beyond the limit messages
     are lost as on a broken connection, and replicas ask for them again.
 
     Args:
@@ -256,7 +253,7 @@ class HeldMessages:
             self._held.append((token, kind, fields))
 
     def release(self) -> None:
-        """Write what the journal keeps in memory, and send what was held once that is done."""
+        """Write the journal's lines in memory, then send the held messages."""
         if self._journal.flush():
             while self._held:
                 self._send(*self._held.popleft())

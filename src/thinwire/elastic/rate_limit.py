@@ -1,4 +1,4 @@
-"""The connections at the coordinator's port, and how much each may send: honest replicas say a few words a second."""
+"""Rate limits of the connections at the coordinator's port; honest replicas send a few messages a second."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 
 from thinwire.transport.wire.connection import KernelConnection
 
-MOST_A_SECOND, MOST_AT_ONCE = 200.0, 2000.0
-# What may have come over a connection beyond what it brought us: a message of frames without an end is kept whole
-# until the last has come, so who sends one is cut off. What may stand in the queue is allowed, and the beats.
+_MESSAGES_A_SECOND, _BURST_MESSAGES = 200.0, 2000.0
+# Bytes that a connection may have received beyond its delivered messages. ZeroMQ keeps a message of many frames until
+# its last one, so the sender of endless frames is cut off. Messages in the queue and heartbeats are allowed.
 UNSEEN_BYTES = 1 << 25
 _FRAME_OVERHEAD_BYTES, _BEAT_BYTES_A_SECOND = 128, 512.0
 
 
 class RateLimit:
-    """So much a second, and so much at once; pure, time comes in as a number.
+    """A token bucket; pure, time comes in as a number.
 
     Args:
-        a_second: How much is given back each second.
-        at_once: How much there is at most.
+        a_second: Tokens added each second.
+        at_once: Capacity.
 
     Example:
-        >>> allowance = RateLimit(a_second=1.0, at_once=2.0)
-        >>> [allowance.take(now_s=0.0) for _ in range(3)], allowance.take(now_s=1.0)
+        >>> limit = RateLimit(a_second=1.0, at_once=2.0)
+        >>> [limit.take(now_s=0.0) for _ in range(3)], limit.take(now_s=1.0)
         ([True, True, False], True)
     """
 
@@ -33,7 +33,7 @@ class RateLimit:
         self._taken_s: float | None = None
 
     def take(self, *, now_s: float, amount: float = 1.0) -> bool:
-        """Take so much, and tell whether there was."""
+        """Take tokens; return whether there were enough."""
         since_s = 0.0 if self._taken_s is None else now_s - self._taken_s
         self._taken_s = now_s
         self._left = min(self._at_once, self._left + since_s * self._a_second)
@@ -44,59 +44,59 @@ class RateLimit:
 
 
 def _per_connection() -> RateLimit:
-    return RateLimit(a_second=MOST_A_SECOND, at_once=MOST_AT_ONCE)
+    return RateLimit(a_second=_MESSAGES_A_SECOND, at_once=_BURST_MESSAGES)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Connection:
     tap: KernelConnection
     since_s: float
-    allowance: RateLimit = field(default_factory=_per_connection)
-    is_told_of: bool = False
+    limit: RateLimit = field(default_factory=_per_connection)
+    is_reported: bool = False
     num_bytes: int = 0
     num_frames: int = 0
 
 
 class ConnectionLimits:
-    """All connections from which something came."""
+    """All connections that have sent a message."""
 
     def __init__(self) -> None:
-        self._callers: dict[int, _Connection] = {}
+        self._connections: dict[int, _Connection] = {}
 
     def __len__(self) -> int:
-        return len(self._callers)
+        return len(self._connections)
 
-    def heard(self, fd: int, *, num_bytes: int, now_s: float) -> bool:
-        """Note a message of a connection, by its descriptor; tell whether it may send so many."""
-        caller = self._callers.get(fd)
-        if caller is None:
-            caller = self._callers[fd] = _Connection(tap=KernelConnection(fd), since_s=now_s)
-        caller.num_bytes += num_bytes
-        caller.num_frames += 1
-        return caller.allowance.take(now_s=now_s)
+    def allows(self, fd: int, *, num_bytes: int, now_s: float) -> bool:
+        """Note a message of a connection, by its descriptor; return whether it is within the limit."""
+        connection = self._connections.get(fd)
+        if connection is None:
+            connection = self._connections[fd] = _Connection(tap=KernelConnection(fd), since_s=now_s)
+        connection.num_bytes += num_bytes
+        connection.num_frames += 1
+        return connection.limit.take(now_s=now_s)
 
-    def is_news(self, fd: int) -> bool:
-        """Tell, once, that a connection sends more than it may."""
-        caller = self._callers[fd]
-        is_news, caller.is_told_of = not caller.is_told_of, True
-        return is_news
+    def is_first_excess(self, fd: int) -> bool:
+        """Return, once, that a connection exceeds its limit."""
+        connection = self._connections[fd]
+        is_first, connection.is_reported = not connection.is_reported, True
+        return is_first
 
     def ended(self, fd: int) -> None:
         """Forget a connection."""
-        self._callers.pop(fd, None)
+        self._connections.pop(fd, None)
 
     def guard(self, *, now_s: float) -> int:
-        """End connections that brought far more than what arrived; return how many."""
+        """End connections that received far more bytes than they delivered; return how many."""
         num_ended = 0
-        for fd, caller in list(self._callers.items()):
-            reading = caller.tap.reading()
+        for fd, connection in list(self._connections.items()):
+            reading = connection.tap.reading()
             if reading is None:
-                if caller.tap.is_closed():
-                    del self._callers[fd]
+                if connection.tap.is_closed():
+                    del self._connections[fd]
                 continue
-            known_bytes = caller.num_bytes + caller.num_frames * _FRAME_OVERHEAD_BYTES
-            beat_bytes = (now_s - caller.since_s) * _BEAT_BYTES_A_SECOND
+            known_bytes = connection.num_bytes + connection.num_frames * _FRAME_OVERHEAD_BYTES
+            beat_bytes = (now_s - connection.since_s) * _BEAT_BYTES_A_SECOND
             if reading.received_bytes > known_bytes + beat_bytes + UNSEEN_BYTES:
-                caller.tap.shut()
+                connection.tap.shut()
                 num_ended += 1
         return num_ended

@@ -10,18 +10,18 @@ from enum import StrEnum
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.elastic.adaptive_local_steps import is_slower
 
-# Signs of life come once a second; so many seconds without one are always borne, and no more than the second number.
-# Rounds wait for a silent replica only once, and one that is let go has to fetch the whole state: it is worth a while.
+# Heartbeats come once a second. The limit on silence adapts between these bounds. Rounds wait for a silent replica only
+# once, and a removed one has to fetch the whole state: patience is cheap.
 LEAST_SILENCE_S, MOST_SILENCE_S = 20.0, 30.0
-# One whose connections broke while it was heard of: its process has died.
+# Limit for a replica whose connections to others broke: its process has died.
 SUSPECT_SILENCE_S = 3.0
 
 
 class MemberState(StrEnum):
-    """How far a replica has come."""
+    """Progress of a replica from joining to the end."""
 
     ARRIVING = "arriving"
-    """It has a number, and nobody can reach it yet."""
+    """It has a number, and no peer can reach it yet."""
     LOADING = "loading"
     """It fetches the state from others."""
     ACTIVE = "active"
@@ -36,17 +36,17 @@ class RosterMember:
 
     Attributes:
         replica: Its number.
-        token: Names its connection.
-        host: As it calls itself.
-        address: Where others reach it, with `port`.
+        token: Its connection.
+        host: Its host's name.
+        address: Its address for other replicas.
         port: Its port.
-        state: How far it has come.
-        heard_s: When it was last heard of.
-        step: The step that it last told.
-        step_s: Seconds that its steps take, 0 where it has not said so.
-        loss: Mean of its latest steps, in nats a token; 0 where it has not told one.
-        steps_per_interval: Inner steps that it does itself in an interval, as it last told.
-        tokens_s: Tokens a second that it trains on, its waits included, as it last told.
+        state: Its progress.
+        heard_s: Time of its last message.
+        step: Its last reported step.
+        step_s: Seconds of its steps, 0 before a report.
+        loss: Mean of its latest steps, in nats a token; 0 before a report.
+        steps_per_interval: Inner steps that it does itself in an interval.
+        tokens_s: Tokens a second that it trains on, waits included.
         is_suspect: Whether another replica lost its connection to it while the coordinator still heard of it.
         is_paused: Whether it was told to pause.
         is_awaited: Whether it was known to an earlier process of the coordinator, and has yet to find this one.
@@ -83,7 +83,7 @@ class RosterMember:
     rejected_by: dict[int, int] = field(default_factory=dict)
 
     def describe(self) -> dict[str, object]:
-        """Return what other replicas and people are told of it."""
+        """Return its entry in the roster and in the status."""
         return {
             "replica": self.replica, "host": self.host, "address": self.address, "port": self.port,
             "standing": str(self.state), "step": self.step, "step_s": round(self.step_s, 4),
@@ -132,7 +132,7 @@ class Roster:
         self._by_token[member.token] = member.replica
 
     def remove(self, replica: int) -> None:
-        """Let one go; its number is not used again."""
+        """Remove a replica; its number is not used again."""
         member = self._members.pop(replica, None)
         if member is not None:
             self._by_token.pop(member.token, None)
@@ -147,64 +147,64 @@ class Roster:
         return None if replica is None else self._members[replica]
 
     def hear(self, member: RosterMember, *, now_s: float, is_beat: bool) -> None:
-        """Note a sign of life."""
+        """Note a message of a replica."""
         if is_beat and not member.is_awaited:
             self._gaps.observe(now_s - member.heard_s)
         member.heard_s = now_s
         member.is_suspect = member.is_awaited = False
 
     def suspect(self, replica: int, *, now_s: float) -> None:
-        """Note that another replica has lost its connection to one; to one that is silent anyway, that says nothing."""
+        """Note that another replica lost its connection to one; where that one is silent anyway, it means nothing."""
         member = self._members.get(replica)
         if member is not None and now_s - member.heard_s < SUSPECT_SILENCE_S:
             member.is_suspect = True
 
     @property
     def silence_s(self) -> float:
-        """How long a replica may be silent."""
+        """Limit on a replica's silence."""
         return self._gaps.limit_s
 
     def silent(self, *, now_s: float) -> list[RosterMember]:
-        """Return those that have been silent for too long."""
-        found = [m for m in self._members.values() if now_s - m.heard_s > self._borne_s(m, now_s=now_s)]
+        """Return the replicas that have been silent for too long."""
+        found = [m for m in self._members.values() if now_s - m.heard_s > self._silence_limit_s(m, now_s=now_s)]
         if len(found) > 1 and 2 * len(found) >= len(self._members):
-            # so many at once: rather this host's own link is cut, and all of them are there behind it
+            # so many at once: this host's own link is more likely cut
             return [member for member in found if now_s - member.heard_s > MOST_SILENCE_S]
         return found
 
-    def _borne_s(self, member: RosterMember, *, now_s: float) -> float:
-        if member.is_awaited:  # it dials again, less and less often, for as long as nobody was there
+    def _silence_limit_s(self, member: RosterMember, *, now_s: float) -> float:
+        if member.is_awaited:  # it dials again, with growing back-off
             return MOST_SILENCE_S
         others = [other for other in self._members.values() if other is not member]
         num_silent = sum(now_s - other.heard_s > SUSPECT_SILENCE_S for other in others)
-        # where half of the others are silent too, this host's own link is rather what is cut
+        # where half of the others are silent too, this host's own link is more likely cut
         has_died = member.is_suspect and (2 * num_silent < len(others) or not others)
         return SUSPECT_SILENCE_S if has_died else self.silence_s
 
     @property
     def number(self) -> int:
-        """A number that differs where other replicas take part, or from elsewhere; the same in each process."""
+        """A hash of the members and their addresses, the same in each process."""
         known = [(m.replica, m.host, m.address, m.port, str(m.state)) for m in self._members.values()]
         return zlib.crc32(repr(sorted(known)).encode())
 
     def in_state(self, *states: MemberState) -> list[RosterMember]:
-        """Return those that have come so far, in the order of their numbers."""
+        """Return the replicas in these states, in the order of their numbers."""
         return sorted((m for m in self._members.values() if m.state in states), key=lambda m: m.replica)
 
     @property
     def active(self) -> tuple[int, ...]:
-        """The numbers of those that take part in rounds."""
+        """Numbers of the replicas that take part in rounds."""
         return tuple(member.replica for member in self.in_state(MemberState.ACTIVE))
 
     def fresh_steps(self, *, now_s: float, within_s: float) -> dict[int, int]:
-        """Return the steps of those that take part, were heard of just now, and do a step in so many seconds."""
+        """Return the steps of active replicas that were heard of just now and do a step within the time."""
         found = [member for member in self._heard(now_s) if not member.is_awaited and member.step_s <= within_s]
         return {member.replica: member.step for member in found}
 
     def present(self, *, now_s: float) -> tuple[int, ...]:
-        """Return those that take part and may say something soon: neither silent nor paused.
+        """Return the active replicas that are neither silent nor paused.
 
-        Those that an earlier process of the coordinator knew have time to find this one.
+        Replicas known to an earlier process of the coordinator have time to find this one.
         """
         return tuple(member.replica for member in self._heard(now_s))
 
@@ -217,19 +217,19 @@ class Roster:
         ]
 
     def ahead_s(self, member: RosterMember) -> float:
-        """Return how long before the others a replica may launch a round, because its next step would be too late."""
+        """Return how long before the others a slow replica may launch a round: its next step would be too late."""
         return member.step_s if is_slower(member.step_s, fastest_s=self.step_s()) else 0.0
 
     def loss(self) -> float:
-        """Return the mean of the active replicas' losses by the tokens that each trains, 0 where none has told one.
+        """Return the mean of the active replicas' losses, weighted by tokens; 0 before a report.
 
-        So one that comes or goes moves it by no more than its share.
+        So a replica that comes or goes moves it by no more than its share.
         """
-        told = [(m.loss, m.tokens_s) for m in self.in_state(MemberState.ACTIVE) if m.loss and m.tokens_s]
-        return sum(loss * tokens for loss, tokens in told) / sum(tokens for _, tokens in told) if told else 0.0
+        known = [(m.loss, m.tokens_s) for m in self.in_state(MemberState.ACTIVE) if m.loss and m.tokens_s]
+        return sum(loss * tokens for loss, tokens in known) / sum(tokens for _, tokens in known) if known else 0.0
 
     def step_s(self) -> float:
-        """Return the time of an inner step at the fastest active replica, 0 where nobody has told one."""
+        """Return the time of an inner step at the fastest active replica, 0 before a report."""
         return min(
             (m.step_s for m in self._members.values() if m.state is MemberState.ACTIVE and m.step_s), default=0.0
         )

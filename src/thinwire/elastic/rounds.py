@@ -1,41 +1,41 @@
-"""The rounds of an elastic run, as the coordinator sees them: who launched, who holds what, what was decided.
+"""Rounds of an elastic run at the coordinator: launches, calls, votes and decisions.
 
-Each round passes three gates. *Launched*: replicas say that they have published their parts. *Called*: once all
-that keep pace have, or the grace for late ones is over, those that have are called to gather each other's parts.
-*Decided*: once all that were called have said what they hold, or the time for it is over, the parts that make the mean
-are chosen (`decide`). A decision is never changed.
+Each round passes three gates. *Launched*: replicas have published their parts. *Called*: once all that keep pace have,
+or the grace for late ones is over, those that have are called to gather each other's parts. *Decided*: once all that
+were called have voted, or the time for votes is over, `decide` chooses the parts that make the mean. A decision is
+never changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 
 from thinwire.adaptive_timeout import AdaptiveTimeout
-from thinwire.elastic.round_decision import Vote, decide
 from thinwire.events import FIRST_LAST_ROUND
 
-# Waiting for late replicas may cost the others so much of an interval.
+# Share of an interval that waiting for late replicas may cost the others.
 _SHARE_OF_INTERVAL = 0.1
-# One that was late is waited for again in one of so many rounds, since it may have only slept. One that is slow
-# launches ahead, and counts without being waited for; so it is waited for again when it was in time in so many rounds
-# in a row, or in one of more rounds, where a little patience may be all that it needs.
-_AGAIN_ROUNDS, _SLOW_AGAIN_ROUNDS = 4, 16
-# Beyond the steps: for the scheduler and the way of the words; and as long as nobody has told how long steps take.
-_WORDS_S, _UNKNOWN_S = 0.3, 30.0
-_LEAST_VOTE_S, _MOST_VOTE_S = 2.0, 60.0
-# A mean that a single replica could make is lost with it, and the others with the mean: for a second one that is near,
-# so many seconds are waited.
-_ALONE_S = 10.0
+# A late replica is waited for again in one of so many rounds: it may have only slept. A slow one launches ahead and
+# counts without being waited for. So it is waited for again after so many rounds in time in a row, or in one of 16.
+_RETRY_ROUNDS, _SLOW_RETRY_ROUNDS = 4, 16
+# Seconds beyond the steps, for the scheduler and the messages; and the grace before any step time is known.
+_MESSAGES_S, _UNKNOWN_GRACE_S = 0.3, 30.0
+# Bounds in seconds of the wait for votes after the first one.
+_MIN_VOTE_S, _MAX_VOTE_S = 2.0, 60.0
+# A mean that a single replica holds is lost with it, and the others could never apply it. A second holder that is near
+# is awaited for so many seconds.
+_SINGLE_HOLDER_S = 10.0
 # Decisions kept for replicas that catch up.
-_KEPT = 8192
+_MAX_DECISIONS = 8192
 
 
 def max_overdue_steps(*, sync_interval: int, overlap_steps: int) -> float:
-    """Return for how many steps after a launch parts may be on their way where training goes on without the result.
+    """Return for how many steps after a launch parts may be in flight where training goes on without the result.
 
-    Up to its step of application nobody misses it; from there on a tenth of the interval.
+    The result is not needed before its apply step; after it, a tenth of the interval is tolerated.
 
     Example:
         >>> max_overdue_steps(sync_interval=30, overlap_steps=4)
@@ -46,14 +46,14 @@ def max_overdue_steps(*, sync_interval: int, overlap_steps: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What all replicas apply, or have applied, as one round.
+    """The outcome of a round, which all replicas apply.
 
     Attributes:
         round_id: The round.
-        launch_step: The step that it was launched at.
-        members: Whose parts make the mean.
-        holders: Who holds all of them.
-        step: The furthest step that anybody was known to be at when it was decided.
+        launch_step: Its launch step.
+        members: Replicas whose parts make the mean.
+        holders: Replicas that hold all of these parts.
+        step: The furthest known step of any replica when it was decided.
     """
 
     round_id: int
@@ -68,12 +68,12 @@ class OpenRound:
     """A round before its decision.
 
     Attributes:
-        launch_step: The step that it is launched at.
+        launch_step: Its launch step.
         first_s: When the first replica launched it, or, where only slow ones have, by when the others will have.
-        launched: Who has.
-        called: Who gathers, None before the call.
-        votes: What those said.
-        first_vote_s: When the first did.
+        launched: Replicas that have launched it.
+        called: Replicas that gather, None before the call.
+        votes: Their votes.
+        first_vote_s: Time of the first vote.
     """
 
     launch_step: int
@@ -87,7 +87,7 @@ class OpenRound:
 def grace_steps(*, sync_interval: int, overlap_steps: int) -> float:
     """Return by how many steps a replica may be behind so that the others still wait for it.
 
-    Half of the steps between launch and apply, when nobody needs the result yet, and a tenth of the interval.
+    Half of the steps between launch and apply, when the result is not needed yet, and a tenth of the interval.
 
     Example:
         >>> grace_steps(sync_interval=30, overlap_steps=4)
@@ -96,25 +96,25 @@ def grace_steps(*, sync_interval: int, overlap_steps: int) -> float:
     return max(1.0, 0.5 * overlap_steps + _SHARE_OF_INTERVAL * sync_interval)
 
 
-class RoundTracker:
-    """All rounds of a run; time comes in as a number, so that nothing here waits.
+class ElasticRounds:
+    """All rounds of a run; pure, time comes in as a number.
 
     Args:
         sync_interval: H, inner steps.
         overlap_steps: tau, inner steps.
-        bears: Whether training goes on where a result is overdue, so that thin links may take longer to bring a part.
-        last_step: The run's last inner step: what is in flight then is waited for by all.
+        allows_overdue: Whether training goes on where a result is overdue, so that thin links may take longer.
+        last_step: The run's last inner step: rounds in flight then are awaited by all.
 
     Attributes:
         decisions: The latest, by round.
-        step: The furthest step that was heard of.
-        num_decided: How many rounds have been decided so far.
-        late: Who was not there when the last round was called; nobody waits for these until they are in time again, but
-            in every fourth round. A slow one must be in time four times in a row, but in every sixteenth round.
+        step: The furthest known step of any replica.
+        num_decided: Number of rounds decided so far.
+        late: Replicas that missed the last call; they are awaited again once they are in time, or in every fourth round
+            (slow ones: after four in time in a row, or in every sixteenth).
     """
 
     def __init__(
-        self, *, sync_interval: int, overlap_steps: int, bears: bool = False, last_step: float = math.inf
+        self, *, sync_interval: int, overlap_steps: int, allows_overdue: bool = False, last_step: float = math.inf
     ) -> None:
         self.decisions: dict[int, Decision] = {}
         self.step = 0
@@ -127,10 +127,10 @@ class RoundTracker:
         self._withheld: dict[int, dict[int, int]] = {}
         self._sync_interval = sync_interval
         self._grace_steps = grace_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
-        bearable = max_overdue_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
-        self._bearable_steps = bearable if bears else 0.0
+        overdue_steps = max_overdue_steps(sync_interval=sync_interval, overlap_steps=overlap_steps)
+        self._overdue_steps = overdue_steps if allows_overdue else 0.0
         self._last_step = last_step
-        self._spreads = AdaptiveTimeout(least_s=_LEAST_VOTE_S, most_s=_MOST_VOTE_S)
+        self._spreads = AdaptiveTimeout(least_s=_MIN_VOTE_S, most_s=_MAX_VOTE_S)
 
     @property
     def open_rounds(self) -> Mapping[int, OpenRound]:
@@ -139,12 +139,12 @@ class RoundTracker:
 
     @property
     def withheld(self) -> Mapping[int, Mapping[int, int]]:
-        """By round before its decision, the replicas that have no finite part for it, and their bad parts in a row."""
+        """By undecided round, the replicas without a finite part for it, and their bad parts in a row."""
         return self._withheld
 
     @property
     def closed_step(self) -> int:
-        """A step up to which all rounds that anybody launched are decided."""
+        """A step up to which all launched rounds are decided."""
         if self._open:
             return min(found.launch_step for found in self._open.values()) - 1
         return max((found.launch_step for found in self.decisions.values()), default=0)
@@ -152,17 +152,17 @@ class RoundTracker:
     def grace_s(self, *, step_s: float) -> float:
         """Return for how long late replicas are waited for.
 
-        One that is behind by no more than `grace_steps` comes up with the others in that time; one that is further
-        behind passes over what it lacks, and comes after the step that it is in.
+        A replica behind by at most `grace_steps` catches up in that time. One that is further behind skips the rounds
+        that it lacks, and continues after its present step.
 
         Args:
-            step_s: Seconds that an inner step takes; 0 where nobody has said so yet.
+            step_s: Seconds of an inner step; 0 where it is unknown.
         """
-        return _UNKNOWN_S if step_s <= 0 else (self._grace_steps + 1) * step_s + _WORDS_S
+        return _UNKNOWN_GRACE_S if step_s <= 0 else (self._grace_steps + 1) * step_s + _MESSAGES_S
 
     @property
     def vote_s(self) -> float:
-        """For how long the rest is waited for once one has gathered all."""
+        """Wait for the other votes after the first."""
         return self._spreads.limit_s
 
     def launch(
@@ -173,10 +173,10 @@ class RoundTracker:
         Args:
             member: The replica.
             round_id: The round.
-            launch_step: The step that it is launched at.
-            now_s: When it was.
-            ahead_s: A slow replica launches that long before the others at most. So it does not say where they are, and
-                nobody is late before that is over.
+            launch_step: Its launch step.
+            now_s: The time.
+            ahead_s: How long before the others a slow replica may launch: its step does not show theirs, and none is
+                late before that time is over.
         """
         if ahead_s:
             self._in_time.setdefault(member, 0)
@@ -193,7 +193,7 @@ class RoundTracker:
         return None
 
     def withhold(self, member: int, *, round_id: int, parts: int) -> Decision | None:
-        """Note that a replica's part of a round is not finite: it is not waited for; return the decision, if any.
+        """Note that a replica's part of a round is not finite, so it is not awaited; return the decision, if any.
 
         Args:
             member: The replica.
@@ -205,17 +205,17 @@ class RoundTracker:
         return self.decisions.get(round_id)
 
     def take_withheld(self, round_id: int) -> Mapping[int, int]:
-        """Return, once, who had no finite part for a round, and their bad parts in a row."""
+        """Remove and return the replicas without a finite part for a round, and their bad parts in a row."""
         return self._withheld.pop(round_id, {})
 
     def is_hopeless(self, round_id: int, active: Collection[int]) -> bool:
-        """Tell whether no active replica has a finite part for a round, so that it can never be decided."""
+        """Return whether no active replica has a finite part for a round, so that it can never be decided."""
         found = self._open.get(round_id)
         has_parts = found is not None and bool(found.launched or found.votes)
         return bool(active) and not has_parts and set(active) <= set(self._withheld.get(round_id, ()))
 
     def vote(self, member: int, vote: Vote, *, round_id: int, step: int, now_s: float) -> None:
-        """Note what a replica holds; a vote that comes after the decision only tells how long they take."""
+        """Note a replica's vote; one after the decision shows only the furthest step."""
         self.step = max(self.step, step)
         found = self._open.get(round_id)
         if found is None or member not in vote.has:
@@ -227,7 +227,7 @@ class RoundTracker:
         found.votes[member] = vote
 
     def forget(self, member: int) -> None:
-        """Let a replica go; its part may count still where others hold it."""
+        """Remove a replica; its part still counts where others hold it."""
         self.late.discard(member)
         self._in_time.pop(member, None)
         for round_id, withheld in list(self._withheld.items()):
@@ -241,17 +241,18 @@ class RoundTracker:
                 found.called = tuple(one for one in found.called if one != member) or None
 
     def drop_empty(self) -> None:
-        """Forget rounds whose launchers are all gone: who comes to them launches them anew."""
+        """Forget rounds whose launchers are all gone: a replica that gets there launches them again."""
         for round_id in [number for number, found in self._open.items() if not found.launched]:
             del self._open[round_id]
 
     def calls(self, active: Collection[int], *, step_s: float, now_s: float) -> dict[int, tuple[int, ...]]:
-        """Return, by round, who is to gather its parts now."""
+        """Return, by round, the replicas that are to gather its parts now."""
         found = {}
         for round_id, one in self._open.items():
             if one.called is not None or not one.launched:
                 continue
             withheld = set(self._withheld.get(round_id, ()))
+            # replicas that are late already, or have no finite part, are not awaited
             waited_for = set(active) - self.late - one.launched - withheld
             if waited_for and now_s < one.first_s + self.grace_s(step_s=step_s):
                 continue
@@ -262,40 +263,43 @@ class RoundTracker:
         return found
 
     def _note_late(self, launched: Collection[int], *, missing: set[int]) -> None:
+        # a late replica would cost every round the whole grace: it is awaited only in one round of several
         for slow, rounds in self._in_time.items():
             self._in_time[slow] = rounds + 1 if slow in launched else 0
         self.late = {one for one in self.late if one not in launched or self._is_unsteady(one)} | missing
         self._rounds_without = self._rounds_without + 1 if self.late else 0
-        if self._rounds_without % (_SLOW_AGAIN_ROUNDS - 1) == 0:
+        if self._rounds_without % (_SLOW_RETRY_ROUNDS - 1) == 0:
             self.late.clear()
-        elif self._rounds_without % (_AGAIN_ROUNDS - 1) == 0:
+        elif self._rounds_without % (_RETRY_ROUNDS - 1) == 0:
             self.late = set(filter(self._is_unsteady, self.late))
 
     def _is_unsteady(self, member: int) -> bool:
-        return self._in_time.get(member, _AGAIN_ROUNDS) < _AGAIN_ROUNDS
+        return self._in_time.get(member, _RETRY_ROUNDS) < _RETRY_ROUNDS
 
     def decided(
         self, active: Collection[int], *, steps: Mapping[int, int], now_s: float, step_s: float = 0.0
     ) -> list[Decision]:
-        """Decide what can be, in the order of the rounds.
+        """Decide the rounds that can be, in their order.
 
         Args:
-            active: Who takes part.
-            steps: The steps of those of them that were heard of just now.
+            active: Replicas that take part.
+            steps: Steps of those that were heard of just now.
             now_s: The time.
-            step_s: Seconds that an inner step takes; 0 where nobody has said so yet.
+            step_s: Seconds of an inner step; 0 where it is unknown.
         """
         found = []
         for round_id in sorted(self._open):
             one = self._open[round_id]
             if one.called is None or not one.votes:
                 continue
+            # a called replica that has died has no vote to wait for
             is_complete = not set(one.called) & set(active) - set(one.votes)
-            if not is_complete and now_s < max(one.first_vote_s + self.vote_s, self._borne_until_s(round_id, step_s)):
+            if not is_complete and now_s < max(one.first_vote_s + self.vote_s, self._overdue_until_s(round_id, step_s)):
                 continue
             choice = decide(one.votes)
-            is_overdue = now_s >= one.first_vote_s + _ALONE_S
-            if len(choice.holders) == 1 and self._is_anybody_near(one, steps) and not is_overdue:
+            # one holder: wait for a second one that is near, since its death would stop all that lack the parts
+            is_overdue = now_s >= one.first_vote_s + _SINGLE_HOLDER_S
+            if len(choice.holders) == 1 and self._is_another_near(one, steps) and not is_overdue:
                 continue
             decision = Decision(
                 round_id=round_id, launch_step=one.launch_step, members=choice.members, holders=choice.holders,
@@ -305,31 +309,129 @@ class RoundTracker:
             found.append(decision)
         return found
 
-    def _borne_until_s(self, round_id: int, step_s: float) -> float:
-        """Return until when a round may be open without anybody waiting for it; the last ones are waited for."""
+    def _overdue_until_s(self, round_id: int, step_s: float) -> float:
+        """Return until when a round may stay open because no replica waits for it; the last rounds are awaited."""
         one = self._open[round_id]
-        is_at_end = round_id >= FIRST_LAST_ROUND or one.launch_step + self._bearable_steps > self._last_step
-        if not self._bearable_steps or is_at_end:
+        is_at_end = round_id >= FIRST_LAST_ROUND or one.launch_step + self._overdue_steps > self._last_step
+        if not self._overdue_steps or is_at_end:
             return 0.0
-        return one.first_s + (self._bearable_steps + 1) * step_s + _WORDS_S
+        return one.first_s + (self._overdue_steps + 1) * step_s + _MESSAGES_S
 
-    def begin_anew(self, step: int) -> None:
+    def restart(self, step: int) -> None:
         """Forget all rounds: the run goes on from an earlier state."""
         self.decisions.clear()
         self._open.clear()
         self._withheld.clear()
         self.step = step
 
-    def _is_anybody_near(self, one: OpenRound, steps: Mapping[int, int]) -> bool:
-        """Tell whether somebody who has not voted will come to a round soon."""
+    def _is_another_near(self, one: OpenRound, steps: Mapping[int, int]) -> bool:
+        """Return whether a replica that has not voted will get to a round soon."""
         first_step = one.launch_step - self._sync_interval
         return any(step >= first_step for replica, step in steps.items() if replica not in one.votes)
 
     def adopt(self, decision: Decision) -> None:
-        """Take a decision in: one of its own, or one read from the journal."""
+        """Adopt a decision: a new one, or one from the journal."""
         self._open.pop(decision.round_id, None)
         self.num_decided += decision.round_id not in self.decisions
         self.decisions[decision.round_id] = decision
         self.step = max(self.step, decision.step)
-        while len(self.decisions) > _KEPT:
+        while len(self.decisions) > _MAX_DECISIONS:
             del self.decisions[next(iter(self.decisions))]
+
+
+# Up to this many voters all groups are compared (2**12); beyond it a greedy search grows one group per voter.
+_MAX_EXACT = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """The parts of a round that one replica holds.
+
+    Attributes:
+        has: Replicas whose parts it holds, itself among them; only parts of the same global value as its own.
+        reference_hash: Hash of that value.
+    """
+
+    has: frozenset[int]
+    reference_hash: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The parts that make a mean, and the replicas that hold all of them.
+
+    Attributes:
+        members: Replicas whose parts are in the mean, ascending.
+        holders: Replicas that hold all of these, also with no part of their own among them; ascending.
+    """
+
+    members: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+def decide(votes: Mapping[int, Vote]) -> Choice:
+    """Choose the largest group of voters that hold each other's parts; all parts that it has in common make the mean.
+
+    So a part counts as soon as the group holds it, whatever became of its sender, and no replica needs a part that
+    only some hold. Ties are decided by the number of holders, then of parts, then by the lowest replica numbers. A
+    single voter is a group.
+
+    Args:
+        votes: By replica, at least one.
+
+    Raises:
+        ValueError: There is no vote, or one does not hold its own part.
+
+    Example:
+        >>> whole, cut_off = frozenset({0, 1}), frozenset({1, 2})
+        >>> decide({0: Vote(has=whole), 1: Vote(has=whole | cut_off), 2: Vote(has=cut_off)})
+        Choice(members=(0, 1), holders=(0, 1))
+        >>> decide({0: Vote(has=frozenset({0, 7})), 1: Vote(has=frozenset({0, 1, 7}))})  # 1 has not reached 0
+        Choice(members=(0, 7), holders=(0, 1))
+    """
+    if not votes:
+        raise ValueError("votes must hold at least one vote, got none")
+    for voter, vote in votes.items():
+        if voter not in vote.has:
+            raise ValueError(f"replica {voter} must hold its own part, got {sorted(vote.has)}")
+    # the key is a total order, so that the result does not depend on the order of the votes
+    choices = [(group, _choice(votes, group)) for group in _groups(votes)]
+    return max(choices, key=lambda c: (len(c[0]), len(c[1].holders), len(c[1].members), [-one for one in c[0]]))[1]
+
+
+def _choice(votes: Mapping[int, Vote], group: Sequence[int]) -> Choice:
+    members = frozenset.intersection(*(votes[voter].has for voter in group))
+    # a part is a difference from the global value: one of another value must not be applied to this one
+    alike = votes[group[0]].reference_hash
+    holders = tuple(one for one in sorted(votes) if votes[one].reference_hash == alike and members <= votes[one].has)
+    return Choice(members=tuple(sorted(members)), holders=holders)
+
+
+def _groups(votes: Mapping[int, Vote]) -> list[tuple[int, ...]]:
+    voters = sorted(votes)
+    if len(voters) > _MAX_EXACT:
+        return [_grown(votes, first) for first in voters]
+    for size in range(len(voters), 0, -1):
+        found = [group for group in combinations(voters, size) if _is_mutual(votes, group)]
+        if found:
+            return found
+    raise AssertionError("a single voter is a group")
+
+
+def _grown(votes: Mapping[int, Vote], first: int) -> tuple[int, ...]:
+    """Return a group around a voter: voters that agree with most others are tried first."""
+    group = [first]
+    ties = {voter: sum(_are_mutual(votes, voter, other) for other in votes if other != voter) for voter in votes}
+    for voter in sorted(votes, key=lambda one: (-ties[one], one)):
+        if voter != first and all(_are_mutual(votes, voter, member) for member in group):
+            group.append(voter)
+    return tuple(sorted(group))
+
+
+def _is_mutual(votes: Mapping[int, Vote], group: Sequence[int]) -> bool:
+    return all(_are_mutual(votes, one, other) for one, other in combinations(group, 2))
+
+
+def _are_mutual(votes: Mapping[int, Vote], one: int, other: int) -> bool:
+    first, second = votes[one], votes[other]
+    return first.reference_hash == second.reference_hash and other in first.has and one in second.has

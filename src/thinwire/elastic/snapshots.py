@@ -1,7 +1,7 @@
-"""States that replicas show to those that come: which step they are of, who holds them, and whether all hold the same.
+"""Snapshots of the global state for joining replicas: their steps, holders and hashes.
 
-A cut is a step: what the global parameters and momenta are there, after all rounds due by then, is the same on every
-replica. One for those that come is chosen a little ahead of all, so that each can keep a copy when it gets there.
+At a step, after all rounds due by then, the global parameters and momenta are the same on every replica. A snapshot for
+joining replicas is scheduled a little ahead of all, so that each can keep a copy when it gets there.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Time for the word to reach all before the fastest is there; doubled where that was too short.
-_MARGIN_S, _MOST_MARGIN_S = 0.5, 16.0
+# Seconds for the message to reach all before the fastest is there; doubled where that was too short.
+_MARGIN_S, _MAX_MARGIN_S = 0.5, 16.0
 _KEPT = 4
 
 
 @dataclass(slots=True, kw_only=True)
 class StateSnapshot:
-    """One cut.
+    """One snapshot.
 
     Attributes:
         step: Its step.
         holders: By replica, the hash of the state and its size.
-        joiners: Who fetches it.
-        missed: Who was past it already.
-        asked: Who was told to keep it; empty where replicas keep it by themselves, for a checkpoint.
+        joiners: Replicas that fetch it.
+        missed: Replicas that were past its step already.
+        asked: Replicas asked to keep it; empty where they keep it by themselves, for a checkpoint.
     """
 
     step: int
@@ -35,7 +35,7 @@ class StateSnapshot:
 
     @property
     def agreed(self) -> tuple[str, int] | None:
-        """The state's hash and size: that of most holders, then that of the one with the lowest number."""
+        """The hash and size that most holders have; ties go to the holder with the lowest number."""
         counts: dict[tuple[str, int], int] = {}
         for replica in sorted(self.holders):
             counts[self.holders[replica]] = counts.get(self.holders[replica], 0) + 1
@@ -46,31 +46,31 @@ class StateSnapshot:
         return tuple(sorted(replica for replica, found in self.holders.items() if found == self.agreed))
 
     def odd(self) -> tuple[int, ...]:
-        """Return the holders of another one."""
+        """Return the holders of another state."""
         return tuple(sorted(replica for replica, found in self.holders.items() if found != self.agreed))
 
 
 class StateSnapshots:
-    """All cuts that somebody may need; pure.
+    """All snapshots that a replica may need; pure.
 
     Example:
-        >>> cuts = StateSnapshots()
-        >>> cuts.wait(7)
-        >>> cut = cuts.schedule(active=(0, 1), step=10, step_s=0.25)
-        >>> cut.step, sorted(cut.joiners)
+        >>> snapshots = StateSnapshots()
+        >>> snapshots.wait(7)
+        >>> one = snapshots.schedule(active=(0, 1), step=10, step_s=0.25)
+        >>> one.step, sorted(one.joiners)
         (13, [7])
-        >>> cuts.hold(13, 0, root="aa", num_bytes=5) is cut
+        >>> snapshots.hold(13, 0, root="aa", num_bytes=5) is one
         True
     """
 
     def __init__(self) -> None:
-        self._cuts: dict[int, StateSnapshot] = {}
+        self._snapshots: dict[int, StateSnapshot] = {}
         self._waiting: set[int] = set()
         self._margin_s = _MARGIN_S
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Who waits for a cut."""
+        """Replicas that wait for a snapshot."""
         return frozenset(self._waiting)
 
     def wait(self, joiner: int) -> None:
@@ -78,74 +78,74 @@ class StateSnapshots:
         self._waiting.add(joiner)
 
     def schedule(self, *, active: Iterable[int], step: int, step_s: float) -> StateSnapshot | None:
-        """Choose a cut for those that wait, None where there are none.
+        """Choose a step for those that wait, None where none does.
 
         Args:
-            active: Who keeps the state.
-            step: The furthest step that anybody is known to be at.
-            step_s: Seconds that an inner step takes, 0 where that is not known.
+            active: Replicas that keep the state.
+            step: The furthest known step of any replica.
+            step_s: Seconds of an inner step, 0 where it is unknown.
         """
         if not self._waiting:
             return None
         ahead = math.ceil(self._margin_s / step_s) + 1 if step_s > 0 else 2
-        cut = self._cuts.setdefault(step + ahead, StateSnapshot(step=step + ahead))
-        cut.joiners |= self._waiting
-        cut.asked = tuple(active)
+        snapshot = self._snapshots.setdefault(step + ahead, StateSnapshot(step=step + ahead))
+        snapshot.joiners |= self._waiting
+        snapshot.asked = tuple(active)
         self._waiting.clear()
-        return cut
+        return snapshot
 
     def hold(self, step: int, replica: int, *, root: str, num_bytes: int) -> StateSnapshot:
-        """Note that a replica holds the state of a cut."""
-        cut = self._cuts.setdefault(step, StateSnapshot(step=step))
-        cut.holders[replica] = root, num_bytes
-        if cut.joiners:
+        """Note that a replica holds the state of a step."""
+        snapshot = self._snapshots.setdefault(step, StateSnapshot(step=step))
+        snapshot.holders[replica] = root, num_bytes
+        if snapshot.joiners:
             self._margin_s = max(_MARGIN_S, self._margin_s / 2)
         self._forget_old()
-        return cut
+        return snapshot
 
     def miss(self, step: int, replica: int) -> None:
-        """Note that a replica was past the cut; where all were, those that fetch it wait again."""
-        cut = self._cuts.get(step)
-        if cut is None:
+        """Note that a replica was past the step; where all were, those that fetch it wait again."""
+        snapshot = self._snapshots.get(step)
+        if snapshot is None:
             return
-        cut.missed.add(replica)
-        self._give_up(cut)
+        snapshot.missed.add(replica)
+        self._give_up(snapshot)
 
     def forget(self, replica: int) -> None:
-        """Let a replica go."""
+        """Remove a replica."""
         self._waiting.discard(replica)
-        for cut in list(self._cuts.values()):
-            cut.holders.pop(replica, None)
-            cut.joiners.discard(replica)
-            cut.asked = tuple(one for one in cut.asked if one != replica)
-            self._give_up(cut)
+        for snapshot in list(self._snapshots.values()):
+            snapshot.holders.pop(replica, None)
+            snapshot.joiners.discard(replica)
+            snapshot.asked = tuple(one for one in snapshot.asked if one != replica)
+            self._give_up(snapshot)
 
     def loaded(self, joiner: int) -> None:
         """Note that a replica needs no state any more."""
         self._waiting.discard(joiner)
-        for cut in self._cuts.values():
-            cut.joiners.discard(joiner)
+        for snapshot in self._snapshots.values():
+            snapshot.joiners.discard(joiner)
 
     def wanted(self) -> list[StateSnapshot]:
-        """Return the cuts that somebody fetches, or will."""
-        return [cut for cut in self._cuts.values() if cut.joiners]
+        """Return the snapshots that a replica fetches, or will."""
+        return [snapshot for snapshot in self._snapshots.values() if snapshot.joiners]
 
     def of(self, joiner: int) -> StateSnapshot | None:
-        """Return the cut whose state a replica is to fetch, None where there is none yet."""
-        return next((cut for cut in self._cuts.values() if joiner in cut.joiners), None)
+        """Return the snapshot that a replica is to fetch, None where there is none yet."""
+        return next((snapshot for snapshot in self._snapshots.values() if joiner in snapshot.joiners), None)
 
     def needed_step(self) -> int | None:
-        """Return the earliest step whose state, and the rounds after it, somebody needs."""
-        return min((cut.step for cut in self._cuts.values() if cut.joiners), default=None)
+        """Return the earliest step whose state, and the rounds after it, a joining replica needs."""
+        return min((snapshot.step for snapshot in self._snapshots.values() if snapshot.joiners), default=None)
 
-    def _give_up(self, cut: StateSnapshot) -> None:
-        """Let those wait again that fetch what nobody will hold."""
-        if cut.joiners and not cut.holders and not set(cut.asked) - cut.missed:
-            self._waiting |= cut.joiners
-            self._margin_s = min(2 * self._margin_s, _MOST_MARGIN_S)
-            del self._cuts[cut.step]
+    def _give_up(self, snapshot: StateSnapshot) -> None:
+        """Let those wait again that fetch a state that no replica will hold."""
+        if snapshot.joiners and not snapshot.holders and not set(snapshot.asked) - snapshot.missed:
+            self._waiting |= snapshot.joiners
+            self._margin_s = min(2 * self._margin_s, _MAX_MARGIN_S)
+            del self._snapshots[snapshot.step]
 
     def _forget_old(self) -> None:
-        idle = [step for step, cut in sorted(self._cuts.items()) if not cut.joiners]
+        idle = [step for step, snapshot in sorted(self._snapshots.items()) if not snapshot.joiners]
         for step in idle[:-_KEPT]:
-            del self._cuts[step]
+            del self._snapshots[step]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.elastic.standby_hosts import StandbyCall, StandbyHosts
 from thinwire.monitor.detect.live import News
@@ -25,11 +26,15 @@ class Town:
         self.lines: list[dict[str, Any]] = []
         self.now_s = 0.0
         self.coordinator = Coordinator(
-            job={"thinwire": __version__}, planned=3, sync_interval=10, overlap_steps=1, shard_windows=8,
-            generation="g", send=lambda *what: self.said.append(what), record=self._record,
-        )  # fmt: skip
+            CoordinatorConfig(
+                job={"thinwire": __version__}, initial_replicas=3, sync_interval=10, overlap_steps=1, shard_windows=8
+            ),
+            generation="g",
+            send=lambda *what: self.said.append(what),
+            record=self._record,
+        )
         if lines is not None:
-            self.coordinator.resume_from(lines, now_s=0.0)
+            self.coordinator.replay(lines, now_s=0.0)
             return
         for token in (b"a", b"b", b"c"):
             self.join(token)
@@ -100,7 +105,7 @@ def test_a_spare_that_reads_another_corpus_leaves_the_place_to_the_next_one() ->
     # one that joins by itself and cannot take part was never part of the run
     town.hear(b"x", "join", version=VERSION, thinwire=__version__, host="x")
     town.hear(b"x", "here", address="127.0.0.1", port=1, corpus="another", windows=100, held=0, era=0, disk=0)
-    assert "x" not in {vacancy.host for vacancy in town.coordinator.spares.vacancies}
+    assert "x" not in {vacancy.host for vacancy in town.coordinator.state.standby_hosts.vacancies}
 
 
 def test_one_that_has_come_to_the_end_has_no_place_to_be_taken() -> None:
@@ -146,10 +151,10 @@ def test_without_a_spare_a_call_says_how_to_add_one() -> None:
 def told_of_a_call() -> list[list[int | str]]:
     """Return what a journal holds of a spare that was called, and of a place that waits for its own host."""
     spares = StandbyHosts()
-    spares.lose(2, "b", now_s=0.0)
+    spares.lost(2, "b", now_s=0.0)
     assert not spares.ask(b"old", "s", now_s=0.0) and spares.call(1, now_s=0.0) == "s"
-    told = spares.news()
-    assert told == [[2, "b", 0], [1, "s", 1]] and spares.news() is None
+    told = spares.take_change()
+    assert told == [[2, "b", 0], [1, "s", 1]] and spares.take_change() is None
     return told
 
 
@@ -160,17 +165,16 @@ def test_a_spare_that_has_not_heard_its_call_is_called_again_by_the_next_coordin
     assert not spares.ask(b"t", "t", now_s=2.0)
     assert spares.ask(b"s", "s", now_s=2.0) and spares.ask(b"s", "s", now_s=3.0)
     assert not spares.ask(b"again", "s", now_s=3.0), "one for each place"
-    spares.come("s")
+    spares.joined("s")
     assert [vacancy.replica for vacancy in spares.vacancies] == [2]
 
 
-@pytest.mark.parametrize("way", ["it came", "it was passed over", "an earlier version wrote it"])
+@pytest.mark.parametrize("way", ["it came", "it was passed over"])
 def test_a_spare_whose_place_is_not_its_own_any_more_waits_on(way: str) -> None:
     spares = StandbyHosts()
-    told = told_of_a_call()
-    spares.load([one[:2] for one in told] if way == "an earlier version wrote it" else told, now_s=1.0)
+    spares.load(told_of_a_call(), now_s=1.0)
     if way == "it came":
-        spares.come("s")
+        spares.joined("s")
     elif way == "it was passed over":
         spares.ask(b"t", "t", now_s=30.0)
         assert spares.due(now_s=31.0, patience_s=20.0) == [StandbyCall(host="t", replica=2)]
@@ -183,7 +187,7 @@ def test_spares_and_places_are_bounded() -> None:
     spares = StandbyHosts()
     for number in range(1000):
         spares.ask(b"%d" % number, f"host {number}", now_s=0.0)
-        spares.lose(number, f"host {number}", now_s=0.0)
+        spares.lost(number, f"host {number}", now_s=0.0)
     assert len(spares.waiting(now_s=1.0)) == 256 and [vacancy.replica for vacancy in spares.vacancies] == [
         *range(936, 1000)
     ]
@@ -194,7 +198,7 @@ def test_spares_and_places_are_bounded() -> None:
 
 def act(town: Town, tmp_path: Path, *, is_hang: bool) -> str:
     hands = ElasticHands(
-        tmp_path, status=lambda: town.coordinator.status(now_s=town.now_s),
+        tmp_path, status=lambda: town.coordinator.admin.status(now_s=town.now_s),
         tell=lambda verb, target: str(town.command(verb, target)["text"]),
     )  # fmt: skip
     members = hands.members()
@@ -208,7 +212,7 @@ def test_who_hangs_is_ended_and_who_is_slow_leaves_where_a_spare_takes_the_place
     assert act(town, tmp_path, is_hang=True) == (
         "replica 1 on b was let go, and its host ends its process; spare s takes its place"
     )
-    assert town.coordinator.orders == [{"replica": 1, "what": "end"}]
+    assert town.coordinator.state.orders == [{"replica": 1, "what": "end"}]
     town = Town()
     town.go_on(1.0, alive=b"abc", spares=("s",))
     assert act(town, tmp_path, is_hang=False) == "replica 1 on b was told to leave; spare s takes its place"

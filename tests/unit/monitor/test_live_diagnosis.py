@@ -16,6 +16,7 @@ import pytest
 
 from thinwire.cli.run_watchdog import diagnosis_of, report_end
 from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.downtime import Downtime
 from thinwire.monitor.findings import Finding, Place
@@ -260,7 +261,7 @@ def test_the_hands_of_an_elastic_run_ask_the_coordinator_and_order_the_launcher(
         said.append((verb, target))
         return "it was told"
 
-    now = status(member(0, step=5, paused=True), member(1, step=5), member(2, step=0, state="loading"))
+    now = status(member(0, step=5, paused=True), member(1, step=5), member(2, step=0, standing="loading"))
     hands = ElasticHands(tmp_path, status=lambda: now, tell=tell)
     assert [hands.act(action(what)) for what in ("restart", "exclude")] == ["it was told"] * 2  # of another host
     assert said == [("restart", "1"), ("end", "1")] and hands.take_orders() == []
@@ -331,14 +332,15 @@ def test_a_replica_that_stood_still_and_went_on_cost_its_time() -> None:
 def test_the_coordinator_lets_a_replica_go_that_does_not_answer() -> None:
     sent: list[tuple[bytes, str, dict[str, Any]]] = []
     coordinator = Coordinator(
-        job={}, planned=2, sync_interval=4, overlap_steps=1, shard_windows=8,
-        send=lambda token, kind, fields: sent.append((token, kind, dict(fields))), record=lambda what, fields: None,
+        CoordinatorConfig(job={}, initial_replicas=2, sync_interval=4, overlap_steps=1, shard_windows=8),
+        send=lambda token, kind, fields: sent.append((token, kind, dict(fields))),
+        record=lambda what, fields: None,
         generation="g",
-    )  # fmt: skip
+    )
     for token in (b"a", b"b"):
-        coordinator.roster.add(token, host="h", now_s=0.0)
+        coordinator.state.roster.add(token, host="h", now_s=0.0)
     for target, is_done in (("1", True), ("7", False), ("", False)):
         coordinator.handle(b"person", {"kind": "command", "verb": "expel", "target": target}, now_s=1.0)
         assert sent[-1][:2] == (b"person", "answer") and sent[-1][2]["ok"] is is_done
-    assert [one.replica for one in coordinator.roster] == [0]
+    assert [one.replica for one in coordinator.state.roster] == [0]
     assert (b"b", "expelled", {"why": "was let go, since it hangs", "is_non_finite": False}) in sent

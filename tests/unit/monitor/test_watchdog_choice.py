@@ -13,6 +13,7 @@ import pytest
 from thinwire.cli.elastic_run import RunStatusPoller
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_server import CoordinatorServer
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.invitation import Invitation
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.monitor.live_diagnosis import LiveDiagnosis, Members
@@ -37,9 +38,13 @@ class Nobody:
 
 def coordinator(send: Any) -> Coordinator:
     return Coordinator(
-        job={"thinwire": __version__}, planned=1, sync_interval=10, overlap_steps=1, shard_windows=8, generation="g",
-        send=send, record=lambda what, fields: None,
-    )  # fmt: skip
+        CoordinatorConfig(
+            job={"thinwire": __version__}, initial_replicas=1, sync_interval=10, overlap_steps=1, shard_windows=8
+        ),
+        generation="g",
+        send=send,
+        record=lambda what, fields: None,
+    )
 
 
 def write_beats(run: Path, rank: int, count: int) -> None:

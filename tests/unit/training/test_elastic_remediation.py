@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from thinwire.elastic.coordinator import Coordinator
+from thinwire.elastic.coordinator_state import CoordinatorConfig
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.training.elastic.remediation import ElasticHands, Order, orders_of, write_pid
 from thinwire.version import __version__
@@ -20,9 +21,13 @@ class Town:
     def __init__(self) -> None:
         self.said: list[tuple[bytes, str, dict[str, Any]]] = []
         self.coordinator = Coordinator(
-            job={"thinwire": __version__}, planned=3, sync_interval=10, overlap_steps=1, shard_windows=8,
-            generation="g", send=lambda *what: self.said.append(what), record=lambda what, fields: None,
-        )  # fmt: skip
+            CoordinatorConfig(
+                job={"thinwire": __version__}, initial_replicas=3, sync_interval=10, overlap_steps=1, shard_windows=8
+            ),
+            generation="g",
+            send=lambda *what: self.said.append(what),
+            record=lambda what, fields: None,
+        )
         for token in (b"a", b"b", b"c"):
             self.hear(token, "join", version=VERSION, thinwire=__version__, host=token.decode())
 
@@ -49,7 +54,7 @@ def test_a_status_holds_what_hosts_are_to_do(verb: str, what: str, words: str) -
     for number in range(200):
         town.hear(b"n%d" % number, "join", version=VERSION, thinwire=__version__, host="n")
         town.command(verb, str(3 + number))
-    assert [one["replica"] for one in town.coordinator.status()["orders"]] == list(range(139, 203))
+    assert [one["replica"] for one in town.coordinator.admin.status()["orders"]] == list(range(139, 203))
 
 
 def test_only_a_process_of_this_host_that_is_still_that_replica_is_meant(tmp_path: Path) -> None:
@@ -74,7 +79,9 @@ def test_who_died_on_another_host_is_known_by_its_connections(tmp_path: Path) ->
         town.hear(token, "active", step=0)
         town.hear(token, "beat", step=0, step_s=0.1, roster=0)
     town.hear(b"a", "lost", replica=2, now_s=0.5)
-    hands = ElasticHands(tmp_path, status=lambda: town.coordinator.status(now_s=1.0), tell=lambda verb, target: "")
+    hands = ElasticHands(
+        tmp_path, status=lambda: town.coordinator.admin.status(now_s=1.0), tell=lambda verb, target: ""
+    )
     found = hands.members()
     assert found is not None and (found.present, found.gone) == ({0, 1, 2}, {2})
     town.hear(b"c", "beat", step=0, step_s=0.1, roster=0, now_s=1.0)  # it was only the wire

@@ -1,6 +1,4 @@
-"""The process of the coordinator: its port, its journal, and what it writes down for people. Nothing here needs torch,
-so that one that died is back soon.
-"""
+"""Process of the coordinator: its server, its journal and the records of the run. It starts fast, without torch."""
 
 from __future__ import annotations
 
@@ -16,6 +14,7 @@ from typing import Any
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_server import CoordinatorServer
+from thinwire.elastic.coordinator_state import CoordinatorConfig, CoordinatorState
 from thinwire.elastic.journal import HeldMessages, Journal
 from thinwire.errors import ThinwireError
 from thinwire.files import write_whole
@@ -26,11 +25,11 @@ from thinwire.units import format_bytes
 JOURNAL_FILE = "coordinator.jsonl"
 JOB_FILE = "job.json"
 PORT_FILE = "coordinator.json"
-# There once this host has no replicas any more: the coordinator ends when the others have none either.
+# Exists once this host has no replicas any more: the coordinator ends when the others have none either.
 ALONE_FILE = "coordinator.alone"
-# After the end the last words must reach those that wait for them.
-_FAREWELL_S = 5.0
-_LONGEST_FAREWELL_S = 600.0
+# Seconds after the end for the last messages to arrive, and the longest wait for replicas to leave.
+_LINGER_S = 5.0
+_MAX_LINGER_S = 600.0
 # Below this a disk counts as full, above twice as much as having room again.
 MIN_FREE_BYTES = 1 << 20
 _DISK_CHECK_S = 1.0
@@ -42,14 +41,14 @@ def coordinate(
     run_dir: Path, *, secret_path: Path, address: str, port: int, say: Callable[[str], None],
     until: threading.Event,
 ) -> None:  # fmt: skip
-    """Be a run's coordinator until the run has ended and its replicas have left.
+    """Run a coordinator until the run has ended and its replicas have left.
 
     Args:
-        run_dir: Holds the run's options, and takes the journal.
+        run_dir: Folder of the run's options and of the journal.
         secret_path: File of the job's secret.
         address: The IPv4 address to listen on.
         port: The port, 0 for a free one.
-        say: Told what people should know.
+        say: Reports to the user.
         until: Ends it earlier.
 
     Raises:
@@ -59,38 +58,40 @@ def coordinate(
     journal = Journal(run_dir / JOURNAL_FILE, say=say, until=until)
     _check_journal(journal, job["identity"], path=run_dir / JOURNAL_FILE)
     known = read_port(run_dir)
-    # one that takes the place of another that died must be where that was
+    # a restarted coordinator must be where the earlier one was
     wanted = known[1] if port == 0 and known is not None else port
-    hub = CoordinatorServer(secret=read_secret(secret_path), address=address, port=wanted, say=say)
-    if known != (address, hub.port):  # not where there may be no room, for what is there already
-        write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
-    held = HeldMessages(journal, send=hub.send)
-    coordinator = Coordinator(
-        job=job, planned=job["config"]["begin_with"] or job["config"]["replicas"], sync_interval=job["sync_interval"],
-        overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=held.send, record=journal.write,
-        part_share=job.get("part_share", 0.0), bears=job.get("bears", False),
-        generation=hub.generation, founding_s=job["config"]["join_deadline_s"], resumed_step=job["resumed_step"],
+    server = CoordinatorServer(secret=read_secret(secret_path), address=address, port=wanted, say=say)
+    if known != (address, server.port):  # else there may be no room for it
+        write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": server.port}) + "\n")
+    held = HeldMessages(journal, send=server.send)
+    config = CoordinatorConfig(
+        job=job, initial_replicas=job["config"]["begin_with"] or job["config"]["replicas"],
+        sync_interval=job["sync_interval"], overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"],
+        part_share=job.get("part_share", 0.0), allows_overdue=job.get("bears", False),
+        start_timeout_s=job["config"]["join_deadline_s"], resumed_step=job["resumed_step"],
     )  # fmt: skip
     records = TakenRecords(run_dir, say=say)
-    coordinator.keep_records = records.take
-    coordinator.resume_from(journal.lines(), now_s=time.monotonic())
-    end = _End(coordinator, until, alone=run_dir / ALONE_FILE)
+    coordinator = Coordinator(
+        config, send=held.send, record=journal.write, generation=server.generation, keep_records=records.take
+    )
+    coordinator.replay(journal.lines(), now_s=time.monotonic())
+    end = _EndOfRun(coordinator.state, until, alone=run_dir / ALONE_FILE)
     disk = _DiskCheck(run_dir, journal=journal, report=coordinator.report)
 
     def turn() -> None:
         held.release()
-        # between two messages, as a snapshot must be
-        journal.compact(lambda: [{"what": "run", **job["identity"]}, *coordinator.snapshot()])
-        disk.look(now_s=time.monotonic())
+        # between two messages, as `journal_lines` needs
+        journal.compact(lambda: [{"what": "run", **job["identity"]}, *coordinator.state.journal_lines()])
+        disk.check(now_s=time.monotonic())
 
     def is_over() -> bool:
-        # what is held back would never be sent, the end of the run among it
+        # else held messages, such as the end of the run, would never be sent
         return end.has_come() and (until.is_set() or not journal.is_behind)
 
     try:
-        hub.serve(coordinator, until=is_over, turn=turn)
+        server.serve(coordinator, until=is_over, turn=turn)
     finally:
-        hub.close()
+        server.close()
         records.close()
         journal.close()
 
@@ -106,8 +107,8 @@ class _DiskCheck:
         self._next_s = -math.inf
         self._num_left = _MAX_DISK_REPORTS
 
-    def look(self, *, now_s: float) -> None:
-        """Look at the disk when it is time."""
+    def check(self, *, now_s: float) -> None:
+        """Check the disk once a second."""
         if now_s < self._next_s or self._num_left <= 0:
             return
         self._next_s = now_s + _DISK_CHECK_S
@@ -149,34 +150,34 @@ def _check_journal(journal: Journal, identity: Mapping[str, Any], *, path: Path)
         )
 
 
-class _End:
+class _EndOfRun:
     """Whether the coordinator has nothing left to do."""
 
-    def __init__(self, coordinator: Coordinator, until: threading.Event, *, alone: Path) -> None:
-        self._coordinator = coordinator
+    def __init__(self, state: CoordinatorState, until: threading.Event, *, alone: Path) -> None:
+        self._state = state
         self._until = until
         self._alone = alone
         self._finished_s: float | None = None
 
     def has_come(self) -> bool:
-        """Tell whether to end."""
+        """Return whether to end."""
         if self._until.is_set():
             return True
-        is_over = self._coordinator.has_finished or bool(self._coordinator.failure)
-        if not is_over and (len(self._coordinator.roster) or not self._alone.exists()):
+        is_over = self._state.has_finished or bool(self._state.failure)
+        if not is_over and (len(self._state.roster) or not self._alone.exists()):
             return False
         now_s = time.monotonic()
         if self._finished_s is None:
             self._finished_s = now_s
         waited_s = now_s - self._finished_s
-        # spares, which ask once a second, learn of the end too
-        least_s = _FAREWELL_S / 2 if self._coordinator.spares.waiting(now_s=now_s) else _FAREWELL_S / 10
-        has_parted = not len(self._coordinator.roster) and waited_s > least_s
-        return has_parted or waited_s > _LONGEST_FAREWELL_S
+        # standby hosts ask once a second, and learn of the end too
+        least_s = _LINGER_S / 2 if self._state.standby_hosts.waiting(now_s=now_s) else _LINGER_S / 10
+        has_parted = not len(self._state.roster) and waited_s > least_s
+        return has_parted or waited_s > _MAX_LINGER_S
 
 
 def read_port(run_dir: Path) -> tuple[str, int] | None:
-    """Return where the coordinator of a run on this host listens, None as long as it does not say."""
+    """Return the address of the coordinator of a run on this host, None before it has written it."""
     try:
         found = json.loads((run_dir / PORT_FILE).read_text())
         return str(found["address"]), int(found["port"])
