@@ -11,7 +11,7 @@ import pytest
 from thinwire.monitor.detect import diagnose as history_module
 from thinwire.monitor.detect.change_points import Watch
 from thinwire.monitor.detect.clocks import Sighting, SightingBook, align
-from thinwire.monitor.detect.diagnose import History, settled_s
+from thinwire.monitor.detect.diagnose import DetectorState, settled_s
 from thinwire.monitor.detect.link_history import LinkHistory, link_times
 from thinwire.monitor.detect.live import LiveJudge, Window
 from thinwire.monitor.detect.slow_compute import work_times
@@ -78,11 +78,11 @@ def test_by_and_by_links_and_work_are_known_as_from_all_records(
     hosts = tuple(f"host-{number}" for number in range(size))
     scene = Scene(hosts=hosts, rounds=90, noise=NOISES[noise], faults=(SLOW, SLOW_WORK), pattern=pattern)  # type: ignore[arg-type]
     records = on_one_clock(scene)
-    window, history = Window(most_records=30 * size), History()
+    window, history = Window(most_records=30 * size), DetectorState()
     for part in looks([*as_written(records)]):
         for record in part:
             window.add(record)
-        links, work = history.take(build(window.records()))
+        links, work = history.update(build(window.records()))
     job = build(from_records(records))
     assert len(build(window.records()).messages) < len(job.messages) / 2, "most of them are forgotten"
     whole, all_work = link_times(job), work_times(job)

@@ -6,6 +6,8 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 
+import msgspec
+
 from thinwire.monitor.detect.change_points import LEAST_RATIO, Watch
 from thinwire.monitor.detect.connections import (
     FEW_AFTER,
@@ -23,7 +25,15 @@ from thinwire.monitor.detect.delay_matrix import WIRE_REMEDY, probe_for
 from thinwire.monitor.detect.link_history import size_class
 from thinwire.monitor.detect.progress import UNSURE
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import (
+    Evidence,
+    Finding,
+    Place,
+    PlacedOperationEvidence,
+    SlowOperationEvidence,
+    StandstillEvidence,
+    joined,
+)
 
 _LOOK_ROUNDS = 24
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
@@ -93,7 +103,9 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
         kind="communication slow",
         places=(Place(kind="communicator"),),
         since_s=change.since_s, since_round=change.since_round, seen_round=change.seen_round, until_s=change.until_s,
-        evidence={"communicator": communicator, "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6)},
+        evidence=SlowOperationEvidence(
+            communicator=communicator, times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
+        ),
         text=f"Operations of {communicator} take {ratio:.1f} times as long as they did, also for the rank that "
         "comes last",
         confidence=0.6 * job.trust,
@@ -106,17 +118,25 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
 
 
 def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
-    """Return slow operations with the wires that make them so, by the kernels' counters."""
-    explained = wires.explained
-    named = " or ".join(map(str, explained.places))
+    """Return slow operations with the connections that make them slow, by the kernels' counters."""
+    explained, evidence = wires.explained, found.evidence
     is_little = wires.num_seen < FEW_AFTER or explained.excess < _SLOW
     most = 0.5 if len(explained.places) > 1 else UNSURE if is_little else 0.9
+    byte_times, links = round(wires.times, 2), list(wires.links[:16])
+    placed: Evidence
+    if isinstance(evidence, SlowOperationEvidence):
+        placed = PlacedOperationEvidence(
+            communicator=evidence.communicator, times_longer=evidence.times_longer, usual_s=evidence.usual_s,
+            byte_times_longer=byte_times, links=links,
+        )  # fmt: skip
+    else:
+        assert isinstance(evidence, StandstillEvidence)
+        placed = msgspec.structs.replace(evidence, byte_times_longer=byte_times, links=links)
     return replace(
         found, places=explained.places, confidence=min(most, explained.sure) * job.trust,
-        probe=how_to_decide(job, explained.places),
-        text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {named}, by the kernel's counters.",
-        evidence={**found.evidence, "byte_times_longer": round(wires.times, 2), "links": list(wires.links[:16])},
-        remedy=WIRE_REMEDY,
+        probe=how_to_decide(job, explained.places), evidence=placed, remedy=WIRE_REMEDY,
+        text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {joined(explained.places)}, by the "
+        "kernel's counters.",
     )  # fmt: skip
 
 
@@ -135,14 +155,16 @@ def placed_hang(job: Job, hang: Finding) -> Finding:
     if not are_watched(job):
         return hang
     explained, num_known = dead_wires(job)
+    assert isinstance(hang.evidence, StandstillEvidence)
+    evidence = msgspec.structs.replace(hang.evidence, connections_known=num_known)
     if explained is not None:
-        named = " or ".join(map(str, explained.places))
+        named = joined(explained.places)
         is_one = len(explained.places) == 1
         return replace(
             hang, places=explained.places, confidence=(0.6 + 0.35 * explained.fit if is_one else 0.5) * job.trust,
             text=f"{hang.text[:-1]}: nothing comes any more over {named}, no acknowledgement and no answer to what the "
             "kernel asks.",
-            evidence={**hang.evidence, "connections_known": num_known}, probe=probe_for(explained.places),
+            evidence=evidence, probe=probe_for(explained.places),
         )  # fmt: skip
     wires = slower_wires(job, hang.since_s)
     if wires is not None and wires.explained.excess >= _SLOW:
@@ -152,6 +174,6 @@ def placed_hang(job: Job, hang: Finding) -> Finding:
         return hang
     return replace(
         hang, text=f"{hang.text[:-1]}, though all {num_known} connections between hosts that are known of answer.",
-        evidence={**hang.evidence, "connections_known": num_known},
+        evidence=evidence,
         remedy="take the stacks of all ranks (py-spy dump): it is no wire",
     )  # fmt: skip

@@ -25,7 +25,7 @@ from thinwire.monitor.detect.delay_matrix import (
 )
 from thinwire.monitor.detect.progress import UNSURE
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place, PlaceKind
+from thinwire.monitor.findings import Finding, Place, PlaceKind, SlowBytesEvidence, joined
 from thinwire.monitor.runlog.records import Flow
 
 # A wire that is well is silent for a second and a round trip at most; so a hang is placed when it has lasted so long.
@@ -383,14 +383,14 @@ def _is_still_so(job: Job, wires: SlowerWires, change: Change) -> bool:
 
 def _slow_flow(job: Job, wires: SlowerWires, change: Change) -> Finding:
     explained = wires.explained
-    named = " or ".join(map(str, explained.places))
+    named = joined(explained.places)
     usual_mbit = _BITS / wires.usual_s / _MILLION
     return Finding(
         kind="communication slow", places=explained.places, since_s=change.since_s, until_s=change.until_s,
-        evidence={
-            "times_longer": round(wires.times, 2), "usual_mbit_a_second": round(usual_mbit, 3),
-            "now_mbit_a_second": round(usual_mbit / wires.times, 3), "links": list(wires.links[:16]),
-        },
+        evidence=SlowBytesEvidence(
+            times_longer=round(wires.times, 2), usual_mbit_a_second=round(usual_mbit, 3),
+            now_mbit_a_second=round(usual_mbit / wires.times, 3), links=list(wires.links[:16]),
+        ),
         text=f"A byte takes {wires.times:.1f} times as long over {named} as it did, by the kernels' counters.",
         confidence=min(0.5 if len(explained.places) > 1 else UNSURE, explained.sure) * job.trust,
         remedy=WIRE_REMEDY,

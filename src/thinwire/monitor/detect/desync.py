@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import DesyncEvidence, Finding, LossDivergenceEvidence, LossEvidence, Place
 from thinwire.monitor.runlog.records import Operation, Span
 
 _PARTED_SCORES = 6.0
@@ -57,8 +57,10 @@ def _mismatches(job: Job, own: dict[int, Operation], sequence: int) -> Iterator[
             since_s=min(operation.posted_s for operation in own.values()),
             since_round=first.round if first.round >= 0 else sequence,
             seen_round=first.round if first.round >= 0 else sequence,
-            evidence={"communicator": first.communicator, "operation": sequence, "differs_in": name,
-                      "by_rank": [f"{rank}: {known[rank]}" for rank in sorted(known)][:16]},
+            evidence=DesyncEvidence(
+                communicator=first.communicator, operation=sequence, differs_in=name,
+                by_rank=[f"{rank}: {known[rank]}" for rank in sorted(known)][:16],
+            ),
             text=f"At operation {sequence} of {first.communicator} {Place(kind='rank', ranks=culprits)} {told}.",
             confidence=(0.97 if is_sure else 0.6) * job.trust,
             remedy="compare the code paths of these ranks before this operation: a branch on data, a rank number or an "
@@ -93,7 +95,7 @@ def _non_finite(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Find
                 kind="non-finite loss",
                 places=(Place(kind="job"),) if everyone else (Place(kind="rank", ranks=bad),),
                 since_s=min(by_step[step][rank].done_s for rank in bad), since_round=step, seen_round=step,
-                evidence={"losses": [str(by_step[step][rank].loss) for rank in bad][:16]},
+                evidence=LossEvidence(losses=[str(by_step[step][rank].loss) for rank in bad][:16]),
                 text=f"The loss is no number since step {step}.",
                 confidence=0.99 * job.trust,
                 remedy="lower the learning rate if it is all ranks; if it is one, look at its data and its memory",
@@ -139,7 +141,7 @@ def _parting(job: Job, rank: int, first: Span, step: int, scores: float) -> Find
         kind="loss divergence",
         places=(Place(kind="rank", ranks=(rank,)),),
         since_s=first.done_s, since_round=first.step, seen_round=step,
-        evidence={"loss_then": first.loss, "deviations_from_the_others": round(scores, 1)},
+        evidence=LossDivergenceEvidence(loss_then=first.loss, deviations_from_the_others=round(scores, 1)),
         text=f"The loss of rank {rank} has parted from the others' since step {first.step}.",
         confidence=0.85 * job.trust,
         remedy="compare its parameters with the others' by a hash; look at its data order and its memory",

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
+
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.collectives import may_be_placed_soon, placed_hang
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
@@ -20,7 +22,16 @@ from thinwire.monitor.detect.heartbeats import unrecorded
 from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
 from thinwire.monitor.detect.progress import LEAST_PATIENCE_S, UNSURE, is_dead, is_still, slow_ranks, slow_wires
 from thinwire.monitor.detect.timeline import Job, Message
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import (
+    Finding,
+    MissingRankEvidence,
+    OneSidedEvidence,
+    OwnErrorEvidence,
+    Place,
+    StuckMessageEvidence,
+    WaitEvidence,
+    joined,
+)
 from thinwire.monitor.runlog.records import Operation
 
 # A recorder that says again and again that it lives is silent after so long, however rare rounds are.
@@ -163,16 +174,17 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
         came = [m for m in messages if m.received_done_s is not None and m.received_done_s <= first_s]
         found = _inside(view, still, [*came, *(stuck or own)])
     errors = sorted({m.error for m in messages if m.error and first in (m.source, m.destination)})
+    assert isinstance(found.evidence, WaitEvidence)
     return replace(
         found,
         text=f"{found.text} Rank {first} was the first to give up, at {first_s:.3f} s.",
-        evidence={**found.evidence, "gave_up": sorted(ranks)[:32], "errors": errors[:4]},
+        evidence=msgspec.structs.replace(found.evidence, gave_up=sorted(ranks)[:32], errors=errors[:4]),
     )
 
 
 def _roots(found: list[Finding]) -> list[Finding]:
     """Leave out ranks that are missed in one communicator because they wait in another, where there is another one."""
-    waiting = {rank for finding in found for rank in finding.evidence.get("waiting", ())}
+    waiting = {rank for one in found if isinstance(one.evidence, MissingRankEvidence) for rank in one.evidence.waiting}
     named = [{rank for place in finding.places for rank in place.ranks} for finding in found]
     return [one for one, ranks in zip(found, named, strict=True) if not ranks or ranks - waiting] or found
 
@@ -350,7 +362,7 @@ def _failed(job: Job, rank: int) -> Finding:
     place = Place(kind="rank", ranks=(rank,))
     return Finding(
         kind="non-communication hang", places=(place,), since_s=at_s,
-        evidence={"error": error, "others_ended": sorted(set(job.goodbyes) - {rank})[:32]},
+        evidence=OwnErrorEvidence(error=error, others_ended=sorted(set(job.goodbyes) - {rank})[:32]),
         text=f"Rank {rank} {error}." if is_written_for_it else f"Rank {rank} has ended by an error of its own: {error}",
         confidence=0.95 * job.trust,
         remedy="read this rank's log and the system's (dmesg names processes that ran out of memory); the others end "
@@ -379,12 +391,12 @@ def _outside(
         places=(place,),
         since_s=min(last_s, still.since_s) if gone else still.since_s,
         since_round=still.round, seen_round=still.round,
-        evidence={
-            "communicator": still.communicator, "operation": still.sequence,
-            "waiting": sorted(set(still.inside) - set(culprits))[:32],
-            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
-            "last_sign_s": round(last_s, 3), "wait_chain": _chain(still, messages, culprits),
-        },
+        evidence=MissingRankEvidence(
+            communicator=still.communicator, operation=still.sequence,
+            waiting=sorted(set(still.inside) - set(culprits))[:32], waited_s=round(job.now_s - still.since_s, 3),
+            longer_than_s=round(still.patience_s, 3), last_sign_s=round(last_s, 3),
+            wait_chain=_chain(still, messages, culprits),
+        ),
         text=f"{place.title} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
         f"recorder {who}{', and it may also be very slow' if is_unsure else ''}.",
         confidence=(0.95 if gone else UNSURE if is_unsure else 0.9) * job.trust,
@@ -404,10 +416,11 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         return slow
     stuck = [m for m in messages if m.is_stuck or (m.error and m.received_done_s is None)]
     if (partial := one_sided(job, still.inside, since_s=still.since_s)) is not None:
-        evidence = {
-            "communicator": still.communicator, "operation": still.sequence, **partial.evidence,
-            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
-        }  # fmt: skip
+        assert isinstance(partial.evidence, OneSidedEvidence)
+        evidence = msgspec.structs.replace(
+            partial.evidence, communicator=still.communicator, operation=still.sequence,
+            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.patience_s, 3),
+        )  # fmt: skip
         return replace(partial, since_round=still.round, seen_round=still.round, evidence=evidence)
     cells: dict[Cell, float] = {
         (m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None and m.sent_posted_s
@@ -417,7 +430,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     explained = DelayMatrix(cells, job.host_of).explain() if stuck else None
     places = explained.places if explained is not None else (Place(kind="communicator"),)
     places = tuple(dict.fromkeys(_whole_connection(job, place, stuck) for place in places))
-    named = " or ".join(map(str, places))
+    named = joined(places)
     text = f"All ranks are in operation {still.sequence} of {still.communicator}, and it does not end"
     text += f": {len(stuck)} messages that both ends are ready for do not arrive ({named})." if stuck else "."
     share = explained.fit if explained is not None else 0.0
@@ -432,13 +445,12 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         kind="communication hang",
         places=places,
         since_s=still.since_s, since_round=still.round, seen_round=still.round,
-        evidence={
-            "communicator": still.communicator, "operation": still.sequence,
-            "stuck": [f"{m.source} -> {m.destination}" for m in stuck][:16],
-            "arrived": sum(m.received_done_s is not None for m in messages),
-            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
-            "errors": sorted({m.error for m in messages if m.error})[:4],
-        }, text=text, confidence=confidence * job.trust,
+        evidence=StuckMessageEvidence(
+            communicator=still.communicator, operation=still.sequence,
+            stuck=[f"{m.source} -> {m.destination}" for m in stuck][:16],
+            arrived=sum(m.received_done_s is not None for m in messages), waited_s=round(job.now_s - still.since_s, 3),
+            longer_than_s=round(still.patience_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],
+        ), text=text, confidence=confidence * job.trust,
         remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
         probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from thinwire.monitor.detect.change_points import OFTEN, Watch, at_least, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding
+from thinwire.monitor.findings import Finding, FlappingEvidence, joined
 
 # A job in which many messages take twice as long by nature still shows links that take four times as long.
 BAD = (math.log(2.2), math.log(4.0))
@@ -274,16 +274,16 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     if explained.excess < _LEAST:
         return []
     first = min(flapping.values(), key=lambda found: found.seen_round)
-    named = " or ".join(map(str, explained.places))
+    named = joined(explained.places)
     longer = math.exp(explained.excess)
     return [Finding(
         kind="flapping link",
         places=explained.places,
         since_s=first.since_s, since_round=first.episodes[0][0], seen_round=first.seen_round,
-        evidence={
-            "bad_rounds": [f"{begin} to {end}" for begin, end in first.episodes][:16],
-            "times_longer": round(longer, 2), "explained": round(explained.fit, 3),
-        },
+        evidence=FlappingEvidence(
+            bad_rounds=[f"{begin} to {end}" for begin, end in first.episodes][:16], times_longer=round(longer, 2),
+            explained=round(explained.fit, 3),
+        ),
         text=f"Messages over {named} took {longer:.1f} times as long as usual in {len(first.episodes)} bad times, "
         "and as "
         "usual between them.",

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from thinwire.monitor.detect.clocks import SightingBook
-from thinwire.monitor.detect.diagnose import History, findings_of
+from thinwire.monitor.detect.diagnose import DetectorState, findings_of
 from thinwire.monitor.detect.heartbeats import Lateness, find_silent
 from thinwire.monitor.detect.progress import UNSURE
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import Finding, Place, WaitEvidence
 from thinwire.monitor.runlog.reader import Records, members_of, without_given_up
 from thinwire.monitor.runlog.records import (
     Arrival,
@@ -224,7 +224,8 @@ class _Case:
 
     def may_return(self, now_s: float) -> bool:
         """Return whether a hang that may have been a very slow message may come again with the next one."""
-        waited_s = self.finding.evidence.get("waited_s", 0.0)
+        evidence = self.finding.evidence
+        waited_s = evidence.waited_s if isinstance(evidence, WaitEvidence) else 0.0
         return self.finding.confidence <= UNSURE and now_s - self.last_s < _HELD * waited_s
 
     @property
@@ -268,7 +269,7 @@ class LiveJudge:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self._until_new, self._until_over = looks_until_new, looks_until_over
         self._window = Window(most_records=most_records)
-        self._history, self._book, self._lateness = History(), SightingBook(), Lateness(own_host)
+        self._history, self._book, self._lateness = DetectorState(), SightingBook(), Lateness(own_host)
         self._cases: list[_Case] = []
         self._num_told = 0
         self.num_failed = 0

@@ -12,8 +12,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
+import msgspec
+
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import Finding, OneSidedEvidence, Place, WaitEvidence
 
 # Confidence where no peer is heard, where less than half of the hosts are, and where one of two sides may be at fault.
 _NONE_HEARD, _FEW_HEARD, _ONE_OF_TWO = 0.3, 0.5, 0.5
@@ -55,7 +57,7 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
     places, confidence, text = _suspects(job, observers, peers, quiet)
     return Finding(
         kind="communication hang", places=places, since_s=since_s, text=f"{text} {_observer_text(observers)}",
-        evidence={"judged_from": observers[:32], "not_heard": list(quiet)[:32], "num_peers": len(peers)},
+        evidence=OneSidedEvidence(judged_from=observers[:32], not_heard=list(quiet)[:32], num_peers=len(peers)),
         confidence=confidence * job.trust, remedy=_REMEDY,
     )  # fmt: skip
 
@@ -69,7 +71,10 @@ def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | N
         since_s: Since when.
     """
     found = one_sided(job, inside, since_s=since_s)
-    return found if found is not None and len(found.evidence["not_heard"]) == found.evidence["num_peers"] > 1 else None
+    if found is None:
+        return None
+    assert isinstance(found.evidence, OneSidedEvidence)
+    return found if len(found.evidence.not_heard) == found.evidence.num_peers > 1 else None
 
 
 def partitioned(job: Job, finding: Finding) -> Finding:
@@ -97,6 +102,7 @@ def partitioned(job: Job, finding: Finding) -> Finding:
     if 2 * len(heard) >= len(hosts) or max(lost_s) - min(lost_s) > _AT_ONCE_S:
         return finding
     ranks = sorted(rank for rank in job.last_seen_s if job.host_of[rank] in heard)
+    assert isinstance(finding.evidence, WaitEvidence)
     own = Place(kind="host", hosts=tuple(sorted(heard)))
     num_silent = len(hosts - heard)
     is_alone = len(heard) == 1
@@ -107,7 +113,7 @@ def partitioned(job: Job, finding: Finding) -> Finding:
         text=f"{own.title} {'hears' if is_alone else 'hear'} from {num_silent} of {len(hosts)} hosts no more: likely "
         f"cut off {'itself' if is_alone else 'themselves'}, or these have stopped. {finding.text} "
         f"{_observer_text(ranks)}",
-        evidence={**finding.evidence, "judged_from": ranks[:32]},
+        evidence=msgspec.structs.replace(finding.evidence, judged_from=ranks[:32]),
         remedy=f"{_REMEDY}; then {finding.remedy}",
     )
 

@@ -20,7 +20,7 @@ from thinwire.monitor.detect.change_points import (
     median,
 )
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Kind, Place
+from thinwire.monitor.findings import ComputePeersEvidence, Finding, Kind, Place, SlowComputeEvidence, StallEvidence
 from thinwire.monitor.runlog.records import Operation
 
 # A gap counts as long from this part of the one that half of all own time lies above.
@@ -268,8 +268,8 @@ def _slower_job(job: Job, times: WorkTimes) -> list[Finding]:
         return []
     found = _slow_work(job, times, times.own, everyone, Place(kind="job"))
     # ranks that share a machine become slow together whenever it has something else to do
-    is_told = _is_worth_telling(found, times) and found.evidence["times_longer"] >= PEERS_RATIO
-    return [found] if is_told else []
+    is_relevant = _is_relevant(found, times) and (found.times_longer or 0.0) >= PEERS_RATIO
+    return [found] if is_relevant else []
 
 
 def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]:
@@ -291,13 +291,14 @@ def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]
         for group in [all_ranks] if is_host else [[rank] for rank in ranks]:
             place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
             found.append(_slow_work(job, times, watches, group, place))
-    return [finding for finding in found if _is_worth_telling(finding, times)]
+    return [finding for finding in found if _is_relevant(finding, times)]
 
 
-def _is_worth_telling(finding: Finding, times: WorkTimes) -> bool:
-    """Return whether work grew by more than what a busy machine takes at a turn, and by a known number."""
-    ratio, longer_s = finding.evidence["times_longer"], finding.evidence["now_s"] - finding.evidence["usual_s"]
-    return bool(ratio >= LEAST_RATIO and longer_s >= times.least_longer_s)
+def _is_relevant(finding: Finding, times: WorkTimes) -> bool:
+    """Return whether compute grew by more than what a busy machine takes at a turn, and by a known number."""
+    evidence = finding.evidence
+    assert isinstance(evidence, SlowComputeEvidence)
+    return evidence.times_longer >= LEAST_RATIO and evidence.now_s - evidence.usual_s >= times.least_longer_s
 
 
 def _grew(own: Watch, beside: Watch) -> bool:
@@ -329,11 +330,11 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
         kind=kind,
         places=(place,),
         since_s=first.since_s, since_round=since, seen_round=first.seen_round, until_s=first.until_s,
-        evidence={
-            "times_longer": round(math.exp(excess), 2), "usual_s": round(usual_s, 6),
-            "now_s": round(usual_s * math.exp(excess), 6),
-            "waited_least": "unknown" if least is None else f"rank {least}, {waits[least]:.4g} s",
-        },
+        evidence=SlowComputeEvidence(
+            times_longer=round(math.exp(excess), 2), usual_s=round(usual_s, 6),
+            now_s=round(usual_s * math.exp(excess), 6),
+            waited_least="unknown" if least is None else f"rank {least}, {waits[least]:.4g} s",
+        ),
         text=f"The work of {place} between exchanges takes {more}.",
         confidence=(0.95 if least is None or least in ranks else 0.85) * job.trust,
         remedy="look for other load, thermal limits, memory that runs full or data that comes late on this host",
@@ -377,7 +378,9 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
                 kind="non-communication slow",
                 places=(Place(kind="rank", ranks=(rank,)),),
                 since_s=times.own[rank].excess[0][1], since_round=0, seen_round=-1,
-                evidence={"times_longer_than_peers": round(time_s / middle, 2), "usual_s": round(time_s, 6)},
+                evidence=ComputePeersEvidence(
+                    times_longer_than_peers=round(time_s / middle, 2), usual_s=round(time_s, 6),
+                ),
                 text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the middle "
                 "of all ranks since "
                 "the records begin; it may be a slower machine.",
@@ -413,7 +416,7 @@ def _stalling(job: Job, times: WorkTimes, stalls: Mapping[int, tuple[int, int, f
         kind="periodic stall",
         places=(place,),
         since_s=at_s, since_round=first[0], seen_round=max(stall[3] for stall in stalls.values()),
-        evidence={"every_rounds": period, "times_longer": round(longer, 2)},
+        evidence=StallEvidence(every_rounds=period, times_longer=round(longer, 2)),
         text=f"The work of {place} takes {longer:.1f} times as long in every {period:.0f}th round.",
         confidence=0.9 * job.trust,
         remedy="collect garbage at the same step on all ranks (gc.disable and gc.collect), and move checkpoints and "

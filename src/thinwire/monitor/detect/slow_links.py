@@ -24,7 +24,7 @@ from thinwire.monitor.detect.delay_matrix import (
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.progress import UNSURE
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding
+from thinwire.monitor.findings import Finding, LinkPeersEvidence, SlowLinkEvidence, joined, link_names
 
 PEERS_RATIO = 3.0
 # A wire alone of which little is known yet: what is slower by less than that must be so by more than its times vary.
@@ -207,7 +207,7 @@ def _slow_link(
     job: Job, times: LinkTimes, explained: Explanation, since_round: int, since_s: float, seen_round: int
 ) -> Finding:
     usual_s = median([times.watches[cell].usual_s for cell in explained.cells])
-    ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+    ratio, named = math.exp(explained.excess), joined(explained.places)
     retries = sum(times.retries.get(cell, 0) for cell in explained.cells)
     is_one = len(explained.places) == 1
     num_rounds = max(len(times.watches[cell].since(since_round)) for cell in explained.cells)
@@ -216,12 +216,11 @@ def _slow_link(
         kind="communication slow",
         places=explained.places,
         since_s=since_s, since_round=since_round, seen_round=seen_round,
-        evidence={
-            "times_longer": round(ratio, 2), "usual_s": round(usual_s, 6), "now_s": round(usual_s * ratio, 6),
-            "links": [f"{source} -> {destination}" for source, destination in sorted(explained.cells)][:16],
-            "explained": round(explained.fit, 3), "retries": retries,
-            "clock_error_s": round(job.alignment.error_s, 6),
-        },
+        evidence=SlowLinkEvidence(
+            times_longer=round(ratio, 2), usual_s=round(usual_s, 6), now_s=round(usual_s * ratio, 6),
+            links=link_names(explained.cells), explained=round(explained.fit, 3), retries=retries,
+            clock_error_s=round(job.alignment.error_s, 6),
+        ),
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, counted from when both ends are "
         f"ready{f'; {num_rounds} rounds so far' if is_young else ''}.",
         confidence=min(UNSURE if is_young else 0.97, explained.sure if is_one else 0.5) * job.trust,
@@ -259,12 +258,14 @@ def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
 
 
 def _always_slow(job: Job, explained: Explanation, middle_s: float) -> Finding:
-    ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+    ratio, named = math.exp(explained.excess), joined(explained.places)
+    begin_s = min((message.sent_posted_s or 0.0 for message in job.messages), default=0.0)
     return Finding(
-        kind="communication slow", places=explained.places, since_s=min((message.sent_posted_s or 0.0 for message in
-        job.messages), default=0.0), since_round=0, seen_round=-1, evidence={"times_longer_than_peers": round(ratio,
-        2), "peers_s": round(middle_s, 6),
-                  "clock_error_s": round(job.alignment.error_s, 6)},
+        kind="communication slow", places=explained.places, since_s=begin_s, since_round=0, seen_round=-1,
+        evidence=LinkPeersEvidence(
+            times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6),
+            clock_error_s=round(job.alignment.error_s, 6),
+        ),
         text=f"Messages over {named} have taken {ratio:.1f} times as long as those between other hosts since the "
         "records begin; "
         "it may be the rate of this wire.",

@@ -16,7 +16,18 @@ from itertools import pairwise
 from thinwire.monitor.detect.change_points import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.monitor.detect.link_history import size_class
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import (
+    EndedFileEvidence,
+    Finding,
+    LateRankEvidence,
+    MissingFileEvidence,
+    NcclPeersEvidence,
+    Place,
+    SlowNcclEvidence,
+    SlowNcclMessageEvidence,
+    joined,
+    link_names,
+)
 from thinwire.monitor.nccl.values import TOGETHER, Numbers, Timing
 
 # From so many ranks on, what the others took is taken from all ranks: one more is little among them.
@@ -166,24 +177,27 @@ def find_late(all_series: Iterable[Series], numbers: Numbers, *, trust: float) -
             job_ranks = tuple(sorted(numbers.of(series.communicator, rank) for rank in late.ranks))
             told[late.host, job_ranks].append(late)
     findings = [_finding(lates, ranks, numbers, trust) for (_, ranks), lates in told.items()]
-    return sorted(_roots(findings), key=lambda one: (one.until_s is not None, -one.evidence["late_s"]))
+    return sorted(_without_followers(findings), key=lambda one: (one.until_s is not None, -_evidence(one).late_s))
 
 
-def _roots(findings: Sequence[Finding]) -> list[Finding]:
-    """Leave out ranks that are late where they have waited elsewhere, for one that is later still."""
+def _evidence(finding: Finding) -> LateRankEvidence:
+    assert isinstance(finding.evidence, LateRankEvidence)
+    return finding.evidence
+
+
+def _without_followers(findings: Sequence[Finding]) -> list[Finding]:
+    """Leave out ranks that are late because they have waited elsewhere, for one that is later still."""
     left = []
-    for one in findings:
-        own = set(one.evidence["late"])
-        causes = [
-            other
-            for other in findings
-            if other is not one
-            and own <= set(other.evidence["waiting"])
-            and not set(other.evidence["late"]) <= set(one.evidence["waiting"])
-            and other.evidence["late_s"] >= _FOLLOWS * one.evidence["late_s"]
-        ]
-        if not causes:
-            left.append(one)
+    for finding in findings:
+        one = _evidence(finding)
+        others = [_evidence(other) for other in findings if other is not finding]
+        if not any(
+            set(one.late) <= set(other.waiting)
+            and not set(other.late) <= set(one.waiting)
+            and other.late_s >= _FOLLOWS * one.late_s
+            for other in others
+        ):
+            left.append(finding)
     return left
 
 
@@ -273,12 +287,12 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
         kind="non-communication slow",
         places=(place,),
         since_s=late.since[1], since_round=late.since[0],
-        evidence={
-            "late_s": round(late.late_s, 6), "operation_takes_s": round(late.usual_s, 6),
-            "came_last": round(late.share_last, 3), "late": list(ranks), "waiting": others[:64],
-            "seats": seats[:16], "communicators": sorted({one.series.communicator for one in lates})[:16],
-            "kinds": sorted({one.series.kind for one in lates}), "ranks_without_files": series.unrecorded,
-        },
+        evidence=LateRankEvidence(
+            late_s=round(late.late_s, 6), operation_takes_s=round(late.usual_s, 6),
+            came_last=round(late.share_last, 3), late=list(ranks), waiting=others[:64], seats=seats[:16],
+            communicators=sorted({one.series.communicator for one in lates})[:16],
+            kinds=sorted({one.series.kind for one in lates}), ranks_without_files=series.unrecorded,
+        ),
         text=f"{place.title} comes late to {series.kind} of communicator {series.communicator}: the "
         f"others' kernels wait {late.late_s * 1e3:.3g} ms for it, where the operation itself takes "
         f"{late.usual_s * 1e3:.3g} ms" + (", since the files begin." if change is None else "."),
@@ -336,10 +350,10 @@ def _slow_collectives(slow: list[tuple[Series, Watch]], numbers: Numbers, trust:
         places=tuple(places),
         since_s=watch.change.since_s, since_round=watch.change.since_round, seen_round=watch.change.seen_round,
         until_s=watch.change.until_s,
-        evidence={
-            "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6),
-            "communicators": [one.communicator for one, _ in slow][:16], "kind": series.kind, "hosts": hosts[:64],
-        },
+        evidence=SlowNcclEvidence(
+            times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
+            communicators=[one.communicator for one, _ in slow][:16], kind_of_collective=series.kind, hosts=hosts[:64],
+        ),
         text=f"{series.kind} of communicator {series.communicator} takes {ratio:.1f} times as long as it did, also for "
         "the rank that comes last" + (f"; so do {len(slow) - 1} other communicators'" if len(slow) > 1 else "")
         + ". The times of collectives do not tell by which wire.",
@@ -434,11 +448,14 @@ def _longer(links: _Links, changed: Mapping[Cell, Change], trust: float) -> list
         return []
     first = min((change for cell, change in changed.items() if cell in explained.cells), key=lambda one: one.since_s)
     ratio, usual_s = math.exp(explained.excess), median([links.watches[cell].usual_s for cell in explained.cells])
-    named = " or ".join(map(str, explained.places))
+    named = joined(explained.places)
     return [Finding(
         kind="communication slow", places=explained.places,
         since_s=first.since_s, since_round=first.since_round, seen_round=first.seen_round, until_s=first.until_s,
-        evidence={"times_longer": round(ratio, 2), "usual_s": round(usual_s, 6), **_about(links, explained)},
+        evidence=SlowNcclMessageEvidence(
+            times_longer=round(ratio, 2), usual_s=round(usual_s, 6), links=link_names(explained.cells),
+            hosts=_hosts(links, explained), communicator=links.communicator,
+        ),
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, at the end that waits less.",
         confidence=(min(0.8, 0.5 + 0.3 * explained.fit) if len(explained.places) == 1 else 0.45) * trust,
         remedy="look at the interface, cable and other traffic there",
@@ -460,11 +477,13 @@ def _than_peers(links: _Links, trust: float) -> list[Finding]:
         explained = DelayMatrix(bare, links.host_of).explain() if len(cells) >= _LEAST_PEERS else None
         if explained is None or explained.excess < math.log(PEERS_RATIO):
             continue
-        ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+        ratio, named = math.exp(explained.excess), joined(explained.places)
         found.setdefault(explained.places, Finding(
             kind="communication slow", places=explained.places, since_s=links.began_s, since_round=0,
-            evidence={"times_longer_than_peers": round(ratio, 2), "peers_s": round(middle_s, 6),
-                      **_about(links, explained)},
+            evidence=NcclPeersEvidence(
+                times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6), links=link_names(explained.cells),
+                hosts=_hosts(links, explained), communicator=links.communicator,
+            ),
             text=f"Messages over {named} have taken {ratio:.1f} times as long as those of others since the files "
             "begin; it may be the rate of this wire.",
             confidence=0.5 * trust,
@@ -474,13 +493,8 @@ def _than_peers(links: _Links, trust: float) -> list[Finding]:
     return list(found.values())
 
 
-def _about(links: _Links, explained: Explanation) -> dict[str, object]:
-    cells = sorted(explained.cells)
-    return {
-        "links": [f"{source} -> {destination}" for source, destination in cells][:16],
-        "hosts": sorted({links.host_of[rank] for cell in cells for rank in cell})[:16],
-        "communicator": links.communicator,
-    }
+def _hosts(links: _Links, explained: Explanation) -> list[str]:
+    return sorted({links.host_of[rank] for cell in explained.cells for rank in cell})[:16]
 
 
 # What may be lost at the end of a file: what one dump holds. So long others must have gone on, at least.
@@ -516,10 +530,12 @@ def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
         left_s = max(ended[rank] for rank in ranks)
         found.append(Finding(
             kind="no records", places=(place,), since_s=last[1], since_round=last[0],
-            evidence={"communicator": series.communicator, "last_operation": last[0],
-                      "ranks": [numbers.of(series.communicator, rank) for rank in ranks][:_MOST_NAMED],
-                      "others_last": max(rows[-1][0] for rows in own.values()), "others_went_on_s": round(left_s, 3),
-                      "seats": [": process ".join(map(str, series.seats[rank])) for rank in ranks][:16]},
+            evidence=EndedFileEvidence(
+                communicator=series.communicator, last_operation=last[0],
+                ranks=[numbers.of(series.communicator, rank) for rank in ranks][:_MOST_NAMED],
+                others_last=max(rows[-1][0] for rows in own.values()), others_went_on_s=round(left_s, 3),
+                seats=[": process ".join(map(str, series.seats[rank])) for rank in ranks][:16],
+            ),
             text=f"The file of {place} ends with {series.kind} {last[0]} of communicator {series.communicator}, and "
             f"others have written for {left_s:.0f} s more. They could not have ended these without it, so it took "
             "part: its disk is full, the Inspector's thread has ended, or its file was copied sooner.",
@@ -559,10 +575,10 @@ def _absent(series: Series, numbers: Numbers, trust: float) -> Finding:
     place = Place(kind="rank", ranks=tuple(numbers.of(series.communicator, rank) for rank in gone))
     return Finding(
         kind="no records", places=(place,), since_s=first.at_s, since_round=series.operations[0][0],
-        evidence={
-            "communicator": series.communicator, "ranks": list(place.ranks), "num_ranks": series.num_ranks,
-            "with_files": len(series.seats),
-        },
+        evidence=MissingFileEvidence(
+            communicator=series.communicator, ranks=list(place.ranks), num_ranks=series.num_ranks,
+            with_files=len(series.seats),
+        ),
         text=f"Of {series.num_ranks} ranks of communicator {series.communicator} {series.unrecorded} wrote nothing "
         f"that was read ({place}): their files were not given, or the Inspector is not on there.",
         confidence=0.3 * trust,
