@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import DesyncEvidence, Finding, LossDivergenceEvidence, LossEvidence, Place
 from thinwire.monitor.runlog.records import Operation, Span
 
-_PARTED_SCORES = 6.0
-_PARTED_STEPS = 4
-_LEAST_PARTED = 0.05
-_LATELY = 64
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Constants of the detector of diverging losses."""
+
+    far_scores: float = 6.0  # distance from the median loss, in spreads of the ranks
+    far_steps: int = 4  # steps in a row on one side; small batches scatter to both (LOG 2026-11-22)
+    min_share: float = 0.05  # distance from the median, as a share of it
+    history: int = 64  # distances that the spread is taken from: losses scatter less as they fall
+
+
+LOSSES = LossConfig()
+
 
 # What is compared, in the order of what causes what: a rank in another round has other sizes too.
 _COMPARED: tuple[tuple[str, str], ...] = (
@@ -116,10 +126,12 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
         if len(finite) < 3:
             continue
         middle = median(list(finite.values()))
-        scale = max(1.4826 * median(usual), _LEAST_PARTED * abs(middle) / _PARTED_SCORES) if len(usual) >= 8 else None
+        scale = (
+            max(1.4826 * median(usual), LOSSES.min_share * abs(middle) / LOSSES.far_scores) if len(usual) >= 8 else None
+        )
         for rank, loss in finite.items():
             apart, run = loss - middle, runs[rank]
-            is_far = scale is not None and abs(apart) > _PARTED_SCORES * scale
+            is_far = scale is not None and abs(apart) > LOSSES.far_scores * scale
             if run and (not is_far or run[-1][1] * apart < 0):
                 # it was noise, and tells how far ranks are apart
                 usual += [abs(distance) for _, distance in run]
@@ -129,10 +141,10 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
             elif apart:
                 # with an odd number of ranks one is the middle itself, and says nothing of how far ranks are apart
                 usual.append(abs(apart))
-            if scale is not None and len(run) >= _PARTED_STEPS:
+            if scale is not None and len(run) >= LOSSES.far_steps:
                 return {"loss": _parting(job, rank, by_step[run[0][0]][rank], step, abs(apart) / scale)}
         # losses part as they fall: what ranks were apart long ago says little
-        del usual[:-_LATELY]
+        del usual[: -LOSSES.history]
     return {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import nlargest
 
 import msgspec
@@ -43,13 +43,24 @@ from thinwire.monitor.nccl.ras_detectors import find_in_snapshots, short_hash
 from thinwire.monitor.nccl.values import NcclRecords
 from thinwire.monitor.runlog.reader import Records
 
-# Rounds and steps whose numbers are so far behind are those of a job that began anew.
-_AGAIN = 64
-_LATEST = 32
-# Jobs with fewer records or rounds are judged from nothing: clocks are known the better the more messages there are.
-_LEAST_RECORDS, _LEAST_ROUNDS = 2000, 8
-# With so many records they are not.
-_MOST_RECORDS = 10_000
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DetectorStateConfig:
+    """Constants of the incremental state."""
+
+    restart_rounds: int = 64  # numbers that lie this far behind are those of a restarted job
+    restart_records: int = 32  # latest records that must lie behind
+    # below this all is computed again: clocks are fitted the better, the more messages there are
+    min_records: int = 2000
+    min_rounds: int = 8  # rounds until the state is kept
+    max_records: int = 10_000  # from this on the state is kept after fewer rounds too
+    # between the first and the last rank of a run that is stopped (tests/multiprocess/test_post_mortem.py)
+    stop_s: float = 15.0
+    passing_ratio: float = 2.0  # ratio of other work on a machine: 1.7 for three seconds at load 13 (LOG 2026-11-24)
+    passing_s: float = 5.0  # duration of other work on a machine
+
+
+STATE = DetectorStateConfig()
 
 
 class DetectorState:
@@ -99,17 +110,17 @@ class DetectorState:
         rounds = ((one.received_done_s, one.operation) for one in job.messages if one.received_done_s is not None)
         steps = ((span.done_s, span.step) for span in job.spans if span.kind == "compute")
         for done, newest in ((rounds, self._links.newest), (steps, self._work.newest)):
-            latest = nlargest(_LATEST, done)
-            if latest and max(number for _, number in latest) < newest - _AGAIN:
+            latest = nlargest(STATE.restart_records, done)
+            if latest and max(number for _, number in latest) < newest - STATE.restart_rounds:
                 return latest[-1][0]
         return None
 
 
 def _is_worth_it(job: Job) -> bool:
     count = len(job.messages) + len(job.spans)
-    if count < _LEAST_RECORDS:
+    if count < STATE.min_records:
         return False
-    return count >= _MOST_RECORDS or len({message.operation for message in job.messages}) >= _LEAST_ROUNDS
+    return count >= STATE.max_records or len({message.operation for message in job.messages}) >= STATE.min_rounds
 
 
 def settled_s(job: Job) -> float:
@@ -124,13 +135,6 @@ def settled_s(job: Job) -> float:
 
 def _done_s(message: Message) -> float:
     return math.inf if message.received_done_s is None else message.received_done_s
-
-
-# Ranks of a run that is stopped end one after the other, the last of them after so many seconds (real runs under
-# `thinwire train`, tests/multiprocess/test_post_mortem.py).
-_STOPS_WITHIN_S = 15.0
-# Other work slows a machine by less than this ratio for less than this time (fault matrix, noise "bursts").
-_PASSING_RATIO, _PASSING_S = 2.0, 5.0
 
 
 def diagnose(records: Records) -> list[Finding]:
@@ -157,7 +161,7 @@ def findings_of_whole(job: Job) -> list[Finding]:
     silent = [
         one
         for one in find_silent(job)
-        if isinstance(one.evidence, SilentRankEvidence) and one.evidence.silent_s >= _STOPS_WITHIN_S
+        if isinstance(one.evidence, SilentRankEvidence) and one.evidence.silent_s >= STATE.stop_s
     ]
     return resolve([*findings_of(job), *silent], job)
 
@@ -236,7 +240,7 @@ def _is_passing(finding: Finding, job: Job) -> bool:
                       | SlowBytesEvidence):  # fmt: skip
         return False
     lasted_s = (job.now_s if finding.until_s is None else finding.until_s) - finding.since_s
-    return lasted_s < _PASSING_S and finding.evidence.times_longer < _PASSING_RATIO
+    return lasted_s < STATE.passing_s and finding.evidence.times_longer < STATE.passing_ratio
 
 
 def find_set_clocks(job: Job) -> list[Finding]:

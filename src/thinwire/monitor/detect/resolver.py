@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from thinwire.monitor.detect.change_points import is_at_once
-from thinwire.monitor.detect.collectives import OWN
+from thinwire.monitor.detect.collectives import COLLECTIVES
 from thinwire.monitor.detect.timeline import Job
 from thinwire.monitor.findings import (
     ComputePeersEvidence,
@@ -38,14 +38,20 @@ from thinwire.monitor.findings import (
     StandstillEvidence,
 )
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolverConfig:
+    """Constants of the conditions."""
+
+    echo_share: float = 0.2  # of the seconds that compute became longer: a rank that waits for long wakes up late
+    as_slow: float = 1.2  # ratio of links over compute up to which slow compute explains them
+
+
+RESOLVER = ResolverConfig()
+
 Condition = Callable[[Finding, Sequence[Finding], Job], bool]
 Pairwise = Callable[[Finding, Finding, Job], bool]
 
-# Operations that became longer by less than this share of what compute did are its echo: a rank that waits for long
-# wakes up late.
-_ECHO = 0.2
-# Compute that is slower than its links by a factor of up to this explains them; slower links have a fault of their own.
-_AS_SLOW = 1.2
 
 _SLOW_LINKS = (SlowLinkEvidence, LinkPeersEvidence)
 _SLOW_COMPUTE = (SlowComputeEvidence, ComputePeersEvidence)
@@ -111,12 +117,12 @@ def _lacks_time(finding: Finding, cause: Finding, job: Job) -> bool:
     if any("link" in place.kind for place in finding.places) or cause.places[0].kind == "job" or cause.since_round <= 0:
         return False
     own = ranks_of(finding, job)
-    is_as_slow = _AS_SLOW * (cause.times_longer or 0.0) >= (finding.times_longer or 0.0)
+    is_as_slow = RESOLVER.as_slow * (cause.times_longer or 0.0) >= (finding.times_longer or 0.0)
     return bool(own) and is_as_slow and own <= ranks_of(cause, job) and is_at_once(finding, cause)
 
 
 def _is_echo(finding: Finding, cause: Finding, job: Job) -> bool:
-    return is_at_once(finding, cause) and _ECHO * cause.slower_by_s > finding.slower_by_s
+    return is_at_once(finding, cause) and RESOLVER.echo_share * cause.slower_by_s > finding.slower_by_s
 
 
 def _is_recorded(finding: Finding, cause: Finding, job: Job) -> bool:
@@ -134,7 +140,7 @@ def _overlaps(finding: Finding, cause: Finding, job: Job) -> bool:
 def _is_slow_enough(finding: Finding, cause: Finding, job: Job) -> bool:
     """Return whether bytes are slow enough to make the operations slow."""
     own, bytes_longer = finding.times_longer or 1.0, cause.times_longer or 1.0
-    return is_at_once(finding, cause) and math.log(bytes_longer) >= OWN * math.log(own)
+    return is_at_once(finding, cause) and math.log(bytes_longer) >= COLLECTIVES.min_share * math.log(own)
 
 
 def _is_gone(finding: Finding, cause: Finding, job: Job) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.monitor.detect.link_history import size_class
 from thinwire.monitor.findings import (
@@ -30,8 +30,27 @@ from thinwire.monitor.findings import (
 )
 from thinwire.monitor.nccl.values import TOGETHER, Numbers, Timing
 
-# From so many ranks on, what the others took is taken from all ranks: one more is little among them.
-_MANY = 8
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectorConfig:
+    """Constants of the detectors on Inspector files; not measured on a GPU job."""
+
+    many_ranks: int = 8  # from this on a rank is compared with the median of all: one more is little among them
+    min_late_s: float = 0.0005  # lateness that is reported
+    min_late_share: float = 0.02  # of the time between two operations
+    look: int = 24  # operations after an alarm that tell the ratio
+    often: float = 0.7  # share of operations in which a rank is late from the start
+    alike: float = 0.6  # least over most lateness of the ranks of a late host
+    follows: float = 0.5  # of a rank's lateness; one that is waited for elsewhere and is this late explains it
+    peers_ratio: float = 3.0  # of a link that was slow from the start
+    min_peers: int = 4  # links that are compared
+    min_left: int = 8  # operations of others after a file ends: one dump may be lost
+    min_left_s: float = 10.0  # the same in seconds
+    dumps: float = 3.0  # longest times between two own operations
+    max_named: int = 64  # ranks in a finding
+
+
+INSPECTOR = InspectorConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +111,7 @@ def late_s(own: Mapping[int, Timing]) -> dict[int, float]:
         >>> late_s({rank: Timing(rank=rank, time_s=time_s, at_s=0.0, **kernel) for rank, time_s in times.items()})
         {0: 0.0, 1: 0.375, 2: 0.0}
     """
-    if len(own) > _MANY:
+    if len(own) > INSPECTOR.many_ranks:
         middle = median([one.time_s for one in own.values()])
         return {rank: max(0.0, middle - one.time_s) for rank, one in own.items()}
     return {
@@ -137,16 +156,6 @@ def _shared(operations: Mapping[int, dict[int, Timing]]) -> Iterator[tuple[int, 
         # other sizes at one number are other operations: the ranks' counts have parted
         if len(own) > 1 and len({one.num_bytes for one in own.values()}) == 1:
             yield sequence, own
-
-
-# Less than this, or than this part of the time from one operation to the next, is not worth a word.
-_LEAST_LATE_S = 0.0005
-_LEAST_SHARE = 0.02
-_LOOK = 24
-# Late from the start: in so many of all operations, by as much as the operation itself takes.
-_OFTEN = 0.7
-_ALIKE = 0.6
-_FOLLOWS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +203,7 @@ def _without_followers(findings: Sequence[Finding]) -> list[Finding]:
         if not any(
             set(one.late) <= set(other.waiting)
             and not set(other.late) <= set(one.waiting)
-            and other.late_s >= _FOLLOWS * one.late_s
+            and other.late_s >= INSPECTOR.follows * one.late_s
             for other in others
         ):
             left.append(finding)
@@ -217,12 +226,14 @@ class _Lateness:
                 self.watches[rank].add(sequence, own[rank].at_s, time_s, size_class=classed)
                 self.rows[rank].append((sequence, by_s, by_s > 0 and by_s == max(late.values())))
         period_s = series.period_s
-        self.least_s = max(_LEAST_LATE_S, _LEAST_SHARE * period_s if period_s > 0 else 0.0)
+        self.least_s = max(INSPECTOR.min_late_s, INSPECTOR.min_late_share * period_s if period_s > 0 else 0.0)
 
     def late(self, ranks: Sequence[int], change: Change | None, host: str = "") -> _Late:
         """Return how late ranks were since a change, or since the begin."""
         first = self.series.operations[0][0] if change is None else change.since_round
-        last = None if change is None else change.until_round - 1 if change.is_over else change.seen_round + _LOOK
+        last = (
+            None if change is None else change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
+        )
         rows = [
             row for rank in ranks for row in self.rows[rank] if first <= row[0] and (last is None or row[0] <= last)
         ]
@@ -251,8 +262,8 @@ def _late_in(series: Series) -> list[_Late]:
 def _always(lateness: _Lateness, rank: int) -> _Late | None:
     rows = lateness.rows[rank]
     late = lateness.late([rank], None)
-    often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= _OFTEN * len(rows)
-    is_late = len(rows) >= LEAST_HISTORY and often and late.late_s >= max(lateness.least_s, late.usual_s)
+    often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= INSPECTOR.often * len(rows)
+    is_late = len(rows) >= CUSUM.min_history and often and late.late_s >= max(lateness.least_s, late.usual_s)
     return late if is_late else None
 
 
@@ -264,7 +275,7 @@ def _by_host(lateness: _Lateness, alarmed: dict[int, _Late]) -> list[_Late]:
     found = []
     for host, ranks in sorted(ranks_on.items()):
         late = [alarmed[rank] for rank in ranks if rank in alarmed]
-        alike = bool(late) and min(one.late_s for one in late) >= _ALIKE * max(one.late_s for one in late)
+        alike = bool(late) and min(one.late_s for one in late) >= INSPECTOR.alike * max(one.late_s for one in late)
         if len(ranks) == len(late) > 1 and len(ranks_on) > 1 and alike:
             first = min(late, key=lambda one: one.since)
             found.append(lateness.late(sorted(ranks), first.change, host))
@@ -306,9 +317,6 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
     return replace(finding, seen_round=change.seen_round, until_s=change.until_s)
 
 
-PEERS_RATIO = 3.0
-_LOOK_SLOW = 24
-_LEAST_PEERS = 4
 _TEST = "run `thinwire diagnose test` on these hosts while the job stands: it measures each wire alone"
 
 
@@ -323,14 +331,14 @@ def find_slow_collectives(all_series: Iterable[Series], numbers: Numbers, *, tru
         for sequence, own in series.operations:
             at_s = median([one.at_s for one in own.values()])
             watch.add(sequence, at_s, shortest_s(own), size_class=class_of(own))
-        if watch.change is not None and _lasting(watch, watch.change) >= math.log(LEAST_RATIO):
+        if watch.change is not None and _lasting(watch, watch.change) >= math.log(CUSUM.min_ratio):
             slow[watch.change.is_over].setdefault(series.communicator, (series, watch))
     return [_slow_collectives(list(own.values()), numbers, trust) for own in slow.values() if own]
 
 
 def _lasting(watch: Watch, change: Change) -> float:
     return watch.excess_in(
-        change.since_round, change.until_round - 1 if change.is_over else change.seen_round + _LOOK_SLOW
+        change.since_round, change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
     )
 
 
@@ -442,7 +450,7 @@ def _longer(links: _Links, changed: Mapping[Cell, Change], trust: float) -> list
     excess = dict.fromkeys(links.watches, 0.0)
     for cell, change in changed.items():
         own = _lasting(links.watches[cell], change)
-        excess[cell] = own if own >= math.log(LEAST_RATIO) else 0.0
+        excess[cell] = own if own >= math.log(CUSUM.min_ratio) else 0.0
     explained = DelayMatrix(excess, links.host_of).explain()
     if explained is None:
         return []
@@ -467,15 +475,15 @@ def _than_peers(links: _Links, trust: float) -> list[Finding]:
     """Return links that were slow from the start: three times the middle of those like them, or more."""
     groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
     for (cell, classed), times in links.times.items():
-        if len(times) >= LEAST_HISTORY:
+        if len(times) >= CUSUM.min_history:
             groups[links.host_of[cell[0]] == links.host_of[cell[1]], classed][cell] = median(times)
     found: dict[tuple[Place, ...], Finding] = {}
     for _, cells in sorted(groups.items()):
         middle_s = median(list(cells.values()))
         excess = {cell: max(0.0, math.log(time_s / middle_s)) for cell, time_s in cells.items()}
-        bare = {cell: one if one >= math.log(PEERS_RATIO) / 2 else 0.0 for cell, one in excess.items()}
-        explained = DelayMatrix(bare, links.host_of).explain() if len(cells) >= _LEAST_PEERS else None
-        if explained is None or explained.excess < math.log(PEERS_RATIO):
+        bare = {cell: one if one >= math.log(INSPECTOR.peers_ratio) / 2 else 0.0 for cell, one in excess.items()}
+        explained = DelayMatrix(bare, links.host_of).explain() if len(cells) >= INSPECTOR.min_peers else None
+        if explained is None or explained.excess < math.log(INSPECTOR.peers_ratio):
             continue
         ratio, named = math.exp(explained.excess), joined(explained.places)
         found.setdefault(explained.places, Finding(
@@ -497,12 +505,6 @@ def _hosts(links: _Links, explained: Explanation) -> list[str]:
     return sorted({links.host_of[rank] for cell in explained.cells for rank in cell})[:16]
 
 
-# What may be lost at the end of a file: what one dump holds. So long others must have gone on, at least.
-_LEAST_LEFT, _LEAST_LEFT_S = 8, 10.0
-_DUMPS = 3.0
-_MOST_NAMED = 64
-
-
 def find_gaps(all_series: Sequence[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
     """Return ranks whose records end long before the others', and those that wrote none where most have.
 
@@ -522,7 +524,7 @@ def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
         for rank, one in timings.items():
             own[rank].append((sequence, one.at_s))
     newest = series.operations[-1][0]
-    early = [rank for rank, rows in own.items() if newest - rows[-1][0] >= _LEAST_LEFT]
+    early = [rank for rank, rows in own.items() if newest - rows[-1][0] >= INSPECTOR.min_left]
     ended = {rank: left_s for rank in early if (left_s := _left_s(rank, own)) is not None}
     found = []
     for place, ranks in _places(series, sorted(ended), numbers):
@@ -532,7 +534,7 @@ def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
             kind="no records", places=(place,), since_s=last[1], since_round=last[0],
             evidence=EndedFileEvidence(
                 communicator=series.communicator, last_operation=last[0],
-                ranks=[numbers.of(series.communicator, rank) for rank in ranks][:_MOST_NAMED],
+                ranks=[numbers.of(series.communicator, rank) for rank in ranks][:INSPECTOR.max_named],
                 others_last=max(rows[-1][0] for rows in own.values()), others_went_on_s=round(left_s, 3),
                 seats=[": process ".join(map(str, series.seats[rank])) for rank in ranks][:16],
             ),
@@ -552,7 +554,7 @@ def _left_s(rank: int, own: Mapping[int, Sequence[tuple[int, float]]]) -> float 
     went_on = [one[-1][1] - one[0][1] if one else 0.0 for one in after]
     dumps_s = max((late_s - early_s for (_, early_s), (_, late_s) in pairwise(rows)), default=0.0)
     long_s, num_more = median(went_on), median([float(len(one)) for one in after])
-    is_over = num_more > _LEAST_LEFT and long_s >= max(_LEAST_LEFT_S, _DUMPS * dumps_s)
+    is_over = num_more > INSPECTOR.min_left and long_s >= max(INSPECTOR.min_left_s, INSPECTOR.dumps * dumps_s)
     return long_s if is_over else None
 
 
@@ -570,7 +572,7 @@ def _places(series: Series, ranks: Sequence[int], numbers: Numbers) -> Iterable[
 
 
 def _absent(series: Series, numbers: Numbers, trust: float) -> Finding:
-    gone = [rank for rank in range(series.num_ranks) if rank not in series.seats][:_MOST_NAMED]
+    gone = [rank for rank in range(series.num_ranks) if rank not in series.seats][: INSPECTOR.max_named]
     first: Timing = next(iter(series.operations[0][1].values()))
     place = Place(kind="rank", ranks=tuple(numbers.of(series.communicator, rank) for rank in gone))
     return Finding(

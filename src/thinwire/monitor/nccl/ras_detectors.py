@@ -26,9 +26,17 @@ from thinwire.monitor.findings import (
 )
 from thinwire.monitor.nccl.values import HASH_LETTERS, CommunicatorState, Member, Numbers, Process, Snapshot
 
-# Answers that are closer together than this are of one moment.
-_LEAST_APART_S = 1.0
-_LONG_S = 30.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RasConfig:
+    """Constants of the detectors on RAS answers; not measured on a GPU job."""
+
+    min_apart_s: float = 1.0  # between answers of different moments
+    long_s: float = 30.0  # standstill of a whole job that is reported
+    max_named: int = 64  # ranks in a finding
+
+
+RAS = RasConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +58,12 @@ class Unchanged:
     @property
     def has_stood(self) -> bool:
         """Whether two answers of different moments show it so."""
-        return self.num > 1 and not self.apart_s < _LEAST_APART_S
+        return self.num > 1 and not self.apart_s < RAS.min_apart_s
 
     @property
     def is_long(self) -> bool:
         """Whether it is known to have stood for half a minute."""
-        return self.has_stood and self.apart_s >= _LONG_S
+        return self.has_stood and self.apart_s >= RAS.long_s
 
     @property
     def lasted(self) -> float | str:
@@ -169,7 +177,6 @@ def short_hash(communicator: str) -> str:
     return communicator[:HASH_LETTERS]
 
 
-_MOST_NAMED = 64
 _ASK_AGAIN = "ask RAS again after some seconds, and diagnose both answers together: one that moves is well"
 
 
@@ -258,7 +265,7 @@ def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
     is_sure = len(few) < len(many)
     calls, lacks = (other, one) if few <= one.ranks else (one, other)
     ranks = few if is_sure else few | many
-    numbers = tuple(sorted(standing.number(one.one, rank) for rank in ranks))[:_MOST_NAMED]
+    numbers = tuple(sorted(standing.number(one.one, rank) for rank in ranks))[: RAS.max_named]
     places = [numbers] if is_sure else [(number,) for number in numbers]
     return Finding(
         kind="desync",
@@ -281,7 +288,7 @@ def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
 def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Finding:
     one = behind.one
     numbers = tuple(sorted(standing.number(one, rank) for rank in behind.ranks))
-    named = numbers[:_MOST_NAMED] if behind.ranks else ()
+    named = numbers[: RAS.max_named] if behind.ranks else ()
     place = _place(standing, one, behind, named)
     is_few = behind.num < behind.num_others
     stood = 0.9 if unchanged.is_long else 0.75
