@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from thinwire.monitor.detect.change_points import LEAST_HISTORY
+from thinwire.monitor.detect.change_points import CUSUM
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.live import LiveJudge
 from thinwire.monitor.findings import report
@@ -101,7 +101,7 @@ def main() -> None:
     lines = {
         "ranks": options.ranks, "rounds": options.rounds, "records_a_round": len(parts[-1]),
         "look_s": {
-            "well": spread(looks_s[2 * LEAST_HISTORY : SLOW_FROM]), "with a slow host": spread(looks_s[SLOW_FROM:]),
+            "well": spread(looks_s[2 * CUSUM.min_history : SLOW_FROM]), "with a slow host": spread(looks_s[SLOW_FROM:]),
             "longest": round(max(looks_s), 3),
         },
         "told": told, "judge_mib": round(live_mib - made_mib),

@@ -188,8 +188,7 @@ class Steering:
             return f"not sure enough: {finding.confidence:.2f} of {self.policy.least_confidence:.2f}"
         if "slow" not in finding.kind:
             return ""
-        times = finding.evidence.get("times_longer", 0.0)
-        if not isinstance(times, int | float) or not times >= _LEAST_TIMES:
+        if not (finding.times_longer or 0.0) >= _LEAST_TIMES:
             return f"slower by less than {_LEAST_TIMES:g} times"
         since_s = now_s - max(self._acted_s.values(), default=-math.inf)
         return (

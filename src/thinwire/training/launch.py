@@ -19,7 +19,7 @@ from typing import Any
 
 from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
-from thinwire.monitor.detect.hangs import SILENCE_S
+from thinwire.monitor.detect.hangs import HANGS
 from thinwire.monitor.runlog.writer import last_beat_s, write_obituary
 from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity, choose_step, look
 from thinwire.training.config import TrainConfig
@@ -145,7 +145,7 @@ def _silent_before_stop(failures: Mapping[int, ProcessFailure], *, run_dir: Path
         if not failure.was_stopped or -failure.exitcode != signal.SIGKILL:
             continue
         last_s = last_beat_s(run_dir, rank=rank)
-        if last_s is not None and time.monotonic() - last_s > _STOP_S + SILENCE_S:
+        if last_s is not None and time.monotonic() - last_s > _STOP_S + HANGS.silence_s:
             found[rank] = time.monotonic() - last_s
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from thinwire.monitor.detect import diagnose as history_module
+from thinwire.monitor.detect import diagnose as diagnose_module
 from thinwire.monitor.detect.change_points import Watch
 from thinwire.monitor.detect.clocks import Sighting, SightingBook, align
-from thinwire.monitor.detect.diagnose import History, settled_s
+from thinwire.monitor.detect.diagnose import DetectorState, DetectorStateConfig, settled_s
 from thinwire.monitor.detect.link_history import LinkHistory, link_times
 from thinwire.monitor.detect.live import LiveJudge, Window
 from thinwire.monitor.detect.slow_compute import work_times
@@ -74,15 +74,15 @@ def told(watch: Watch, *, until: int) -> list[tuple[int, float]]:
 def test_by_and_by_links_and_work_are_known_as_from_all_records(
     monkeypatch: pytest.MonkeyPatch, pattern: str, size: int, noise: str
 ) -> None:
-    monkeypatch.setattr(history_module, "_LEAST_RECORDS", 0)
+    monkeypatch.setattr(diagnose_module, "STATE", DetectorStateConfig(min_records=0))
     hosts = tuple(f"host-{number}" for number in range(size))
     scene = Scene(hosts=hosts, rounds=90, noise=NOISES[noise], faults=(SLOW, SLOW_WORK), pattern=pattern)  # type: ignore[arg-type]
     records = on_one_clock(scene)
-    window, history = Window(most_records=30 * size), History()
+    window, history = Window(most_records=30 * size), DetectorState()
     for part in looks([*as_written(records)]):
         for record in part:
             window.add(record)
-        links, work = history.take(build(window.records()))
+        links, work = history.update(build(window.records()))
     job = build(from_records(records))
     assert len(build(window.records()).messages) < len(job.messages) / 2, "most of them are forgotten"
     whole, all_work = link_times(job), work_times(job)
@@ -113,7 +113,7 @@ def test_a_job_of_many_hosts_is_judged_while_it_runs() -> None:
 
 
 def test_a_job_that_began_anew_has_a_new_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "_LEAST_RECORDS", 300)
+    monkeypatch.setattr(diagnose_module, "STATE", DetectorStateConfig(min_records=300))
     hosts = ("a", "b", "c")
     clean, slow = (on_one_clock(Scene(hosts=hosts, rounds=100, faults=faults)) for faults in ((), (SLOW,)))
     later_s = max(at_s for at_s, _ in as_written(clean)) + 1.0
@@ -126,7 +126,7 @@ def test_a_job_that_began_anew_has_a_new_history(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_forged_number_stands_in_the_way_of_later_rounds_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "_LEAST_RECORDS", 300)
+    monkeypatch.setattr(diagnose_module, "STATE", DetectorStateConfig(min_records=300))
     slow = replace(SLOW, place=Place(kind="link", ranks=(1, 0)), begin=100)
     records = on_one_clock(Scene(hosts=("a", "b", "c"), rounds=130, faults=(slow,)))
     written = sorted(as_written(records), key=lambda pair: pair[0])

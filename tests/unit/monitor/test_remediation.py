@@ -8,7 +8,7 @@ import pytest
 
 from thinwire.monitor.detect.live import News
 from thinwire.monitor.downtime import Incident, account
-from thinwire.monitor.findings import Finding, Kind, Place
+from thinwire.monitor.findings import Finding, Kind, Place, SlowdownEvidence
 from thinwire.monitor.remediation import HELPS, ActionKind, Policy, Steering, target_of
 from thinwire.training.checkpoints.interval import daly_s, interval_steps, mtbf_s, young_s
 
@@ -17,11 +17,11 @@ PRESENT = (0, 1, 2)
 
 def news(
     kind: Kind = "non-communication hang", *places: Place, case: int = 0, confidence: float = 0.95, state: str = "new",
-    times: object = 5.0,
+    times: float | None = 5.0,
 ) -> News:  # fmt: skip
     found = places or (Place(kind="rank", ranks=(1,)),)
     finding = Finding(kind=kind, places=found, since_s=0.0, text="It broke.", confidence=confidence, remedy="",
-                      evidence={"times_longer": times})  # fmt: skip
+                      evidence=None if times is None else SlowdownEvidence(times_longer=times))  # fmt: skip
     return News(case=case, state=state, finding=finding, age_s=1.0)  # type: ignore[arg-type]
 
 
@@ -160,7 +160,7 @@ def test_a_policy_that_makes_no_sense_is_refused() -> None:
 
 def test_who_is_a_little_slow_or_slow_just_after_an_action_is_told_of_only() -> None:
     slow: Kind = "non-communication slow"
-    for times in (2.9, "many", None):
+    for times in (2.9, math.nan, None):
         action = steer("exclude").decide(news(slow, times=times), now_s=0.0, present=PRESENT)
         assert action is not None and (action.kind, action.why) == ("warn", "slower by less than 3 times")
     steering = steer("exclude", settle_s=60.0)

@@ -8,7 +8,20 @@ from dataclasses import dataclass, field
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
-from thinwire.monitor.findings import Finding, Kind, Place
+from thinwire.monitor.findings import (
+    AbsentRankEvidence,
+    ContentionEvidence,
+    Finding,
+    Kind,
+    LinkRateEvidence,
+    NetworkRateEvidence,
+    Place,
+    SlowAllReduceEvidence,
+    SlowLoopbackEvidence,
+    WireFaultEvidence,
+    WrongSumEvidence,
+    link_names,
+)
 from thinwire.units import format_rate, format_seconds
 
 
@@ -225,7 +238,7 @@ def _absent(rank: int, why: str, measured: Measured) -> Finding:
         kind="non-communication hang",
         places=(Place(kind="rank", ranks=(rank,)), *way),
         since_s=0.0,
-        evidence={"host": host, "rank": rank} if host else {"rank": rank},
+        evidence=AbsentRankEvidence(host=host, rank=rank),
         text=f"Rank {rank}{f' on {host}' if host else ''} {why}.",
         confidence=0.5,
         remedy="see whether its process and host are alive, and whether it reaches MASTER_ADDR and MASTER_PORT: "
@@ -265,7 +278,10 @@ def _fault_finding(
         else "test memory and interface of both ends, and take that host out until then: checksums of TCP miss this"
     )
     return Finding(
-        kind=kind, places=explained.places, since_s=0.0, evidence={"links": links, "said": details[:2]}, text=text,
+        kind=kind, places=explained.places, since_s=0.0,
+        evidence=WireFaultEvidence(
+            links=links, said=details[:2],
+        ), text=text,
         confidence=_confidence(explained), remedy=remedy, probe=probe_for(explained.places),
     )  # fmt: skip
 
@@ -294,7 +310,9 @@ def _slow_loopbacks(measured: Measured) -> list[Finding]:
             kind="non-communication slow",
             places=(Place(kind="rank", ranks=(rank,)),),
             since_s=0.0,
-            evidence={"loopback_bits_per_s": rate, "others_bits_per_s": usual, "times_slower": round(usual / rate, 2)},
+            evidence=SlowLoopbackEvidence(
+                loopback_bits_per_s=rate, others_bits_per_s=usual, times_slower=round(usual / rate, 2),
+            ),
             text=f"Rank {rank} on {measured.hosts[rank]} carries {format_rate(rate)} to itself, without any wire, "
             f"where the others carry {format_rate(usual)}.",
             confidence=min(0.9, 0.3 + 0.15 * usual / rate),
@@ -349,10 +367,10 @@ def _slow_pair(measured: Measured, explained: Explanation, reference: float, *, 
     text = f"{named[0].upper()}{named[1:]} carries {format_rate(rate)} alone, where {beside}: {ratio:.1f} times less."
     return Finding(
         kind="communication slow", places=explained.places, since_s=0.0, text=text,
-        evidence={
-            "rate_bits_per_s": rate, "reference_bits_per_s": reference, "times_slower": round(ratio, 2),
-            "links": _links(explained.cells), "explained": round(explained.fit, 3),
-        },
+        evidence=LinkRateEvidence(
+            rate_bits_per_s=rate, reference_bits_per_s=reference, times_slower=round(ratio, 2),
+            links=_links(explained.cells), explained=round(explained.fit, 3),
+        ),
         confidence=_confidence(explained), probe=probe_for(explained.places),
         remedy="look at the interface (rate, duplex, errors), the cable and other traffic there; if this is the wire's "
         "own rate, let thinwire plan know by thinwire probe",
@@ -366,7 +384,7 @@ def _all_slow(measured: Measured, reference: float, expect: float) -> Finding:
     ) else ""  # fmt: skip
     return Finding(
         kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
-        evidence={"rate_bits_per_s": reference, "expected_bits_per_s": expect},
+        evidence=NetworkRateEvidence(rate_bits_per_s=reference, expected_bits_per_s=expect),
         text=f"All wires carry less than is expected: {format_rate(reference)} instead of "
         f"{format_rate(expect)}.{limit}",
         confidence=0.5 if limit else 0.9,
@@ -409,7 +427,7 @@ def _crowded(measured: Measured, named: Set[int]) -> list[Finding]:
 def _all_crowded(ratio: float, when: str) -> Finding:
     return Finding(
         kind="communication slow", places=(Place(kind="job"),), since_s=0.0,
-        evidence={"times_slower_than_alone": round(ratio, 2)},
+        evidence=ContentionEvidence(times_slower_than_alone=round(ratio, 2)),
         text=f"While {when}, transfers take {ratio:.1f} times as long as their wires allow: all share something.",
         confidence=0.6,
         remedy="look at what all wires share: the switch, its way up, or the processor where replicas share a machine",
@@ -421,9 +439,9 @@ def _crowd(measured: Measured, flows: Mapping[Cell, FlowTest], explained: Explan
     rate = median([8 * flows[cell].num_bytes / flows[cell].seconds for cell in explained.cells])
     return Finding(
         kind="communication slow", places=explained.places, since_s=0.0,
-        evidence={
-            "times_slower_than_alone": round(ratio, 2), "rate_bits_per_s": rate, "links": _links(explained.cells),
-        },
+        evidence=ContentionEvidence(
+            times_slower_than_alone=round(ratio, 2), rate_bits_per_s=rate, links=_links(explained.cells),
+        ),
         text=f"While {when}, transfers over {named} take {ratio:.1f} times as long as what both ends carry alone "
         "allows.",
         confidence=0.8 * _confidence(explained), probe=probe_for(explained.places),
@@ -440,7 +458,7 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
         places = tuple(Place(kind="sender", ranks=(source,)) for source, _ in done.wrong)
         told.append(Finding(
             kind="corrupt data", places=places, since_s=0.0, confidence=0.9 if len(places) == 1 else 0.6,
-            evidence={"links": _links(done.wrong), "elements": done.num_bytes // 4},
+            evidence=WrongSumEvidence(links=_links(done.wrong), elements=done.num_bytes // 4),
             text=f"The all-reduce came to another sum than the exact one, first in what "
             f"{_named(places, measured)} sent.",
             remedy="test memory and processor of that host, and take it out until then",
@@ -450,7 +468,7 @@ def _all_reduce(measured: Measured, found: Sequence[Finding]) -> list[Finding]:
     if done.seconds >= _LEAST_ALL_REDUCE * due_s + 2 * (len(done.order) - 1) * _TURN_S and not found:
         told.append(Finding(
             kind="communication slow", places=(Place(kind="job"),), since_s=0.0, confidence=0.5,
-            evidence={"seconds": done.seconds, "expected_s": due_s, "num_bytes": done.num_bytes},
+            evidence=SlowAllReduceEvidence(seconds=done.seconds, expected_s=due_s, num_bytes=done.num_bytes),
             text=f"A ring all-reduce takes {format_seconds(done.seconds)}, {ratio:.1f} times as long as its wires "
             f"allow ({format_seconds(due_s)}), though each of them is as expected.",
             remedy="look at what the hosts compute meanwhile: their processors, and other programs on them",
@@ -474,7 +492,7 @@ def _named(places: Sequence[Place], measured: Measured) -> str:
 
 
 def _links(cells: Sequence[Cell] | frozenset[Cell]) -> list[str]:
-    return [f"{source} -> {destination}" for source, destination in sorted(cells)][:16]
+    return link_names(cells)
 
 
 def _count(number: int, what: str) -> str:

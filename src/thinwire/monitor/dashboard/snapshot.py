@@ -14,7 +14,7 @@ from thinwire.monitor.dashboard.findings_reader import downtime_told, finding_to
 from thinwire.monitor.dashboard.sources import MOST_RANKS, ObjectFile, Sources, links_told
 from thinwire.monitor.dashboard.window import joined
 from thinwire.monitor.detect.clocks import SightingBook
-from thinwire.monitor.detect.diagnose import History, diagnose, findings_of
+from thinwire.monitor.detect.diagnose import DetectorState, diagnose, findings_of
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps
@@ -238,7 +238,7 @@ class RunFollower:
         }
         self._usual: dict[tuple[int, int], float] = {}
         # what links and work showed from look to look: the records that are kept may be too few to know what is usual
-        self._history, self._book = History(), SightingBook()
+        self._history, self._book = DetectorState(), SightingBook()
         self._analysed = -1
         self._next_analysis_s = -math.inf
         self._pictures: dict[str, Any] = {"matrix": None, "timeline": None, "heat": []}

@@ -18,12 +18,38 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Protocol
 
-# A time that is so many times the usual, and twice what any watch of its kind has usually seen at the longest, is far:
-# so many in a row are an alarm, where so many values are known.
-FAR, FAR_SAMPLES = math.log(6.0), 3
-_FARTHER, _LEAST_KNOWN = math.log(2.0), 200
-# Two are where one begins when the other has ended, which no single pause of a wire can make so long.
-_LONG, _LONGER, PAIR = math.log(2.0), math.log(1.5), 2
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangePointConfig:
+    """Constants of the change-point detector; ratios are natural logarithms unless a comment says otherwise."""
+
+    # values until a baseline is used; eight gave false alarms of 1.1 to 1.3 times (LOG 2026-11-22)
+    min_history: int = 12
+    max_history: int = 64  # values in a baseline: a few minutes of rounds
+    min_scale: float = 0.08  # spread of log durations that is assumed at least, so that a steady link raises no alarm
+    clip: float = 3.0  # limit of one score, in spreads: one round says little, however long it was
+    drift: float = 1.0  # score that is taken off each value; the k of Page's CUSUM
+    # sum that is an alarm; the h of Page's CUSUM. 0 false alarms in 8,000 clean rounds (LOG 2026-11-22)
+    alarm: float = 10.0
+    min_ratio: float = 1.2  # ratio (no logarithm) below which a change is not reported
+    min_samples: int = 4  # long values in a change
+    min_time_s: float = 1e-6  # shortest duration, so that the logarithm is finite
+    refresh: int = 8  # new values until the median is computed again: sorting at each value is too dear
+    often: int = 5  # values of `long` or more that make a link or rank a candidate for intermittent faults
+    long: float = math.log(2.0)  # a long value
+    record: float = math.log(2.0)  # a value above this and above all own recent ones is a record
+    record_history: int = 48  # own recent values that a record needs
+    record_samples: int = 4  # records in a row that are an alarm
+    far: float = math.log(6.0)  # a value above this and `far_margin` above the longest usual one of all peers is far
+    far_samples: int = 3  # far values in a row that are an alarm
+    far_margin: float = math.log(2.0)  # margin of a far value over the longest usual one
+    min_known: int = 200  # usual values of all peers until far and paired values count
+    pair_samples: int = 2  # values in a row, each begun after the last had ended, that are an alarm (LOG 2026-11-24)
+    pair_long: float = math.log(2.0)  # least value of a pair; one pause cannot make two such values
+    pair_margin: float = math.log(1.5)  # margin of a paired value over the longest usual one of all peers
+
+
+CUSUM = ChangePointConfig()
 
 
 class _Usual(Protocol):
@@ -60,7 +86,7 @@ class Company:
         To be asked once for each value.
         """
         self._fresh -= 1
-        if excess < _LONG:
+        if excess < CUSUM.pair_long:
             return False
         if self._fresh <= 0:
             bases = [base for watch in self._watches for base in watch.bases()]
@@ -70,11 +96,13 @@ class Company:
 
     def was_far(self, excess: float) -> bool:
         """Return the same by what was known when it was last looked up."""
-        return excess >= FAR and self._count >= _LEAST_KNOWN and excess >= _FARTHER + self._longest
+        return excess >= CUSUM.far and self._count >= CUSUM.min_known and excess >= CUSUM.far_margin + self._longest
 
     def was_long(self, excess: float) -> bool:
         """Return whether it is well beyond all that was usual then."""
-        return excess >= _LONG and self._count >= _LEAST_KNOWN and excess >= _LONGER + self._longest
+        return (
+            excess >= CUSUM.pair_long and self._count >= CUSUM.min_known and excess >= CUSUM.pair_margin + self._longest
+        )
 
 
 class Pair:
@@ -106,24 +134,7 @@ class Pair:
             self._count, self._done_s, self.begin = 1, end_s, (round, end_s)
         elif begin_s >= self._done_s:
             self._count, self._done_s = self._count + 1, end_s
-        return self._count >= PAIR
-
-
-LEAST_HISTORY = 12
-MOST_HISTORY = 64
-# Of the logarithm: times that vary less are taken to vary by 8 %, so that a steady wire is no reason for alarms.
-LEAST_SCALE = 0.08
-CLIP = 3.0
-DRIFT = 1.0
-ALARM = 10.0
-LEAST_RATIO = 1.2
-# What comes and goes is looked for where so many times are so long, by their logarithm.
-OFTEN, LONG = 5, math.log(2.0)
-_LEAST_SAMPLES = 4
-_LEAST_TIME_S = 1e-6
-_REFRESH = 8
-# Twice the usual time, and longer than any of so many of its own latest ones: so many in a row are an alarm.
-_RECORD, _RECORD_HISTORY, _RECORD_SAMPLES = math.log(2.0), 48, 4
+        return self._count >= CUSUM.pair_samples
 
 
 def median(values: Sequence[float]) -> float:
@@ -194,17 +205,17 @@ class Baseline:
 
     __slots__ = ("_fresh", "_values", "longest", "middle", "scale", "shift")
 
-    def __init__(self, most: int = MOST_HISTORY) -> None:
+    def __init__(self, most: int = CUSUM.max_history) -> None:
         self._values: deque[float] = deque(maxlen=most)
         self._fresh = 0
         self.middle = math.nan
-        self.scale = LEAST_SCALE
+        self.scale = CUSUM.min_scale
         self.shift = self.longest = 0.0
 
     @property
     def is_known(self) -> bool:
         """Whether there is enough history."""
-        return len(self._values) >= LEAST_HISTORY
+        return len(self._values) >= CUSUM.min_history
 
     @property
     def count(self) -> int:
@@ -213,23 +224,23 @@ class Baseline:
 
     def is_record(self, value: float) -> bool:
         """Return whether a logarithm is well above the usual, and above all that was usual lately."""
-        return self.count >= _RECORD_HISTORY and value - self.middle >= max(_RECORD, self.longest)
+        return self.count >= CUSUM.record_history and value - self.middle >= max(CUSUM.record, self.longest)
 
     def learn(self, value: float) -> None:
         """Take a logarithm in."""
         self._values.append(value)
         self._fresh += 1
         if self.is_known and (
-            len(self._values) <= 2 * LEAST_HISTORY or self._fresh >= max(_REFRESH, len(self._values) // 16)
+            len(self._values) <= 2 * CUSUM.min_history or self._fresh >= max(CUSUM.refresh, len(self._values) // 16)
         ):
             self._fresh = 0
             self.middle = median(self._values)
             self.longest = max(self._values) - self.middle
             # few values may lie close together by chance
             unsure = 1 + 8 / len(self._values)
-            self.scale = max(LEAST_SCALE, unsure * spread(self._values, self.middle))
+            self.scale = max(CUSUM.min_scale, unsure * spread(self._values, self.middle))
             # a history with many long rounds scores above zero without any fault
-            low, high = self.middle - CLIP * self.scale, self.middle + CLIP * self.scale
+            low, high = self.middle - CUSUM.clip * self.scale, self.middle + CUSUM.clip * self.scale
             clipped = [low if value < low else high if value > high else value for value in self._values]
             self.shift = max(0.0, (sum(clipped) / len(clipped) - self.middle) / self.scale)
 
@@ -286,7 +297,13 @@ class Watch:
                  "_newest", "_num_late", "_num_values", "_pair", "_record", "_records", "_return", "_sum", "change",
                  "excess")  # fmt: skip
 
-    def __init__(self, *, alarm: float = ALARM, most_usual: int = MOST_HISTORY, company: Company | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        alarm: float = CUSUM.alarm,
+        most_usual: int = CUSUM.max_history,
+        company: Company | None = None,
+    ) -> None:
         self._company = company
         self._pair = None if company is None else Pair(company)
         if company is not None:
@@ -302,9 +319,9 @@ class Watch:
         self._return = 0.0
         self._held: list[tuple[Baseline, float]] = []
         self._newest, self._num_late, self._num_values = -1, 0, 0
-        self._long: deque[int] = deque(maxlen=OFTEN)
+        self._long: deque[int] = deque(maxlen=CUSUM.often)
         self.change: Change | None = None
-        self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * MOST_HISTORY)
+        self.excess: deque[tuple[int, float, float]] = deque(maxlen=4 * CUSUM.max_history)
 
     def add(
         self, round: int, at_s: float, time_s: float, *, size_class: int = 0, margin_s: float = 0.0,
@@ -320,17 +337,17 @@ class Watch:
             margin_s: By how much these two ways may differ.
             begin_s: When it began, if that is known: two that do not overlap may be enough.
         """
-        value = math.log(max(time_s, _LEAST_TIME_S))
+        value = math.log(max(time_s, CUSUM.min_time_s))
         base = self._base(size_class)
         if not base.is_known:
             twin = self._bases.get(size_class ^ 1)
-            sure = max(time_s - margin_s, _LEAST_TIME_S)
-            if twin is None or not twin.is_known or math.log(sure) < twin.middle + math.log(LEAST_RATIO):
+            sure = max(time_s - margin_s, CUSUM.min_time_s)
+            if twin is None or not twin.is_known or math.log(sure) < twin.middle + math.log(CUSUM.min_ratio):
                 base.learn(value)
                 self._early.append((round, at_s, value, base))
                 return
             value, base = math.log(sure), twin
-        if value - base.middle >= LONG:
+        if value - base.middle >= CUSUM.long:
             self._long.append(self._num_values)
         self._num_values += 1
         self._num_late += round <= self._newest
@@ -356,21 +373,21 @@ class Watch:
             self._held.clear()
         excess = value - base.middle
         is_far = self._company is not None and self._company.is_far(excess)
-        gained = self._alarm / FAR_SAMPLES if is_far else base.score(value) - DRIFT - base.shift
+        gained = self._alarm / CUSUM.far_samples if is_far else base.score(value) - CUSUM.drift - base.shift
         self._sum = max(0.0, self._sum + gained)
         self._records = self._records + 1 if base.is_record(value) else 0
         if self._records == 1:
             self._record = (round, at_s)
-        if len(self._held) < MOST_HISTORY:
+        if len(self._held) < CUSUM.max_history:
             self._held.append((base, value))
-        is_pair = self._is_pair(round, begin_s, at_s, excess) if base.count >= 2 * LEAST_HISTORY else False
+        is_pair = self._is_pair(round, begin_s, at_s, excess) if base.count >= 2 * CUSUM.min_history else False
         # noise before a fault may have begun the sum, and is not part of what lasts
         if self._sum >= self._alarm:
-            self._alarmed(self._begin, round, least=_LEAST_SAMPLES)
-        if self._records >= _RECORD_SAMPLES:
-            self._alarmed(self._record, round, least=_LEAST_SAMPLES)
+            self._alarmed(self._begin, round, least=CUSUM.min_samples)
+        if self._records >= CUSUM.record_samples:
+            self._alarmed(self._record, round, least=CUSUM.min_samples)
         if is_pair and self._pair is not None:
-            self._alarmed(self._pair.begin, round, least=PAIR)
+            self._alarmed(self._pair.begin, round, least=CUSUM.pair_samples)
 
     def _is_pair(self, round: int, begin_s: float | None, at_s: float, excess: float) -> bool:
         return self._pair is not None and begin_s is not None and self._pair.add(round, begin_s, at_s, excess)
@@ -380,8 +397,8 @@ class Watch:
         if self.change is not None and not self.change.is_over:
             return
         ratios = sorted(excess for number, _, excess in self.excess if number >= begin[0])
-        enough = min(least, FAR_SAMPLES) if ratios and ratios[0] >= FAR else least
-        if len(ratios) >= enough and ratios[len(ratios) // 4] >= math.log(LEAST_RATIO):
+        enough = min(least, CUSUM.far_samples) if ratios and ratios[0] >= CUSUM.far else least
+        if len(ratios) >= enough and ratios[len(ratios) // 4] >= math.log(CUSUM.min_ratio):
             self.change = Change(since_round=begin[0], since_s=begin[1], seen_round=round)
             self._level, self._return = median(ratios), 0.0
 
@@ -407,10 +424,12 @@ class Watch:
         base, company = self._bases.get(size_class), self._company
         if company is None or base is None or not base.is_known:
             return None
-        if self.change is not None and not self.change.is_over and self._level >= FAR:
+        if self.change is not None and not self.change.is_over and self._level >= CUSUM.far:
             return None  # it has been made
         far = list(takewhile(lambda one: company.was_far(one[2]), reversed(self.excess)))
-        if len(far) < FAR_SAMPLES - 1 or not company.was_far(math.log(max(time_s, _LEAST_TIME_S)) - base.middle):
+        if len(far) < CUSUM.far_samples - 1 or not company.was_far(
+            math.log(max(time_s, CUSUM.min_time_s)) - base.middle
+        ):
             return None
         since_round, since_s, _ = far[-1]
         return Change(since_round=since_round, since_s=since_s, seen_round=round)
@@ -439,7 +458,7 @@ class Watch:
 
     def is_often_long(self, *, of: int) -> bool:
         """Return whether `OFTEN` of the latest values are twice the usual time or more."""
-        return len(self._long) == OFTEN and self._num_values - self._long[0] < of
+        return len(self._long) == CUSUM.often and self._num_values - self._long[0] < of
 
     def num_long(self, *, of: int) -> int:
         """Return how many of the latest values are twice the usual time or more, `OFTEN` at the most."""
@@ -467,4 +486,4 @@ class Watch:
 
 
 def _clipped(score: float) -> float:
-    return max(-CLIP, min(CLIP, score))
+    return max(-CUSUM.clip, min(CUSUM.clip, score))

@@ -19,12 +19,20 @@ from typing import NamedTuple
 
 from thinwire.monitor.detect.change_points import median
 
-SEGMENTS = 8
-# A quartz clock drifts by tens of millionths; one that drifts more was set.
-MOST_DRIFT = 500e-6
-_USUAL_DRIFT = 100e-6
-_PLAY_S = 1e-6
-_MOST_PLACES = 4 * SEGMENTS
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockConfig:
+    """Constants of the clock alignment."""
+
+    segments: int = 8  # stretches of the records that are bounded each: enough to see a drift
+    # seconds a second; quartz drifts by tens of millionths, so a clock that drifts more was set
+    max_drift: float = 500e-6
+    usual_drift: float = 100e-6  # seconds a second that bounds of one stretch may differ by
+    play_s: float = 1e-6  # resolution of recorded times
+    max_sightings: int = 32  # sightings that are kept of each way between two clocks: four for each segment
+
+
+CLOCKS = ClockConfig()
 
 
 class Sighting(NamedTuple):
@@ -51,7 +59,7 @@ class SightingBook:
         """Take messages in with the numbers of their rounds, known ones too, and return what is kept of some clocks."""
         for number, seen in found:
             self._put(self._ways[seen.sender, seen.receiver], number // self._width, seen)
-        while len(self._places) > _MOST_PLACES:
+        while len(self._places) > CLOCKS.max_sightings:
             self._width *= 2
             self._places = {place // 2 for place in self._places}
             for way, own in self._ways.items():
@@ -144,7 +152,7 @@ def align(clocks: Iterable[str], sightings: Iterable[Sighting]) -> Alignment:
             bounds[name].append(_Bound(at_s, lower, upper))
     origin_s = segments[0][0]
     # the bounds of a stretch are of different moments in it, between which clocks drift
-    play_s = _PLAY_S + _USUAL_DRIFT * abs(segments[-1][0] - origin_s) / max(1, len(segments) - 1)
+    play_s = CLOCKS.play_s + CLOCKS.usual_drift * abs(segments[-1][0] - origin_s) / max(1, len(segments) - 1)
     fits = {name: _fit(bounds.get(name, []), origin_s, play_s) for name in names if name != reference}
     moved = [name for name, fit in fits.items() if not fit.is_steady]
     if len(fits) > 1 and 2 * len(moved) > len(fits):
@@ -181,7 +189,7 @@ def _segments(sightings: list[Sighting], reference: str) -> list[tuple[float, De
     for seen in sightings:
         pairs[seen.sender, seen.receiver].append(seen)
     most = max(map(len, pairs.values()))
-    count = max(1, min(SEGMENTS, most // 4))
+    count = max(1, min(CLOCKS.segments, most // 4))
     segments: list[Delays] = [defaultdict(dict) for _ in range(count)]
     times: list[list[float]] = [[] for _ in range(count)]
     for (sender, receiver), all_seen in pairs.items():
@@ -218,7 +226,7 @@ def _shortest(delays: Delays, source: str) -> dict[str, float]:
         later: set[str] = set()
         for sender in changed:
             for receiver, delay in delays.get(sender, {}).items():
-                if receiver != source and best[sender] + delay < best.get(receiver, math.inf) - _PLAY_S:
+                if receiver != source and best[sender] + delay < best.get(receiver, math.inf) - CLOCKS.play_s:
                     best[receiver] = best[sender] + delay
                     later.add(receiver)
         changed = later
@@ -252,7 +260,7 @@ def _drift(bounds: list[_Bound], play_s: float) -> float | None:
 
     Where a clock drifts, both bounds move; where a wire becomes slow in one direction, one does.
     """
-    least, most = -MOST_DRIFT, MOST_DRIFT
+    least, most = -CLOCKS.max_drift, CLOCKS.max_drift
     if any(bound.lower > bound.upper + 2 * play_s for bound in bounds):
         return None
     for index, early in enumerate(bounds):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from thinwire.monitor.detect.change_points import LEAST_RATIO, Watch
+import msgspec
+
+from thinwire.monitor.detect.change_points import CUSUM, Watch
 from thinwire.monitor.detect.connections import (
-    FEW_AFTER,
-    PLACED_S,
-    UNDECIDED_S,
+    CONNECTIONS,
     SlowerWires,
     are_watched,
     dead_wires,
@@ -21,18 +21,32 @@ from thinwire.monitor.detect.connections import (
 )
 from thinwire.monitor.detect.delay_matrix import WIRE_REMEDY, probe_for
 from thinwire.monitor.detect.link_history import size_class
-from thinwire.monitor.detect.progress import UNSURE
+from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import (
+    Evidence,
+    Finding,
+    Place,
+    PlacedOperationEvidence,
+    SlowOperationEvidence,
+    StandstillEvidence,
+    joined,
+)
 
-_LOOK_ROUNDS = 24
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveConfig:
+    """Constants of the detector of slow collectives."""
+
+    look_rounds: int = 24  # operations after an alarm that tell the ratio
+    min_share: float = 0.5  # share of the operations' log ratio that a link must show to explain them
+    unplaced_s: float = 2.5  # wait for readings of connections before a finding without a place is reported
+    slow: float = math.log(2.0)  # log ratio below which a link may just share its host (LOG 2026-11-24, 1.5 times)
+
+
+COLLECTIVES = CollectiveConfig()
+
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
-# Wires that are slowed by less than this part of what the operations are, as logarithms, do not explain those.
-OWN = 0.5
-# For so long bursts over the other wires are waited for where these are sent; else looks at connections.
-_UNPLACED_S = 2.5
-# What is slowed by less may look like a wire that shares its host with it; in a call that stands still it is no reason.
-_SLOW = math.log(2.0)
 
 
 def find_slow_operations(job: Job) -> list[Finding]:
@@ -54,7 +68,7 @@ def find_slow_operations(job: Job) -> list[Finding]:
     found = []
     for communicator, own_watches in sorted(watches.items()):
         slow = [watch for watch in own_watches.values() if watch.change is not None]
-        slow = [watch for watch in slow if _lasting(watch) >= math.log(LEAST_RATIO)]
+        slow = [watch for watch in slow if _lasting(watch) >= math.log(CUSUM.min_ratio)]
         if slow:  # a wire slows large operations by most
             finding = _slow_operation(job, communicator, max(slow, key=_how_much))
             found += [] if _will_be_placed(job, finding) else [finding]
@@ -68,8 +82,8 @@ def _will_be_placed(job: Job, slow: Finding) -> bool:
         return False
     waited_s = job.now_s - slow.since_s
     if is_probed(job):
-        return waited_s < UNDECIDED_S
-    return not is_placed and waited_s < _UNPLACED_S and are_watched(job)
+        return waited_s < CONNECTIONS.undecided_s
+    return not is_placed and waited_s < COLLECTIVES.unplaced_s and are_watched(job)
 
 
 def _how_much(watch: Watch) -> tuple[bool, float]:
@@ -79,7 +93,7 @@ def _how_much(watch: Watch) -> tuple[bool, float]:
 
 def _lasting(watch: Watch) -> float:
     assert watch.change is not None
-    last = watch.change.seen_round + _LOOK_ROUNDS
+    last = watch.change.seen_round + COLLECTIVES.look_rounds
     return watch.excess_in(watch.change.since_round, watch.change.until_round - 1 if watch.change.is_over else last)
 
 
@@ -87,13 +101,15 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
     assert watch.change is not None
     change, ratio = watch.change, math.exp(_lasting(watch))
     wires = slower_wires(job, change.since_s, math.inf if change.until_s is None else change.until_s)
-    if wires is not None and wires.explained.excess < OWN * math.log(ratio):
+    if wires is not None and wires.explained.excess < COLLECTIVES.min_share * math.log(ratio):
         wires = None  # that does not explain it
     found = Finding(
         kind="communication slow",
         places=(Place(kind="communicator"),),
         since_s=change.since_s, since_round=change.since_round, seen_round=change.seen_round, until_s=change.until_s,
-        evidence={"communicator": communicator, "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6)},
+        evidence=SlowOperationEvidence(
+            communicator=communicator, times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
+        ),
         text=f"Operations of {communicator} take {ratio:.1f} times as long as they did, also for the rank that "
         "comes last",
         confidence=0.6 * job.trust,
@@ -106,23 +122,31 @@ def _slow_operation(job: Job, communicator: str, watch: Watch) -> Finding:
 
 
 def _placed(found: Finding, wires: SlowerWires, job: Job) -> Finding:
-    """Return slow operations with the wires that make them so, by the kernels' counters."""
-    explained = wires.explained
-    named = " or ".join(map(str, explained.places))
-    is_little = wires.num_seen < FEW_AFTER or explained.excess < _SLOW
-    most = 0.5 if len(explained.places) > 1 else UNSURE if is_little else 0.9
+    """Return slow operations with the connections that make them slow, by the kernels' counters."""
+    explained, evidence = wires.explained, found.evidence
+    is_little = wires.num_seen < CONNECTIONS.few_after or explained.excess < COLLECTIVES.slow
+    most = 0.5 if len(explained.places) > 1 else PROGRESS.unsure if is_little else 0.9
+    byte_times, links = round(wires.times, 2), list(wires.links[:16])
+    placed: Evidence
+    if isinstance(evidence, SlowOperationEvidence):
+        placed = PlacedOperationEvidence(
+            communicator=evidence.communicator, times_longer=evidence.times_longer, usual_s=evidence.usual_s,
+            byte_times_longer=byte_times, links=links,
+        )  # fmt: skip
+    else:
+        assert isinstance(evidence, StandstillEvidence)
+        placed = msgspec.structs.replace(evidence, byte_times_longer=byte_times, links=links)
     return replace(
         found, places=explained.places, confidence=min(most, explained.sure) * job.trust,
-        probe=how_to_decide(job, explained.places),
-        text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {named}, by the kernel's counters.",
-        evidence={**found.evidence, "byte_times_longer": round(wires.times, 2), "links": list(wires.links[:16])},
-        remedy=WIRE_REMEDY,
+        probe=how_to_decide(job, explained.places), evidence=placed, remedy=WIRE_REMEDY,
+        text=f"{found.text}: a byte takes {wires.times:.1f} times as long over {joined(explained.places)}, by the "
+        "kernel's counters.",
     )  # fmt: skip
 
 
 def may_be_placed_soon(job: Job, still_s: float) -> bool:
     """Return whether an operation has stood for too short a time to say which wire is dead, and wires are watched."""
-    return still_s < PLACED_S and are_watched(job)
+    return still_s < CONNECTIONS.placed_s and are_watched(job)
 
 
 def placed_hang(job: Job, hang: Finding) -> Finding:
@@ -135,23 +159,25 @@ def placed_hang(job: Job, hang: Finding) -> Finding:
     if not are_watched(job):
         return hang
     explained, num_known = dead_wires(job)
+    assert isinstance(hang.evidence, StandstillEvidence)
+    evidence = msgspec.structs.replace(hang.evidence, connections_known=num_known)
     if explained is not None:
-        named = " or ".join(map(str, explained.places))
+        named = joined(explained.places)
         is_one = len(explained.places) == 1
         return replace(
             hang, places=explained.places, confidence=(0.6 + 0.35 * explained.fit if is_one else 0.5) * job.trust,
             text=f"{hang.text[:-1]}: nothing comes any more over {named}, no acknowledgement and no answer to what the "
             "kernel asks.",
-            evidence={**hang.evidence, "connections_known": num_known}, probe=probe_for(explained.places),
+            evidence=evidence, probe=probe_for(explained.places),
         )  # fmt: skip
     wires = slower_wires(job, hang.since_s)
-    if wires is not None and wires.explained.excess >= _SLOW:
+    if wires is not None and wires.explained.excess >= COLLECTIVES.slow:
         slow = replace(hang, kind="communication slow", text=f"{hang.text[:-1]} yet", confidence=0.5 * job.trust)
-        return replace(_placed(slow, wires, job), confidence=min(UNSURE, slow.confidence))
+        return replace(_placed(slow, wires, job), confidence=min(PROGRESS.unsure, slow.confidence))
     if not num_known:
         return hang
     return replace(
         hang, text=f"{hang.text[:-1]}, though all {num_known} connections between hosts that are known of answer.",
-        evidence={**hang.evidence, "connections_known": num_known},
+        evidence=evidence,
         remedy="take the stacks of all ranks (py-spy dump): it is no wire",
     )  # fmt: skip

@@ -13,44 +13,55 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import LEAST_RATIO, Change, Watch, is_at_once, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, is_at_once, median
 from thinwire.monitor.detect.delay_matrix import (
-    LEAST_ALONE,
-    LEAST_END,
+    DELAYS,
     WIRE_REMEDY,
     Cell,
     DelayMatrix,
     Explanation,
     probe_for,
 )
-from thinwire.monitor.detect.progress import UNSURE
+from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place, PlaceKind
+from thinwire.monitor.findings import Finding, Place, PlaceKind, SlowBytesEvidence, joined
 from thinwire.monitor.runlog.records import Flow
 
-# A wire that is well is silent for a second and a round trip at most; so a hang is placed when it has lasted so long.
-DEAD_S, PLACED_S = 1.5, 2.0
-# For so long what was seen last counts as what is.
-_FRESH_S = 1.5
-# Bursts over a wire may be so far apart.
-_PROBED_S = 60.0
-# Of fewer bytes the time is that of round trips, and of acknowledgements that wait; but where these take so long.
-_LEAST_BYTES, _LONG_BUSY_S = 16_384, 0.5
-# Kernels count this time in ticks of 1 to 10 ms.
-_LEAST_BUSY_S = 0.02
-# A way that carries less than this part of what the busiest one does tells little of its wire: its time is that of
-# acknowledgements and words.
-_LIGHT = 0.2
-# For so long bursts over the other wires are waited for.
-UNDECIDED_S = 5.0
-# Between two looks that are further apart lies what nobody kept.
-_LONGEST_S = 5.0
-_LEAST_BEFORE, _LEAST_AFTER, FEW_AFTER = 3, 2, 4
-LATEST = 64
-# Some bursts meet the job's own bytes all the same: the fastest quarter tells how the wire is.
-_SETTLED_S = 0.5
-LEAST_S = 1e-12
-_MIDDLE, _QUARTER = 2, 4
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionConfig:
+    """Constants of the detectors that use the kernel's counters of connections."""
+
+    dead_s: float = 1.5  # silence of a dead link: a live one answers keep-alives each second, plus a round trip
+    placed_s: float = 2.0  # age of a hang until its link is looked up, so that both ends have seen the silence
+    fresh_s: float = 1.5  # age of a reading that still shows the present
+    probed_s: float = 60.0  # longest time between two bursts over a link
+    # of a stretch; the time of fewer bytes is that of round trips and delayed acknowledgements
+    min_bytes: int = 16_384
+    long_busy_s: float = 0.5  # busy seconds from which fewer bytes count too
+    min_busy_s: float = 0.02  # busy seconds of a stretch; kernels count in ticks of 1 to 10 ms
+    # share of the busiest link below which bytes are acknowledgements; 0.05 named wrong places (LOG 2026-11-24)
+    light_share: float = 0.2
+    undecided_s: float = 5.0  # wait for bursts that distinguish several places
+    max_gap_s: float = 5.0  # between two readings of one stretch
+    min_before: int = 3  # stretches before the change
+    min_after: int = 2  # stretches since the change
+    few_after: int = 4  # stretches since the change for more than a low confidence
+    latest: int = 64  # stretches that a usual value is taken from
+    settled_s: float = 0.5  # after the change: the operation in which it began was slow in part
+    min_s: float = 1e-12  # seconds a byte, so that the logarithm is finite
+    median_of: int = 2  # quantile of the job's own bytes, as 1/n
+    quartile_of: int = 4  # quantile of bursts, as 1/n: those that met the job's bytes are slower
+    alike: float = 1.5  # ratio of operation sizes that are comparable
+    reading_s: float = 0.25  # half the time between two readings, so that no two have one number
+    min_bursts: int = 3  # bursts over a way until their median is used
+    # latest bytes of an own round that must be slow too: alarms there end late (LOG 2026-11-24)
+    lately_s: float = 4.0
+    max_alarms: int = 16  # alarms that are placed: if so many have no place, the others will have none
+
+
+CONNECTIONS = ConnectionConfig()
+
 _OF_HOSTS: dict[str, PlaceKind] = {
     "link": "host link", "link both ways": "host link both ways", "sender": "host sender", "receiver": "host receiver",
 }  # fmt: skip
@@ -79,12 +90,12 @@ class SlowerWires:
 
 def are_watched(job: Job) -> bool:
     """Return whether somebody has just looked at connections between hosts."""
-    return any(job.now_s - points[-1][0] <= _FRESH_S for points in job.flows.values())
+    return any(job.now_s - points[-1][0] <= CONNECTIONS.fresh_s for points in job.flows.values())
 
 
 def is_probed(job: Job) -> bool:
     """Return whether bursts are sent over the wires that a collective leaves idle, so that more will be known soon."""
-    return any(job.now_s - probes[-1][1] <= _PROBED_S for probes in job.probes.values())
+    return any(job.now_s - probes[-1][1] <= CONNECTIONS.probed_s for probes in job.probes.values())
 
 
 def dead_wires(job: Job) -> tuple[Explanation | None, int]:
@@ -94,12 +105,16 @@ def dead_wires(job: Job) -> tuple[Explanation | None, int]:
         job: All records.
     """
     # who hears nothing tells of the way to itself
-    fresh = {way[::-1]: points[-1] for way, points in job.flows.items() if job.now_s - points[-1][0] <= _FRESH_S}
-    known = {way: float(one.silence_s >= DEAD_S) for way, (_, one) in fresh.items() if one.silence_s is not None}
+    fresh = {
+        way[::-1]: points[-1] for way, points in job.flows.items() if job.now_s - points[-1][0] <= CONNECTIONS.fresh_s
+    }
+    known = {
+        way: float(one.silence_s >= CONNECTIONS.dead_s) for way, (_, one) in fresh.items() if one.silence_s is not None
+    }
     for source, destination in [way for way, dead in known.items() if dead]:
         # the other end looks at the same connection at another time, and may not know yet
         at_s, back = fresh.get((destination, source), (job.now_s, None))
-        if back is not None and (back.silence_s is None or back.silence_s + job.now_s - at_s >= DEAD_S):
+        if back is not None and (back.silence_s is None or back.silence_s + job.now_s - at_s >= CONNECTIONS.dead_s):
             known[destination, source] = 1.0
     explained, _ = _explain(job, known, min)
     return explained, len(known)
@@ -118,19 +133,24 @@ def slower_wires(job: Job, since_s: float, until_s: float = math.inf) -> SlowerW
     usual_s: dict[Cell, float] = {}
     for cell in sorted({*heavy, *job.probes}):
         before, after = _before_and_after(job, cell, since_s, until_s, is_heavy=cell in heavy)
-        if len(before) >= _LEAST_BEFORE and len(after) >= _LEAST_AFTER:
-            at = _MIDDLE if cell in heavy else _QUARTER
+        if len(before) >= CONNECTIONS.min_before and len(after) >= CONNECTIONS.min_after:
+            at = CONNECTIONS.median_of if cell in heavy else CONNECTIONS.quartile_of
             # of the first ones too: what has been slow for long is not compared with itself
-            usual_s[cell] = max(min(_low(before[:LATEST], at), _low(before[-LATEST:], at)), LEAST_S)
-            seen[cell] = math.log(max(_low(after[-LATEST:], at), LEAST_S) / usual_s[cell]), len(after)
+            usual_s[cell] = max(
+                min(_low(before[: CONNECTIONS.latest], at), _low(before[-CONNECTIONS.latest :], at)), CONNECTIONS.min_s
+            )
+            seen[cell] = (
+                math.log(max(_low(after[-CONNECTIONS.latest :], at), CONNECTIONS.min_s) / usual_s[cell]),
+                len(after),
+            )
     # a busy machine slows all wires alike; where there are but two ways, nothing tells that from a slow one
     common = max(0.0, min((longer for longer, _ in seen.values()), default=0.0)) if len(seen) > 2 else 0.0
     # bursts are another measure than the job's own bytes, and tell only whether a wire is slow too
     most = max((longer for cell, (longer, _) in seen.items() if cell in heavy), default=0.0)
     bare = {cell: min(longer, most) - common for cell, (longer, _) in seen.items()}
-    excess = {cell: longer if longer >= math.log(LEAST_RATIO) / 2 else 0.0 for cell, longer in bare.items()}
+    excess = {cell: longer if longer >= math.log(CUSUM.min_ratio) / 2 else 0.0 for cell, longer in bare.items()}
     explained, cells = _explain(job, excess, median)
-    if explained is None or explained.excess < math.log(LEAST_RATIO):
+    if explained is None or explained.excess < math.log(CUSUM.min_ratio):
         return None
     bursts = [seen[cell][0] - common for cell in cells if cell not in heavy]
     return SlowerWires(
@@ -151,9 +171,9 @@ def usual_and_now(job: Job, *, latest: int) -> dict[Cell, tuple[float, float]]:
     found: dict[Cell, tuple[float, float]] = {}
     for cell in sorted({*heavy, *job.probes}):
         before, _ = _before_and_after(job, cell, math.inf, math.inf, is_heavy=cell in heavy)
-        if len(before) >= _LEAST_BEFORE:
-            at = _MIDDLE if cell in heavy else _QUARTER
-            found[cell] = _low(before[:LATEST], at), _low(before[-latest:], at)
+        if len(before) >= CONNECTIONS.min_before:
+            at = CONNECTIONS.median_of if cell in heavy else CONNECTIONS.quartile_of
+            found[cell] = _low(before[: CONNECTIONS.latest], at), _low(before[-latest:], at)
     return found
 
 
@@ -173,7 +193,9 @@ def _before_and_after(
         return [each_s for _, each_s in seconds_a_byte(before)], [each_s for _, each_s in seconds_a_byte(after)]
     probes = job.probes[cell]
     before_it = [each_s for _, done_s, each_s in probes if done_s <= since_s]
-    settled_s = since_s + _SETTLED_S  # the fault may have come in the middle of the first operation that was slow
+    settled_s = (
+        since_s + CONNECTIONS.settled_s
+    )  # the fault may have come in the middle of the first operation that was slow
     after_it = [each_s for began_s, _, each_s in probes if settled_s <= began_s <= until_s]
     return before_it, after_it
 
@@ -185,7 +207,7 @@ def heavy_ways(job: Job) -> set[Cell]:
         for cell, points in job.flows.items()
     }
     most = max(carried.values(), default=0)
-    return {cell for cell, num_bytes in carried.items() if num_bytes > _LIGHT * most}
+    return {cell for cell, num_bytes in carried.items() if num_bytes > CONNECTIONS.light_share * most}
 
 
 def seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[tuple[float, float]]:
@@ -198,11 +220,13 @@ def seconds_a_byte(points: Sequence[tuple[float, Flow]]) -> list[tuple[float, fl
     for (early_s, early), (later_s, later) in pairwise(points):
         more, longer_s = later.num_bytes - early.num_bytes, later.busy_s - early.busy_s
         held_s = later.held_s - early.held_s
-        if more < 0 or longer_s < 0 or held_s < 0 or later_s - early_s > _LONGEST_S:
+        if more < 0 or longer_s < 0 or held_s < 0 or later_s - early_s > CONNECTIONS.max_gap_s:
             sent, busy_s = 0, 0.0  # a connection was made anew, or nobody looked
             continue
         sent, busy_s = sent + more, busy_s + max(0.0, longer_s - held_s)
-        if busy_s >= _LEAST_BUSY_S and (sent >= _LEAST_BYTES or (sent and busy_s >= _LONG_BUSY_S)):
+        if busy_s >= CONNECTIONS.min_busy_s and (
+            sent >= CONNECTIONS.min_bytes or (sent and busy_s >= CONNECTIONS.long_busy_s)
+        ):
             found.append((later_s, busy_s / sent))
             sent, busy_s = 0, 0.0
     return found
@@ -238,18 +262,7 @@ def _of_hosts(job: Job, place: Place) -> Place:
     return Place(kind=_OF_HOSTS[place.kind], hosts=tuple(job.host_of[rank] for rank in place.ranks))
 
 
-# Calls whose size is so many times another one are not alike.
-_ALIKE = 1.5
-# Half of what lies between two looks at a kernel, so that no two of them have the same number.
-_LOOK_S = 0.25
 _BITS, _MILLION = 8.0, 1e6
-# The middle of so many bursts over a way is what is usual there.
-_FEW = 3
-# In rounds everybody sends to everybody, so that times vary with who shares an access, and it takes long until a wire
-# is sure to be as usual again: what its bytes took together in the latest seconds tells that sooner.
-_LATELY_S = 4.0
-# Where so many alarms of hundreds of wires have no place, the others will have none either.
-_MOST_LOOKS = 16
 
 
 def how_to_decide(job: Job, places: Sequence[Place]) -> str:
@@ -283,7 +296,7 @@ def find_slow_flows(job: Job) -> list[Finding]:
         if any(cells & others and is_at_once(change, other) for other, others in told):
             continue
         num_looks += 1
-        if num_looks > _MOST_LOOKS:
+        if num_looks > CONNECTIONS.max_alarms:
             break
         until_s = math.inf if change.until_s is None else change.until_s
         wires = slower_wires(job, change.since_s, until_s) if _are_calls_alike(job, change.since_s, until_s) else None
@@ -304,7 +317,7 @@ def watch_flows(job: Job) -> dict[Cell, Watch]:
     for cell in sorted(ways):
         watch = watches[cell] = Watch()
         for at_s, each_s in seconds_a_byte(job.flows[cell]):
-            watch.add(int((at_s - begin_s) / _LOOK_S), at_s, _MILLION * each_s)
+            watch.add(int((at_s - begin_s) / CONNECTIONS.reading_s), at_s, _MILLION * each_s)
     return watches
 
 
@@ -321,15 +334,15 @@ def watch_bursts(job: Job) -> dict[frozenset[Cell], Watch]:
     all_of = {end: frozenset(cells) for end, cells in own_ends.items()}
     ends = {cell: {frozenset([cell]), all_of[0, cell[0]], all_of[1, cell[1]]} for cell in job.probes}
     watches = {own: Watch() for found in ends.values() for own in found}
-    usual: dict[Cell, deque[float]] = {cell: deque(maxlen=LATEST) for cell in job.probes}
+    usual: dict[Cell, deque[float]] = {cell: deque(maxlen=CONNECTIONS.latest) for cell in job.probes}
     begin_s = timed[0][0] if timed else 0.0
     for done_s, cell, each_s in timed:
         known = usual[cell]
-        ratio = each_s / max(median(known), LEAST_S) if len(known) >= _FEW else 1.0
-        if len(known) >= _FEW:
+        ratio = each_s / max(median(known), CONNECTIONS.min_s) if len(known) >= CONNECTIONS.min_bursts else 1.0
+        if len(known) >= CONNECTIONS.min_bursts:
             for own in ends[cell]:
-                watches[own].add(int((done_s - begin_s) / _LOOK_S), done_s, ratio)
-        if ratio < LEAST_END:  # what is slow must not become what is usual
+                watches[own].add(int((done_s - begin_s) / CONNECTIONS.reading_s), done_s, ratio)
+        if ratio < DELAYS.min_endpoint:  # what is slow must not become what is usual
             known.append(each_s)
     return watches
 
@@ -345,21 +358,21 @@ def _are_calls_alike(job: Job, since_s: float, until_s: float) -> bool:
     if not before or not after:
         return True
     least, most = sorted((sum(before) / len(before), sum(after) / len(after)))
-    return most <= _ALIKE * least
+    return most <= CONNECTIONS.alike * least
 
 
 def _is_told_by(wires: SlowerWires, cells: frozenset[Cell]) -> bool:
     """Return whether a place has a wire that gave the alarm, and is slower by enough to be told."""
     explained = wires.explained
-    if not cells & explained.cells or explained.excess < math.log(LEAST_END):
+    if not cells & explained.cells or explained.excess < math.log(DELAYS.min_endpoint):
         return False
     # bursts share nothing: what they show as well is no wire that is shared more than before
-    return not explained.is_wire_alone or max(wires.times, wires.burst_times) >= LEAST_ALONE
+    return not explained.is_wire_alone or max(wires.times, wires.burst_times) >= DELAYS.min_link
 
 
 def _will_be_placed(job: Job, wires: SlowerWires, change: Change) -> bool:
     """Return whether the next bursts over other wires may say which of several places it is."""
-    is_young = change.until_s is None and job.now_s - change.since_s < UNDECIDED_S
+    is_young = change.until_s is None and job.now_s - change.since_s < CONNECTIONS.undecided_s
     return is_young and len(wires.explained.places) > 1 and is_probed(job)
 
 
@@ -370,29 +383,29 @@ def _has_rounds(job: Job) -> bool:
 
 def _is_still_so(job: Job, wires: SlowerWires, change: Change) -> bool:
     """Return whether a byte takes at least half of that longer in the latest seconds too."""
-    begin_s = max(change.since_s, job.now_s - _LATELY_S)
+    begin_s = max(change.since_s, job.now_s - CONNECTIONS.lately_s)
     longer = []
     for cell in wires.explained.cells:
         points = [one for at_s, one in job.flows.get(cell, ()) if at_s >= begin_s]
         num_bytes = points[-1].num_bytes - points[0].num_bytes if points else 0
         if num_bytes > 0:
             busy_s = points[-1].busy_s - points[-1].held_s - points[0].busy_s + points[0].held_s
-            longer.append(math.log(max(busy_s / num_bytes, LEAST_S) / wires.usual_s))
+            longer.append(math.log(max(busy_s / num_bytes, CONNECTIONS.min_s) / wires.usual_s))
     return not longer or median(longer) >= math.log(wires.times) / 2
 
 
 def _slow_flow(job: Job, wires: SlowerWires, change: Change) -> Finding:
     explained = wires.explained
-    named = " or ".join(map(str, explained.places))
+    named = joined(explained.places)
     usual_mbit = _BITS / wires.usual_s / _MILLION
     return Finding(
         kind="communication slow", places=explained.places, since_s=change.since_s, until_s=change.until_s,
-        evidence={
-            "times_longer": round(wires.times, 2), "usual_mbit_a_second": round(usual_mbit, 3),
-            "now_mbit_a_second": round(usual_mbit / wires.times, 3), "links": list(wires.links[:16]),
-        },
+        evidence=SlowBytesEvidence(
+            times_longer=round(wires.times, 2), usual_mbit_a_second=round(usual_mbit, 3),
+            now_mbit_a_second=round(usual_mbit / wires.times, 3), links=list(wires.links[:16]),
+        ),
         text=f"A byte takes {wires.times:.1f} times as long over {named} as it did, by the kernels' counters.",
-        confidence=min(0.5 if len(explained.places) > 1 else UNSURE, explained.sure) * job.trust,
+        confidence=min(0.5 if len(explained.places) > 1 else PROGRESS.unsure, explained.sure) * job.trust,
         remedy=WIRE_REMEDY,
         probe=how_to_decide(job, explained.places),
     )  # fmt: skip

@@ -15,17 +15,25 @@ from dataclasses import dataclass
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.findings import Place
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DelayMatrixConfig:
+    """Constants of the placement by the delay matrix; logarithms of ratios unless a comment says otherwise."""
+
+    heavy: float = math.log(4.0)  # a way this slow delays the acknowledgements of the other
+    # of a way's excess; the way back shows at most this if it only waits for acknowledgements
+    back_share: float = 0.75
+    receiver_back_share: float = 0.85  # the same for a slow receiver: 0.78 at most in 19 faults (LOG 2026-11-23)
+    sender_back_share: float = 0.4  # the same for a slow sender
+    slow_in: float = math.log(2.0)  # excess from which a receiver is distinguished from its host
+    min_link: float = 1.4  # ratio of a single link; less may be an access that is shared more than before
+    # ratio of several links; all links of an endpoint showed 1.20 after other faults (LOG 2026-11-24)
+    min_endpoint: float = 1.25
+
+
+DELAYS = DelayMatrixConfig()
+
 Cell = tuple[int, int]
-# Logarithms: from four times as slow on, a way also delays the acknowledgements of the other.
-_HEAVY = math.log(4.0)
-_LESS = 0.75
-# What all of an end's wires of one way show, as a part of the other way's, where that one alone is slow: a slow way in
-# holds up the acknowledgements of all that goes out, and a host that is slow both ways is not slower in than out.
-_LESS_OUT, _LESS_IN = 0.85, 0.4
-_SLOW_IN = math.log(2.0)
-# A wire alone that takes longer by less may just share its access with others than before; and all wires of an end that
-# take longer by less may not be as usual again after a fault elsewhere.
-LEAST_ALONE, LEAST_END = 1.4, 1.25
 WIRE_REMEDY = (
     "look at the interface, cable and other traffic there; until then send less over it: larger sync_interval, a "
     "smaller codec, other partners"
@@ -63,7 +71,9 @@ class Explanation:
     def following(self, excess: Mapping[Cell, float]) -> frozenset[Cell]:
         """Return the cells of the way back that take longer because their acknowledgements wait on the way there."""
         back = {(destination, source) for source, destination in self.cells} - self.cells
-        return frozenset(cell for cell in back if 0.0 < excess.get(cell, 0.0) <= _LESS_OUT * self.excess)
+        return frozenset(
+            cell for cell in back if 0.0 < excess.get(cell, 0.0) <= DELAYS.receiver_back_share * self.excess
+        )
 
 
 class DelayMatrix:
@@ -218,6 +228,6 @@ def _is_way_alone(kinds: set[str], slow: list[float], less: list[float]) -> bool
     """Return whether one way alone may be at fault where both are slow, from the logarithms of both."""
     ratio = median(less) / median(slow) if median(slow) > 0.0 else math.inf
     if kinds & {"receiver", "host receiver"}:
-        return ratio <= _LESS_OUT and median(slow) >= _SLOW_IN
-    is_clear = max(slow) >= _HEAVY and min(slow) > max(less)
-    return is_clear and ratio <= (_LESS_IN if kinds & {"sender", "host sender"} else _LESS)
+        return ratio <= DELAYS.receiver_back_share and median(slow) >= DELAYS.slow_in
+    is_clear = max(slow) >= DELAYS.heavy and min(slow) > max(less)
+    return is_clear and ratio <= (DELAYS.sender_back_share if kinds & {"sender", "host sender"} else DELAYS.back_share)

@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import DesyncEvidence, Finding, LossDivergenceEvidence, LossEvidence, Place
 from thinwire.monitor.runlog.records import Operation, Span
 
-_PARTED_SCORES = 6.0
-_PARTED_STEPS = 4
-_LEAST_PARTED = 0.05
-_LATELY = 64
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """Constants of the detector of diverging losses."""
+
+    far_scores: float = 6.0  # distance from the median loss, in spreads of the ranks
+    far_steps: int = 4  # steps in a row on one side; small batches scatter to both (LOG 2026-11-22)
+    min_share: float = 0.05  # distance from the median, as a share of it
+    history: int = 64  # distances that the spread is taken from: losses scatter less as they fall
+
+
+LOSSES = LossConfig()
+
 
 # What is compared, in the order of what causes what: a rank in another round has other sizes too.
 _COMPARED: tuple[tuple[str, str], ...] = (
@@ -57,8 +67,10 @@ def _mismatches(job: Job, own: dict[int, Operation], sequence: int) -> Iterator[
             since_s=min(operation.posted_s for operation in own.values()),
             since_round=first.round if first.round >= 0 else sequence,
             seen_round=first.round if first.round >= 0 else sequence,
-            evidence={"communicator": first.communicator, "operation": sequence, "differs_in": name,
-                      "by_rank": [f"{rank}: {known[rank]}" for rank in sorted(known)][:16]},
+            evidence=DesyncEvidence(
+                communicator=first.communicator, operation=sequence, differs_in=name,
+                by_rank=[f"{rank}: {known[rank]}" for rank in sorted(known)][:16],
+            ),
             text=f"At operation {sequence} of {first.communicator} {Place(kind='rank', ranks=culprits)} {told}.",
             confidence=(0.97 if is_sure else 0.6) * job.trust,
             remedy="compare the code paths of these ranks before this operation: a branch on data, a rank number or an "
@@ -93,7 +105,7 @@ def _non_finite(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Find
                 kind="non-finite loss",
                 places=(Place(kind="job"),) if everyone else (Place(kind="rank", ranks=bad),),
                 since_s=min(by_step[step][rank].done_s for rank in bad), since_round=step, seen_round=step,
-                evidence={"losses": [str(by_step[step][rank].loss) for rank in bad][:16]},
+                evidence=LossEvidence(losses=[str(by_step[step][rank].loss) for rank in bad][:16]),
                 text=f"The loss is no number since step {step}.",
                 confidence=0.99 * job.trust,
                 remedy="lower the learning rate if it is all ranks; if it is one, look at its data and its memory",
@@ -114,10 +126,12 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
         if len(finite) < 3:
             continue
         middle = median(list(finite.values()))
-        scale = max(1.4826 * median(usual), _LEAST_PARTED * abs(middle) / _PARTED_SCORES) if len(usual) >= 8 else None
+        scale = (
+            max(1.4826 * median(usual), LOSSES.min_share * abs(middle) / LOSSES.far_scores) if len(usual) >= 8 else None
+        )
         for rank, loss in finite.items():
             apart, run = loss - middle, runs[rank]
-            is_far = scale is not None and abs(apart) > _PARTED_SCORES * scale
+            is_far = scale is not None and abs(apart) > LOSSES.far_scores * scale
             if run and (not is_far or run[-1][1] * apart < 0):
                 # it was noise, and tells how far ranks are apart
                 usual += [abs(distance) for _, distance in run]
@@ -127,10 +141,10 @@ def _parted(job: Job, by_step: dict[int, dict[int, Span]]) -> dict[str, Finding]
             elif apart:
                 # with an odd number of ranks one is the middle itself, and says nothing of how far ranks are apart
                 usual.append(abs(apart))
-            if scale is not None and len(run) >= _PARTED_STEPS:
+            if scale is not None and len(run) >= LOSSES.far_steps:
                 return {"loss": _parting(job, rank, by_step[run[0][0]][rank], step, abs(apart) / scale)}
         # losses part as they fall: what ranks were apart long ago says little
-        del usual[:-_LATELY]
+        del usual[: -LOSSES.history]
     return {}
 
 
@@ -139,7 +153,7 @@ def _parting(job: Job, rank: int, first: Span, step: int, scores: float) -> Find
         kind="loss divergence",
         places=(Place(kind="rank", ranks=(rank,)),),
         since_s=first.done_s, since_round=first.step, seen_round=step,
-        evidence={"loss_then": first.loss, "deviations_from_the_others": round(scores, 1)},
+        evidence=LossDivergenceEvidence(loss_then=first.loss, deviations_from_the_others=round(scores, 1)),
         text=f"The loss of rank {rank} has parted from the others' since step {first.step}.",
         confidence=0.85 * job.trust,
         remedy="compare its parameters with the others' by a hash; look at its data order and its memory",

@@ -13,29 +13,46 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import msgspec
+
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.collectives import may_be_placed_soon, placed_hang
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.heartbeats import unrecorded
 from thinwire.monitor.detect.partition import cut_off, one_sided, partitioned
-from thinwire.monitor.detect.progress import LEAST_PATIENCE_S, UNSURE, is_dead, is_still, slow_ranks, slow_wires
+from thinwire.monitor.detect.progress import PROGRESS, is_dead, is_still, slow_ranks, slow_wires
 from thinwire.monitor.detect.timeline import Job, Message
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import (
+    Finding,
+    MissingRankEvidence,
+    OneSidedEvidence,
+    OwnErrorEvidence,
+    Place,
+    StuckMessageEvidence,
+    WaitEvidence,
+    joined,
+)
 from thinwire.monitor.runlog.records import Operation
 
-# A recorder that says again and again that it lives is silent after so long, however rare rounds are.
-SILENCE_S = 3.0
-_PERIODS = 3.0
-_DURATIONS = 1.5
-_LONGEST_CHAIN = 12
-_LATEST_MESSAGES, _FEW = 256, 20
-# A message that is so many times as late as one usually takes hangs; before that its wire may be very slow.
-_VERY_SLOW = 25.0
-# So is a rank that lives and does not come; where operations are rare, nobody wants to wait for so many of them.
-_LONGEST_UNSURE_S = 60.0
-# Operations that are near each other are one stretch; operations whose times differ by less are alike.
-_RECENT = 8
-_LIKE = 1.5
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangConfig:
+    """Constants of the hang detector."""
+
+    silence_s: float = 3.0  # limit of a rank's silence where it writes heartbeats, however rare operations are
+    periods: float = 3.0  # usual times between operations, or of a message, that are too long
+    durations: float = 1.5  # longest usual operations that are too long: checkpoints and evaluation are no hang
+    max_chain: int = 12  # ranks in a printed chain of waits
+    latest_messages: int = 256  # messages that the usual duration is taken from
+    tail_share: int = 20  # one message of this many may have been longer by an earlier fault
+    # usual durations of a message below which it may be slow and not lost; links of 20 times exist (LOG 2026-11-24)
+    very_slow: float = 25.0
+    max_unsure_s: float = 60.0  # until a live rank that does not come is a sure hang
+    near_operations: int = 8  # operations that belong to one stretch
+    alike: float = 1.5  # ratio of durations that are alike
+
+
+HANGS = HangConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,16 +180,17 @@ def _hang_at_end(job: Job, communicator: str, ranks: Set[int], *, first: int, fi
         came = [m for m in messages if m.received_done_s is not None and m.received_done_s <= first_s]
         found = _inside(view, still, [*came, *(stuck or own)])
     errors = sorted({m.error for m in messages if m.error and first in (m.source, m.destination)})
+    assert isinstance(found.evidence, WaitEvidence)
     return replace(
         found,
         text=f"{found.text} Rank {first} was the first to give up, at {first_s:.3f} s.",
-        evidence={**found.evidence, "gave_up": sorted(ranks)[:32], "errors": errors[:4]},
+        evidence=msgspec.structs.replace(found.evidence, gave_up=sorted(ranks)[:32], errors=errors[:4]),
     )
 
 
 def _roots(found: list[Finding]) -> list[Finding]:
     """Leave out ranks that are missed in one communicator because they wait in another, where there is another one."""
-    waiting = {rank for finding in found for rank in finding.evidence.get("waiting", ())}
+    waiting = {rank for one in found if isinstance(one.evidence, MissingRankEvidence) for rank in one.evidence.waiting}
     named = [{rank for place in finding.places for rank in place.ranks} for finding in found]
     return [one for one, ranks in zip(found, named, strict=True) if not ranks or ranks - waiting] or found
 
@@ -196,8 +214,8 @@ def patience_s(operations: Iterable[Operation]) -> tuple[float, float]:
             durations[number] = max(durations.get(number, 0.0), operation.done_s - operation.posted_s)
     gaps = [later - early for times in posted.values() for early, later in pairwise(times)]
     usual_s = median(gaps) if gaps else 0.0
-    gone_s = max(LEAST_PATIENCE_S, _PERIODS * usual_s)
-    return gone_s, max(gone_s, _DURATIONS * _longest_usual_s(durations, latest))
+    gone_s = max(PROGRESS.min_wait_s, HANGS.periods * usual_s)
+    return gone_s, max(gone_s, HANGS.durations * _longest_usual_s(durations, latest))
 
 
 def _longest_usual_s(durations: Mapping[int, float], latest: Mapping[int, tuple[float, int]]) -> float:
@@ -211,15 +229,15 @@ def _longest_usual_s(durations: Mapping[int, float], latest: Mapping[int, tuple[
         latest: When the last rank came, and which.
     """
     numbers = sorted(durations)
-    recent = set(numbers[-_RECENT:])
+    recent = set(numbers[-HANGS.near_operations :])
     left = sorted(numbers, key=lambda number: durations[number], reverse=True)
     for place, number in enumerate(left):
         if number in recent:
             return durations[number]
         for other in left[place + 1 :]:
-            if _LIKE * durations[other] < durations[number]:
+            if HANGS.alike * durations[other] < durations[number]:
                 break
-            if abs(other - number) > _RECENT and latest[other][1] == latest[number][1]:
+            if abs(other - number) > HANGS.near_operations and latest[other][1] == latest[number][1]:
                 return durations[number]
     return 0.0
 
@@ -251,8 +269,10 @@ def _standstill(job: Job, communicator: str, left_behind: Set[int]) -> _Standsti
         return None
     # whose calls have failed wait no longer: who has not come to them is gone
     is_left = bool(missing) and set(inside) <= job.left
-    is_sure = is_left or still_s >= limit_s or (still_s >= LEAST_PATIENCE_S and _silent(job, gone_s)) or _survivors(job)
-    may_be = still_s >= (min(gone_s, LEAST_PATIENCE_S) if job.arrivals else gone_s)
+    is_sure = (
+        is_left or still_s >= limit_s or (still_s >= PROGRESS.min_wait_s and _silent(job, gone_s)) or _survivors(job)
+    )
+    may_be = still_s >= (min(gone_s, PROGRESS.min_wait_s) if job.arrivals else gone_s)
     if not is_sure and not (may_be and _has_stuck(job, communicator, sequence, is_long=still_s >= gone_s)):
         return None
     return _Standstill(
@@ -275,15 +295,17 @@ def _has_stuck(job: Job, communicator: str, sequence: int, *, is_long: bool) -> 
     if is_still(job, stuck):
         longest_s = median(took)
     elif is_long:
-        longest_s = took[-1 - len(took) // _FEW]  # the longest of a fault that is over say nothing of the next one
+        longest_s = took[
+            -1 - len(took) // HANGS.tail_share
+        ]  # the longest of a fault that is over say nothing of the next one
     else:
         return False
     waited_s = job.now_s - min(m.begin_s for m in stuck if m.begin_s is not None)
-    return waited_s >= max(LEAST_PATIENCE_S, _PERIODS * longest_s)
+    return waited_s >= max(PROGRESS.min_wait_s, HANGS.periods * longest_s)
 
 
 def _took(messages: Sequence[Message]) -> list[float]:
-    return sorted(m.transfer_s for m in messages[-_LATEST_MESSAGES:] if m.transfer_s is not None)
+    return sorted(m.transfer_s for m in messages[-HANGS.latest_messages :] if m.transfer_s is not None)
 
 
 def _times_late(job: Job, stuck: Iterable[Message], communicator: str) -> float:
@@ -313,7 +335,7 @@ def _judge(job: Job, still: _Standstill) -> list[Finding]:
         alone = None if set(culprits) & set(silent) else cut_off(job, [*still.inside, *culprits], since_s=still.since_s)
         return [_outside(job, still, culprits, silent, messages) if alone is None else alone]
     # before all have shown that they still live, one of them may just have been paused or killed
-    known_s = still.since_s + LEAST_PATIENCE_S
+    known_s = still.since_s + PROGRESS.min_wait_s
     if job.has_beats and any(job.last_seen_s[rank] < known_s for rank in still.inside if rank not in job.goodbyes):
         return []
     if not messages and may_be_placed_soon(job, job.now_s - still.since_s):
@@ -326,7 +348,7 @@ def _silent(job: Job, limit_s: float) -> tuple[int, ...]:
     """Return ranks whose recorder has stopped: paused, killed, or on a host that is gone."""
     if not job.has_beats:
         return ()
-    limit_s = min(limit_s, SILENCE_S)
+    limit_s = min(limit_s, HANGS.silence_s)
     left = _survivors(job)
     quiet = [
         rank
@@ -350,7 +372,7 @@ def _failed(job: Job, rank: int) -> Finding:
     place = Place(kind="rank", ranks=(rank,))
     return Finding(
         kind="non-communication hang", places=(place,), since_s=at_s,
-        evidence={"error": error, "others_ended": sorted(set(job.goodbyes) - {rank})[:32]},
+        evidence=OwnErrorEvidence(error=error, others_ended=sorted(set(job.goodbyes) - {rank})[:32]),
         text=f"Rank {rank} {error}." if is_written_for_it else f"Rank {rank} has ended by an error of its own: {error}",
         confidence=0.95 * job.trust,
         remedy="read this rank's log and the system's (dmesg names processes that ran out of memory); the others end "
@@ -379,15 +401,15 @@ def _outside(
         places=(place,),
         since_s=min(last_s, still.since_s) if gone else still.since_s,
         since_round=still.round, seen_round=still.round,
-        evidence={
-            "communicator": still.communicator, "operation": still.sequence,
-            "waiting": sorted(set(still.inside) - set(culprits))[:32],
-            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
-            "last_sign_s": round(last_s, 3), "wait_chain": _chain(still, messages, culprits),
-        },
+        evidence=MissingRankEvidence(
+            communicator=still.communicator, operation=still.sequence,
+            waiting=sorted(set(still.inside) - set(culprits))[:32], waited_s=round(job.now_s - still.since_s, 3),
+            longer_than_s=round(still.patience_s, 3), last_sign_s=round(last_s, 3),
+            wait_chain=_chain(still, messages, culprits),
+        ),
         text=f"{place.title} has {came} operation {still.sequence} of {still.communicator}{sitting}; its "
         f"recorder {who}{', and it may also be very slow' if is_unsure else ''}.",
-        confidence=(0.95 if gone else UNSURE if is_unsure else 0.9) * job.trust,
+        confidence=(0.95 if gone else PROGRESS.unsure if is_unsure else 0.9) * job.trust,
         remedy="restart it or go on without it; its own log ends where it hangs" if gone
         else "take its stack (py-spy dump): it hangs in its own code, such as data loading, a lock or a file",
     )  # fmt: skip
@@ -396,7 +418,7 @@ def _outside(
 
 def _sure_s(still: _Standstill) -> float:
     """Return for how long a rank that lives may just be very slow, where others wait for it."""
-    return min(_VERY_SLOW * still.gone_s / _PERIODS, max(_LONGEST_UNSURE_S, 2 * still.patience_s))
+    return min(HANGS.very_slow * still.gone_s / HANGS.periods, max(HANGS.max_unsure_s, 2 * still.patience_s))
 
 
 def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
@@ -404,10 +426,11 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
         return slow
     stuck = [m for m in messages if m.is_stuck or (m.error and m.received_done_s is None)]
     if (partial := one_sided(job, still.inside, since_s=still.since_s)) is not None:
-        evidence = {
-            "communicator": still.communicator, "operation": still.sequence, **partial.evidence,
-            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
-        }  # fmt: skip
+        assert isinstance(partial.evidence, OneSidedEvidence)
+        evidence = msgspec.structs.replace(
+            partial.evidence, communicator=still.communicator, operation=still.sequence,
+            waited_s=round(job.now_s - still.since_s, 3), longer_than_s=round(still.patience_s, 3),
+        )  # fmt: skip
         return replace(partial, since_round=still.round, seen_round=still.round, evidence=evidence)
     cells: dict[Cell, float] = {
         (m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None and m.sent_posted_s
@@ -417,7 +440,7 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     explained = DelayMatrix(cells, job.host_of).explain() if stuck else None
     places = explained.places if explained is not None else (Place(kind="communicator"),)
     places = tuple(dict.fromkeys(_whole_connection(job, place, stuck) for place in places))
-    named = " or ".join(map(str, places))
+    named = joined(places)
     text = f"All ranks are in operation {still.sequence} of {still.communicator}, and it does not end"
     text += f": {len(stuck)} messages that both ends are ready for do not arrive ({named})." if stuck else "."
     share = explained.fit if explained is not None else 0.0
@@ -425,20 +448,19 @@ def _inside(job: Job, still: _Standstill, messages: list[Message]) -> Finding:
     times = _times_late(job, stuck, still.communicator)
     if is_dead(job, stuck):
         text += " Not a byte comes over it, nor a sign of life of the connection."
-    elif times < _VERY_SLOW:
-        confidence = min(confidence, UNSURE)
+    elif times < HANGS.very_slow:
+        confidence = min(confidence, PROGRESS.unsure)
         text += f" They have been waited for {times:.0f} times as long as usual: it may also be very slow."
     return Finding(
         kind="communication hang",
         places=places,
         since_s=still.since_s, since_round=still.round, seen_round=still.round,
-        evidence={
-            "communicator": still.communicator, "operation": still.sequence,
-            "stuck": [f"{m.source} -> {m.destination}" for m in stuck][:16],
-            "arrived": sum(m.received_done_s is not None for m in messages),
-            "waited_s": round(job.now_s - still.since_s, 3), "longer_than_s": round(still.patience_s, 3),
-            "errors": sorted({m.error for m in messages if m.error})[:4],
-        }, text=text, confidence=confidence * job.trust,
+        evidence=StuckMessageEvidence(
+            communicator=still.communicator, operation=still.sequence,
+            stuck=[f"{m.source} -> {m.destination}" for m in stuck][:16],
+            arrived=sum(m.received_done_s is not None for m in messages), waited_s=round(job.now_s - still.since_s, 3),
+            longer_than_s=round(still.patience_s, 3), errors=sorted({m.error for m in messages if m.error})[:4],
+        ), text=text, confidence=confidence * job.trust,
         remedy="look at this wire: routes, firewalls, cables; send the same bytes over it outside of the job",
         probe=probe_for(places) or ("" if stuck else "exchange messages in pairs of ranks: none were recorded"),
     )  # fmt: skip
@@ -461,7 +483,7 @@ def _whole_connection(job: Job, place: Place, stuck: list[Message]) -> Place:
     way: tuple[object, ...] = place.ranks or place.hosts
     since_s = min((m.begin_s for m in stuck if is_of(m, way) and m.begin_s is not None), default=math.inf)
     usual_s = median([m.transfer_s for m in job.messages if m.transfer_s is not None and is_of(m, way)])
-    sure_s = since_s + _PERIODS * (0.0 if math.isnan(usual_s) else usual_s)
+    sure_s = since_s + HANGS.periods * (0.0 if math.isnan(usual_s) else usual_s)
     if any((m.received_done_s or 0.0) > sure_s for m in job.messages if is_of(m, way[::-1])):
         return place
     if place.ranks:
@@ -485,7 +507,7 @@ def _chain(still: _Standstill, messages: list[Message], culprits: tuple[int, ...
             waits[message.destination].add(message.source)
     for start in sorted(waits):
         path, seen = [start], {start}
-        while path[-1] not in culprits and len(path) < _LONGEST_CHAIN:
+        while path[-1] not in culprits and len(path) < HANGS.max_chain:
             following = waits[path[-1]] - seen
             if not following:
                 break

@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from heapq import nlargest
 
 from thinwire.monitor.detect.partition import partitioned
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import Finding, NoRecordsEvidence, Place, SilentRankEvidence
 
-_FLOWS_S = 1.75
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatConfig:
+    """Constants of missing and late heartbeats."""
+
+    in_flight_s: float = 1.75  # after a rank's last record, in which messages that it had sent may still arrive
+    kept: int = 64  # delays that are kept of each rank
+    times: int = 3  # of the kept delays that make a delay usual: one alone was a fault
+    remote_s: float = 1.75  # delay of records from another host, beside what the ranks themselves send
+    lately_s: float = 0.5  # age of a record that needs no limit
+
+
+HEARTBEATS = HeartbeatConfig()
 
 
 def find_silent(job: Job) -> list[Finding]:
@@ -32,10 +45,10 @@ def find_silent(job: Job) -> list[Finding]:
             continue
         found.append(partitioned(job, Finding(
             kind="non-communication hang", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
-            evidence={
-                "last_sign_s": round(last_s, 3), "silent_s": round(silent_s, 3), "longer_than_s": round(limit_s, 3),
-                "usual_between_s": round(period_s, 3),
-            },
+            evidence=SilentRankEvidence(
+                last_sign_s=round(last_s, 3), silent_s=round(silent_s, 3), longer_than_s=round(limit_s, 3),
+                usual_between_s=round(period_s, 3),
+            ),
             text=f"Rank {rank} has given no sign of life for {silent_s:.1f} s, while others write on"
             + _other(job, rank),
             confidence=0.9 * job.trust,
@@ -63,27 +76,20 @@ def unrecorded(job: Job) -> frozenset[int]:
 
 def _works_on(job: Job, rank: int) -> bool:
     # what was on its way when a rank stopped comes soon after that
-    flows_s = max(_FLOWS_S, job.silence_s(rank) / 2)
+    flows_s = max(HEARTBEATS.in_flight_s, job.silence_s(rank) / 2)
     return job.heard_s.get(rank, -math.inf) > job.last_seen_s.get(rank, math.inf) + flows_s
 
 
 def _no_records(job: Job, rank: int, last_s: float, heard_s: float) -> Finding:
     return Finding(
         kind="no records", places=(Place(kind="rank", ranks=(rank,)),), since_s=last_s,
-        evidence={"last_record_s": round(last_s, 3), "last_heard_s": round(heard_s, 3)},
+        evidence=NoRecordsEvidence(last_record_s=round(last_s, 3), last_heard_s=round(heard_s, 3)),
         text=f"Rank {rank} has written no records for {job.now_s - last_s:.1f} s, and others received from it "
         f"{max(0.0, job.now_s - heard_s):.1f} s ago: it works, and its disk is full or its recorder has ended.",
         confidence=0.9 * job.trust,
         remedy="look for its warning in its log and make room on its disk; until its next start faults there are seen "
         "from its peers only",
     )  # fmt: skip
-
-
-_KEPT, _TIMES = 64, 3
-# Records of another host come over a wire, beside what the ranks themselves send.
-_BY_WIRE_S = 1.75
-# Of who has written so lately nobody asks how long it may be silent.
-_LATELY_S = 0.5
 
 
 class Lateness:
@@ -113,15 +119,15 @@ class Lateness:
                 continue
             age_s, before = job.now_s - seen_s, self._ages.get(rank)
             if before is not None and seen_s > before[0]:
-                self._late.setdefault(rank, deque(maxlen=_KEPT)).append(before[1])
+                self._late.setdefault(rank, deque(maxlen=HEARTBEATS.kept)).append(before[1])
             self._ages[rank] = seen_s, age_s
-            if age_s > _LATELY_S:
+            if age_s > HEARTBEATS.lately_s:
                 found[rank] = max(self._floor_s(job, rank), self._again_s(rank))
         return found
 
     def _floor_s(self, job: Job, rank: int) -> float:
-        return _BY_WIRE_S if self._own_host and job.host_of.get(rank) != self._own_host else 0.0
+        return HEARTBEATS.remote_s if self._own_host and job.host_of.get(rank) != self._own_host else 0.0
 
     def _again_s(self, rank: int) -> float:
-        latest = nlargest(_TIMES, self._late.get(rank, ()))
-        return latest[-1] if len(latest) == _TIMES else 0.0
+        latest = nlargest(HEARTBEATS.times, self._late.get(rank, ()))
+        return latest[-1] if len(latest) == HEARTBEATS.times else 0.0

@@ -8,35 +8,42 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
-from thinwire.monitor.detect.change_points import OFTEN, Watch, at_least, median
+from thinwire.monitor.detect.change_points import Watch, at_least, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.link_history import LinkTimes
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding
+from thinwire.monitor.findings import Finding, FlappingEvidence, joined
 
-# A job in which many messages take twice as long by nature still shows links that take four times as long.
-BAD = (math.log(2.2), math.log(4.0))
-_GOOD = math.log(1.4)
-# Of so many messages: bad ones that lie further apart are what a busy machine does, or faults of their own.
-WINDOW = 64
-_LEAST_EPISODES = 3
-LEAST_BAD = OFTEN
-_DENSE = 10  # of so many messages in a row most are bad: slow, not flapping
-_MOST_BAD = 7
-_SHORT = 4
-_LONGER = 3
-_USUAL_BAD = 0.01
-_OVER = 1e-3
-_LATEST = 32
-_CHANCE = 1e-6
-# Both ways at once messages are seldom so long without a fault: in jobs of the lab on busy cores 7 of 9,000 pairs of
-# messages were 2.2 times as long, none 3 times.
-_USUAL_BOTH = (2e-3, 3e-4)
-_CHANCE_BOTH = 1e-5
-# Of all pairs, so many may be bad in one round: what many show is no fault of a link.
-_MOST_PAIRS = 4
-# So many pairs tell what is usual.
-_MOST_LOOKED = 100
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntermittentConfig:
+    """Constants of the detector of links that fail and recover; ratios are natural logarithms."""
+
+    # a bad message; the second level is for jobs in which many messages take twice as long
+    bad: tuple[float, float] = (math.log(2.2), math.log(4.0))
+    good: float = math.log(1.4)  # a good message
+    window: int = 64  # messages of a link; bad ones that are further apart are noise or faults of their own
+    min_episodes: int = 3  # bad times
+    min_bad: int = 5  # bad messages; equals `often` of the change-point detector, which selects candidates
+    dense: int = 10  # messages of which `max_bad` are bad: slow, not intermittent
+    max_bad: int = 7  # bad messages among `dense`
+    short: int = 4  # rounds of a bad time that is never too long
+    longer: int = 3  # median bad times that a bad time may last; longer ones are slow links (LOG 2026-11-24)
+    usual_bad: float = 0.01  # share of messages that are bad without a fault
+    over_chance: float = 1e-3  # chance of the present calm below which the fault has ended
+    latest: int = 32  # messages that the usual share is taken from
+    chance: float = 1e-6  # chance of the bad times without a fault; 1e-4 named two sound links (LOG 2026-11-23)
+    # share of messages that are bad both ways at once: 7 of 9,000 in the lab on busy cores
+    usual_both: tuple[float, float] = (2e-3, 3e-4)
+    chance_both: float = 1e-5  # chance of the bad times both ways without a fault
+    pairs_share: int = 4  # one pair of so many may be bad in one round; more are no fault of a link
+    max_pairs: int = 100  # pairs that tell the usual share
+    # of the place: links that failed in the lab showed 3 and more, busy machines 2.4
+    min_excess: float = math.log(2.5)
+
+
+INTERMITTENT = IntermittentConfig()
+
 
 _Value = tuple[int, float, float]  # round, seconds of the clock, logarithm of the ratio to the usual time
 
@@ -64,12 +71,12 @@ def usual_share(watches: Mapping[Cell, Watch], least: float) -> float:
     Of the latest messages, or of all, whichever is less: what was broken before says nothing of now.
     """
     own = [watch.excess if watch.was_long else () for watch in watches.values() if watch.excess]
-    return _USUAL_BAD + 2 * _middle_share(own, least)
+    return INTERMITTENT.usual_bad + 2 * _middle_share(own, least)
 
 
 def _middle_share(histories: Sequence[Sequence[_Value]], least: float) -> float:
     shares = []
-    for latest in (_LATEST, None):
+    for latest in (INTERMITTENT.latest, None):
         shares.append(median([_share(values, least, latest) for values in histories] or [0.0]))
     return min(shares)
 
@@ -87,14 +94,16 @@ def flapping_of(watch: Watch, *, least: float, usual: float) -> Flapping | None:
         least: The logarithm of the ratio from which a message is bad.
         usual: Which share of its messages may be.
     """
-    values = list(watch.excess)[-WINDOW:]
+    values = list(watch.excess)[-INTERMITTENT.window :]
     values = _above(_lately(values), values)
     bad = [index for index, (_, _, excess) in enumerate(values) if excess >= least]
 
     def chance(own: Sequence[int]) -> float:
         return len(values) * at_least(len(own), own[-1] - own[0] + 1, usual)
 
-    return _in_turns(values, _without_changes(values, bad, [watch]), chance, least_bad=LEAST_BAD, most=_CHANCE)
+    return _in_turns(
+        values, _without_changes(values, bad, [watch]), chance, least_bad=INTERMITTENT.min_bad, most=INTERMITTENT.chance
+    )
 
 
 class BothWays:
@@ -109,20 +118,27 @@ class BothWays:
         pairs = [(a, b) for a, b in watches if a < b and (b, a) in watches]
         self._num_pairs = len(pairs)
         self._often = [pair for pair in pairs if self._is_often_long(pair)]
-        looked_at = {*self._often, *pairs[:: 1 + len(pairs) // _MOST_LOOKED]} if self._often else set()
-        joint = {pair: _joint(watches[pair], watches[pair[::-1]])[-WINDOW:] for pair in pairs if pair in looked_at}
+        looked_at = {*self._often, *pairs[:: 1 + len(pairs) // INTERMITTENT.max_pairs]} if self._often else set()
+        joint = {
+            pair: _joint(watches[pair], watches[pair[::-1]])[-INTERMITTENT.window :]
+            for pair in pairs
+            if pair in looked_at
+        }
         self._lately = {pair: _lately(values) for pair, values in joint.items()}
         self._values = {pair: _above(self._lately[pair], values) for pair, values in joint.items()}
 
     def _is_often_long(self, pair: Cell) -> bool:
-        return all(self._watches[way].num_long(of=WINDOW) >= _LEAST_EPISODES for way in (pair, pair[::-1]))
+        return all(
+            self._watches[way].num_long(of=INTERMITTENT.window) >= INTERMITTENT.min_episodes
+            for way in (pair, pair[::-1])
+        )
 
     def flapping(self) -> dict[Cell, Flapping]:
         """Return what each link does that flaps, under both of its ways."""
         if not self._often:
             return {}
         self._num_bad = Counter(
-            number for values in self._values.values() for number, _, excess in values if excess >= BAD[0]
+            number for values in self._values.values() for number, _, excess in values if excess >= INTERMITTENT.bad[0]
         )
         found = {}
         for pair in self._often:
@@ -134,29 +150,29 @@ class BothWays:
     def _usual(self, pair: Cell) -> list[float]:
         """Return which share of messages is that long without a fault: a little, and what all other pairs show."""
         others = [excess for other, values in self._values.items() if other != pair for _, _, excess in values]
-        shares = [sum(excess >= least for excess in others) / max(1, len(others)) for least in BAD]
-        return [share + seen for share, seen in zip(_USUAL_BOTH, shares, strict=True)]
+        shares = [sum(excess >= least for excess in others) / max(1, len(others)) for least in INTERMITTENT.bad]
+        return [share + seen for share, seen in zip(INTERMITTENT.usual_both, shares, strict=True)]
 
     def _of(self, pair: Cell, values: Sequence[_Value], usual: Sequence[float]) -> Flapping | None:
-        most = max(1, self._num_pairs // _MOST_PAIRS)
+        most = max(1, self._num_pairs // INTERMITTENT.pairs_share)
         bad = [
             index
             for index, (number, _, excess) in enumerate(values)
-            if excess >= BAD[0] and self._num_bad[number] <= most
+            if excess >= INTERMITTENT.bad[0] and self._num_bad[number] <= most
         ]
 
         def chance(own: Sequence[int]) -> float:
-            likely = math.prod(usual[values[index][2] >= BAD[1]] for index in own)
+            likely = math.prod(usual[values[index][2] >= INTERMITTENT.bad[1]] for index in own)
             return len(values) * math.comb(own[-1] - own[0] + 1, len(own)) * likely
 
         both = [self._watches[pair], self._watches[pair[::-1]]]
         bad = _without_changes(values, bad, both)
-        found = _in_turns(values, bad, chance, least_bad=_LEAST_EPISODES, most=_CHANCE_BOTH)
+        found = _in_turns(values, bad, chance, least_bad=INTERMITTENT.min_episodes, most=INTERMITTENT.chance_both)
         if found is None:
             return None
         first, last = found.episodes[0][0], found.episodes[-1][1]
         # one way that is slow for good, and another that is long now and then, do not flap
-        least = BAD[0] + self._lately[pair]
+        least = INTERMITTENT.bad[0] + self._lately[pair]
         slow = max(sum(excess >= least for excess in one.values_in(first, last)) for one in both)
         return found if 2 * slow < sum(first <= number <= last for number, _, _ in values) else None
 
@@ -185,9 +201,11 @@ def _without_changes(values: Sequence[_Value], bad: list[int], watches: Iterable
     What was over so soon may be a bad time of a link that flaps.
     """
     past = [one.change for one in watches if one.change is not None and one.change.is_over]
-    past = [one for one in past if one.until_round - one.since_round > _SHORT]
+    past = [one for one in past if one.until_round - one.since_round > INTERMITTENT.short]
     bad = [index for index in bad if not any(one.since_round <= values[index][0] < one.until_round for one in past)]
-    dense = [late for early, late in zip(bad, bad[_MOST_BAD:], strict=False) if late - early < _DENSE]
+    dense = [
+        late for early, late in zip(bad, bad[INTERMITTENT.max_bad :], strict=False) if late - early < INTERMITTENT.dense
+    ]
     return [index for index in bad if not dense or index > dense[-1]]
 
 
@@ -201,7 +219,11 @@ def _in_turns(
     bad = _least_likely(bad, chance, least_bad)
     stretch = [excess for _, _, excess in values[bad[0] : bad[-1] + 1]] if bad else []
     # a link that is slow by about as much as counts as bad is never good
-    if not bad or 2 * sum(excess <= _GOOD for excess in stretch) < len(stretch) or _is_over(bad, len(values)):
+    if (
+        not bad
+        or 2 * sum(excess <= INTERMITTENT.good for excess in stretch) < len(stretch)
+        or _is_over(bad, len(values))
+    ):
         return None
     episodes: list[tuple[int, int]] = []
     seen_round = -1
@@ -211,7 +233,7 @@ def _in_turns(
             episodes[-1] = (episodes[-1][0], number)
         else:
             episodes.append((number, number))
-        is_sure = count >= least_bad and len(episodes) >= _LEAST_EPISODES
+        is_sure = count >= least_bad and len(episodes) >= INTERMITTENT.min_episodes
         if seen_round < 0 and is_sure and chance(bad[:count]) <= most:
             seen_round = number
     if seen_round < 0:
@@ -229,32 +251,30 @@ def _alike(bad: list[int], count: int) -> list[int]:
         times[-1].append(index)
     if bad and bad[-1] == count - 1:
         del times[-1]
-    most = max(_SHORT, _LONGER * median([len(own) for own in times] or [0]))
+    most = max(INTERMITTENT.short, INTERMITTENT.longer * median([len(own) for own in times] or [0]))
     return [index for own in times if len(own) <= most for index in own]
 
 
 def _least_likely(bad: list[int], chance: Callable[[Sequence[int]], float], least_bad: int) -> list[int]:
     """Return the latest bad messages, from that one on which makes them least likely; none where they are too few."""
     begins = [place for place, index in enumerate(bad) if not place or bad[place - 1] < index - 1]
-    enough = [bad[place:] for place in begins[: 1 - _LEAST_EPISODES] if len(bad) - place >= least_bad]
+    enough = [bad[place:] for place in begins[: 1 - INTERMITTENT.min_episodes] if len(bad) - place >= least_bad]
     return min(enough, key=chance, default=[])
 
 
 def _is_over(bad: list[int], count: int) -> bool:
     """Return whether so long a time without bad messages was not there before, and is no chance at their rate."""
     share, since = len(bad) / (bad[-1] - bad[0] + 1), count - 1 - bad[-1]
-    return since > max(late - early for early, late in pairwise(bad)) and (1 - share) ** since <= _OVER
-
-
-# Wires that failed in the lab took three times as long and more when they did, and busy machines made others of 2.4.
-_LEAST = math.log(2.5)
+    return (
+        since > max(late - early for early, late in pairwise(bad)) and (1 - share) ** since <= INTERMITTENT.over_chance
+    )
 
 
 def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     """Return the place whose links are bad and good in turns."""
     flapping: dict[Cell, Flapping] = {}
     often: Mapping[Cell, Watch] = times.watches
-    for least in sorted(BAD):
+    for least in sorted(INTERMITTENT.bad):
         often = {cell: watch for cell, watch in often.items() if _is_often_bad(watch, least)}
         usual = usual_share(times.watches, least) if often else 0.0
         for cell, watch in often.items():
@@ -271,19 +291,19 @@ def find_flapping(job: Job, times: LinkTimes) -> list[Finding]:
     # what flaps in few wires of a place is noise of these, or a place that was slow
     if explained is None or 2 * len(explained.cells & set(flapping)) < len(explained.cells):
         return []
-    if explained.excess < _LEAST:
+    if explained.excess < INTERMITTENT.min_excess:
         return []
     first = min(flapping.values(), key=lambda found: found.seen_round)
-    named = " or ".join(map(str, explained.places))
+    named = joined(explained.places)
     longer = math.exp(explained.excess)
     return [Finding(
         kind="flapping link",
         places=explained.places,
         since_s=first.since_s, since_round=first.episodes[0][0], seen_round=first.seen_round,
-        evidence={
-            "bad_rounds": [f"{begin} to {end}" for begin, end in first.episodes][:16],
-            "times_longer": round(longer, 2), "explained": round(explained.fit, 3),
-        },
+        evidence=FlappingEvidence(
+            bad_rounds=[f"{begin} to {end}" for begin, end in first.episodes][:16], times_longer=round(longer, 2),
+            explained=round(explained.fit, 3),
+        ),
         text=f"Messages over {named} took {longer:.1f} times as long as usual in {len(first.episodes)} bad times, "
         "and as "
         "usual between them.",
@@ -297,11 +317,11 @@ def _excess_in(watch: Watch, flapping: Mapping[Cell, Flapping]) -> float:
     """Return how much longer a link takes while any that flaps is down, from its first bad round to its last."""
     rounds = frozenset.union(*(found.bad for found in flapping.values()))
     middle = median([excess for number, _, excess in watch.excess if number in rounds])
-    return 0.0 if middle < BAD[0] / 2 else middle
+    return 0.0 if middle < INTERMITTENT.bad[0] / 2 else middle
 
 
 def _is_often_bad(watch: Watch, least: float) -> bool:
-    if not watch.is_often_long(of=WINDOW + 1):
+    if not watch.is_often_long(of=INTERMITTENT.window + 1):
         return False  # not even by less
-    latest = islice(reversed(watch.excess), WINDOW)
-    return sum(excess >= least for _, _, excess in latest) >= LEAST_BAD
+    latest = islice(reversed(watch.excess), INTERMITTENT.window)
+    return sum(excess >= least for _, _, excess in latest) >= INTERMITTENT.min_bad

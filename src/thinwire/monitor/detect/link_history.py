@@ -13,9 +13,29 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from thinwire.monitor.detect.change_points import LEAST_HISTORY, Change, Company, Watch
+from thinwire.monitor.detect.change_points import CUSUM, Change, Company, Watch
 from thinwire.monitor.detect.delay_matrix import Cell
 from thinwire.monitor.detect.timeline import Job, Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkHistoryConfig:
+    """Constants of the history of links and endpoints."""
+
+    min_links: int = 2  # links of an endpoint: one alone cannot be told from it
+    many_links: int = 1000  # above this the values before the baselines are left out, so that an update stays short
+    # of endpoints: a small lasting fault must not become the baseline before its alarm (LOG 2026-11-23)
+    baseline_rounds: int = 256
+    min_share: float = 0.1  # of a link's bytes that messages of one size carry; others wait behind large ones
+    max_error: float = 8.0  # clock error over duration above which a message says nothing
+    lost_s: float = 10.0  # a message in flight for longer does not share its access any more
+    later_rounds: int = 3  # later rounds of some links after which a round is complete
+    recent_rounds: int = 8  # a link that is further behind takes no part
+    max_rounds: int = 1024  # rounds whose size class is kept
+    ripe: int = 8  # values of a link beside its history until endpoints are updated
+
+
+LINKS = LinkHistoryConfig()
 
 _Access = tuple[str, str]
 
@@ -83,12 +103,6 @@ def alone_s(job: Job, messages: Iterable[Message]) -> dict[int, float]:
     }
 
 
-_LEAST_CELLS = 2
-_MANY = 1000
-# All wires of an end show faults that are too small to be told soon: these must not become what is usual meanwhile.
-_MOST_USUAL = 256
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """All wires of a rank that were seen, one way or both.
@@ -150,7 +164,7 @@ class EndHistory:
 
 
 def _end(rank: int, cells: frozenset[Cell]) -> End:
-    return End(rank=rank, cells=cells, watch=Watch(most_usual=_MOST_USUAL))
+    return End(rank=rank, cells=cells, watch=Watch(most_usual=LINKS.baseline_rounds))
 
 
 def _ends_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
@@ -162,7 +176,7 @@ def _ends_of(cells: Collection[Cell]) -> list[tuple[int, frozenset[Cell]]]:
         (rank, own)
         for rank in sorted({rank for cell in cells for rank in cell})
         for own in map(frozenset, (rows[rank], columns[rank], rows[rank] | columns[rank]))
-        if len(own) >= _LEAST_CELLS
+        if len(own) >= LINKS.min_links
     ]
 
 
@@ -170,7 +184,7 @@ def _rounds(watches: Mapping[Cell, Watch], *, since: int, until: int | None) -> 
     """Return the rounds after one, up to another one."""
     rounds: dict[int, _Round] = defaultdict(dict)
     # a look at a running job must not take long: of very many wires, what came before all was usual is left out
-    is_whole = since < 0 and (until is None or len(watches) <= _MANY)
+    is_whole = since < 0 and (until is None or len(watches) <= LINKS.many_links)
     for cell, watch in watches.items():
         for number, at_s, excess in watch.history() if is_whole else watch.since(since + 1):
             if until is None or number <= until:
@@ -181,7 +195,7 @@ def _rounds(watches: Mapping[Cell, Watch], *, since: int, until: int | None) -> 
 def _feed(end: End, rounds: _Ordered, classes: Mapping[int, int]) -> None:
     for number, own, ordered in rounds:
         ours = [own[cell] for cell in end.cells if cell in own]
-        if len(ours) < _LEAST_CELLS:
+        if len(ours) < LINKS.min_links:
             continue
         common = max(0.0, _median_without(ordered, [excess for _, excess in ours]))
         mean = math.fsum(excess for _, excess in ours) / len(ours)
@@ -205,18 +219,6 @@ def _median_without(ordered: list[float], some: list[float]) -> float:
         return ordered[index]
 
     return at(left // 2) if left % 2 else (at(left // 2 - 1) + at(left // 2)) / 2
-
-
-_LEAST_SHARE = 0.1
-_MOST_ERROR = 8.0
-# So long a message that has not come shares the access that it crosses with others: later it counts as lost.
-_LOST_S = 10.0
-# A round is done where all links that take part have shown it, or some have shown so many later ones.
-_LATER = 3
-_RECENT = 8
-_MOST_CLASSES = 1024
-# Ends are watched together once links have shown so many values beside their history.
-_RIPE = 8
 
 
 @dataclass(slots=True)
@@ -298,7 +300,7 @@ class LinkHistory:
         for cell, round, classed, message in self._samples(fresh):
             self._classes[round] = max(classed, self._classes.get(round, 0))
             self._add(job, cell, round, classed, message, shares[id(message)])
-        for number in [*self._classes][:-_MOST_CLASSES]:
+        for number in [*self._classes][: -LINKS.max_rounds]:
             del self._classes[number]
         self._watch_ends(is_all=settled_s is None)
         self._times.soon = {} if settled_s is None else self._soon(job, settled_s)
@@ -345,7 +347,7 @@ class LinkHistory:
                 classes[size_class(message.num_bytes)].append(message)
             classed = max(classes, key=lambda one: (len(classes[one]) * 2.0**one, one))
             # small messages of a link that carries large ones tell of what they wait behind
-            if self._bytes[cell][classed] >= _LEAST_SHARE * sum(self._bytes[cell].values()):
+            if self._bytes[cell][classed] >= LINKS.min_share * sum(self._bytes[cell].values()):
                 ordered = sorted(classes[classed], key=lambda message: message.transfer_s or 0.0)
                 found.append((cell, round, classed, ordered[len(ordered) // 2]))
         return found
@@ -356,12 +358,12 @@ class LinkHistory:
             times.watches[cell], times.alone[cell] = Watch(company=self._plain), Watch(company=self._shared)
         watch, alone = times.watches[cell], times.alone[cell]
         classed_so, error_s = _measured(job, message, classed)
-        if error_s > _MOST_ERROR * time_s:
+        if error_s > LINKS.max_error * time_s:
             return  # not even who was late is known
         watch.add(round, at_s, time_s, size_class=classed_so, margin_s=error_s, begin_s=at_s - time_s)
         alone.add(round, at_s, share_s, size_class=classed_so, margin_s=error_s, begin_s=at_s - time_s)
         first = times.times.setdefault((cell, classed), [])
-        if len(first) < 4 * LEAST_HISTORY:
+        if len(first) < 4 * CUSUM.min_history:
             first.append(time_s)
 
     def _soon(self, job: Job, settled_s: float) -> dict[Cell, Change]:
@@ -380,14 +382,14 @@ class LinkHistory:
         if is_all:
             self._times.ends = self._ends.take(self._times.alone, self._classes)
             return
-        if max((len(watch.excess) for watch in self._times.alone.values()), default=0) < _RIPE:
+        if max((len(watch.excess) for watch in self._times.alone.values()), default=0) < LINKS.ripe:
             return
         recent = [
             min(self._missing[cell], default=number + 1) - 1
             for cell, number in self._taken.items()
-            if number >= self.newest - _RECENT
+            if number >= self.newest - LINKS.recent_rounds
         ]
-        until = max(min(recent), self.newest - _LATER)
+        until = max(min(recent), self.newest - LINKS.later_rounds)
         self._times.ends = self._ends.take(self._times.alone, self._classes, until=until)
 
 
@@ -430,7 +432,7 @@ def _beside(job: Job, fresh: Collection[Message], *, is_all: bool) -> list[Messa
 
 def _may_come(message: Message, now_s: float) -> bool:
     begin_s = message.begin_s
-    return begin_s is not None and not message.error and begin_s > now_s - _LOST_S
+    return begin_s is not None and not message.error and begin_s > now_s - LINKS.lost_s
 
 
 def _within(times: LinkTimes, job: Job) -> LinkTimes:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from thinwire.monitor.detect.clocks import SightingBook
-from thinwire.monitor.detect.diagnose import History, findings_of
+from thinwire.monitor.detect.diagnose import DetectorState, findings_of
 from thinwire.monitor.detect.heartbeats import Lateness, find_silent
-from thinwire.monitor.detect.progress import UNSURE
+from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import build
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import Finding, Place, WaitEvidence
 from thinwire.monitor.runlog.reader import Records, members_of, without_given_up
 from thinwire.monitor.runlog.records import (
     Arrival,
@@ -30,12 +30,27 @@ from thinwire.monitor.runlog.records import (
     TransferEnd,
 )
 
-_MOST_COMMUNICATORS = 256
-_MOST_FLOWS = 4096
-_MOST_RANKS, _MOST_BEATS, _MOST_ARRIVALS = 1 << 16, 16, 8
-# So many records are kept of each rank or each way between two, as long as these are no more in all; of more, fewer.
-_MANY, _MOST_MANY, _FEW = 16, 12_000, 2
-_MOST_KEPT = 1 << 18
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveConfig:
+    """Bounds of the live detector's memory."""
+
+    max_communicators: int = 256
+    max_flows: int = 4096  # readings of connections, and bursts
+    max_ranks: int = 1 << 16
+    max_beats: int = 16  # heartbeats of a rank
+    max_arrivals: int = 8  # byte counts of a link
+    many: int = 16  # records of a rank or way
+    many_total: int = 12_000  # records in all up to which `many` are kept of each
+    few: int = 2  # records of a rank or way in larger jobs
+    max_records: int = 1 << 18  # records in all
+    max_cases: int = 64  # open causes
+    # waits of a hang that may be a slow message until it counts as ended, so that it is reported once
+    held: float = 2.0
+
+
+LIVE = LiveConfig()
+
 
 _Kept = TypeVar("_Kept")
 _Key = TypeVar("_Key")
@@ -95,8 +110,8 @@ class Window:
         self._spans: _Ends[Span] = _Ends(most_records)
         self._beats: dict[int, deque[Beat]] = {}
         self._arrivals: dict[tuple[int, int], deque[Arrival]] = {}
-        self._flows: _Ends[Flow] = _Ends(_MOST_FLOWS)
-        self._probes: _Ends[Probe] = _Ends(_MOST_FLOWS)
+        self._flows: _Ends[Flow] = _Ends(LIVE.max_flows)
+        self._probes: _Ends[Probe] = _Ends(LIVE.max_flows)
         self._writers: set[int] = set()
         self._ways: set[tuple[int, int, str]] = set()
 
@@ -105,19 +120,19 @@ class Window:
         if isinstance(record, Communicator):
             self._communicators.pop(record, None)
             self._communicators[record] = None
-            if len(self._communicators) > _MOST_COMMUNICATORS:
+            if len(self._communicators) > LIVE.max_communicators:
                 self._communicators.popitem(last=False)
         elif isinstance(record, Arrival | Flow | Probe):
             self._add_of_wires(record)
         elif isinstance(record, Operation):
-            if record.rank not in self._writers and len(self._writers) < _MOST_RANKS:
+            if record.rank not in self._writers and len(self._writers) < LIVE.max_ranks:
                 self._writers.add(record.rank)
                 for kept in (self._operations, self._spans, self._flows, self._probes):
                     kept.hold(max(kept.most, _most_of(len(self._writers))))
             self._operations.put((record.communicator, record.rank, record.sequence), record)
         elif isinstance(record, TransferEnd):
             one_way = (record.rank, record.peer, record.direction)
-            if one_way not in self._ways and len(self._ways) < _MOST_KEPT:
+            if one_way not in self._ways and len(self._ways) < LIVE.max_records:
                 self._ways.add(one_way)
                 self._transfers.hold(max(self._transfers.most, _most_of(len(self._ways))))
             key = (record.communicator, record.rank, record.peer, record.direction, record.operation, record.part)
@@ -125,7 +140,7 @@ class Window:
         elif isinstance(record, Span):
             self._spans.put((record.rank, record.kind, record.step), record)
         else:
-            _put_latest(self._beats, record.rank, record, most=_MOST_BEATS)
+            _put_latest(self._beats, record.rank, record, most=LIVE.max_beats)
 
     def _add_of_wires(self, record: Arrival | Flow | Probe) -> None:
         if isinstance(record, Flow):
@@ -133,7 +148,7 @@ class Window:
         elif isinstance(record, Probe):
             self._probes.put((record.rank, record.peer, record.at_s), record)
         else:
-            _put_latest(self._arrivals, (record.rank, record.peer), record, most=_MOST_ARRIVALS)
+            _put_latest(self._arrivals, (record.rank, record.peer), record, most=LIVE.max_arrivals)
 
     def ranks(self) -> set[int]:
         """Return the ranks that wrote anything: a sign of life, or where they are."""
@@ -173,18 +188,13 @@ class Window:
 
 
 def _put_latest(kept: dict[_Key, deque[_Kept]], key: _Key, record: _Kept, *, most: int) -> None:
-    if key in kept or len(kept) < _MOST_RANKS:
+    if key in kept or len(kept) < LIVE.max_ranks:
         kept.setdefault(key, deque(maxlen=most)).append(record)
 
 
 def _most_of(count: int) -> int:
     """Return how many records are kept of so many ranks or ways."""
-    return min(_MOST_KEPT, max(min(_MANY * count, _MOST_MANY), _FEW * count))
-
-
-_MOST_CASES = 64
-# What may have been a very slow message is not over before so many times as long have gone by without another.
-_HELD = 2.0
+    return min(LIVE.max_records, max(min(LIVE.many * count, LIVE.many_total), LIVE.few * count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,8 +234,9 @@ class _Case:
 
     def may_return(self, now_s: float) -> bool:
         """Return whether a hang that may have been a very slow message may come again with the next one."""
-        waited_s = self.finding.evidence.get("waited_s", 0.0)
-        return self.finding.confidence <= UNSURE and now_s - self.last_s < _HELD * waited_s
+        evidence = self.finding.evidence
+        waited_s = evidence.waited_s if isinstance(evidence, WaitEvidence) else 0.0
+        return self.finding.confidence <= PROGRESS.unsure and now_s - self.last_s < LIVE.held * waited_s
 
     @property
     def is_told(self) -> bool:
@@ -268,7 +279,7 @@ class LiveJudge:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self._until_new, self._until_over = looks_until_new, looks_until_over
         self._window = Window(most_records=most_records)
-        self._history, self._book, self._lateness = History(), SightingBook(), Lateness(own_host)
+        self._history, self._book, self._lateness = DetectorState(), SightingBook(), Lateness(own_host)
         self._cases: list[_Case] = []
         self._num_told = 0
         self.num_failed = 0
@@ -326,7 +337,7 @@ class LiveJudge:
         for case in self._cases:
             if is_one_cause(case.finding, finding, hosts=hosts):
                 return case
-        if len(self._cases) >= _MOST_CASES:
+        if len(self._cases) >= LIVE.max_cases:
             return None
         self._cases.append(_Case(finding))
         return self._cases[-1]

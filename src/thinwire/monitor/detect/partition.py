@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Place
+import msgspec
 
-# Confidence where no peer is heard, where less than half of the hosts are, and where one of two sides may be at fault.
-_NONE_HEARD, _FEW_HEARD, _ONE_OF_TWO = 0.3, 0.5, 0.5
-# A connection with signs of life once a second is quiet after so long; beats, two a second, are missing after so many.
-_QUIET_S, _MISSING_S, _MISSED_BEATS = 2.5, 1.25, 2.5
-# What is on its way when a wire is cut may come up to so much later than what is not.
-_AT_ONCE_S = 3.0
-# Of the longest silence of a peer: what is silent for so large a part of it was cut off by the same fault.
-_LIKE = 0.5
+from thinwire.monitor.detect.timeline import Job
+from thinwire.monitor.findings import Finding, OneSidedEvidence, Place, WaitEvidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionConfig:
+    """Constants of the partition detector."""
+
+    none_heard: float = 0.3  # confidence if no peer is heard
+    few_heard: float = 0.5  # confidence if less than half of the hosts are heard
+    one_of_two: float = 0.5  # confidence if one of two sides is at fault
+    silent_s: float = 2.5  # silence of a connection with keep-alives each second
+    missing_s: float = 1.25  # silence of a rank with two heartbeats a second
+    missed_beats: float = 2.5  # the same in its own heartbeats
+    at_once_s: float = 3.0  # between silences that one cut makes: bytes in flight arrive after it
+    alike: float = 0.5  # share of the longest silence that belongs to the same fault
+
+
+PARTITION = PartitionConfig()
+
 _REMEDY = "diagnose with the records of all hosts: give all their folders; look at this host's own link first"
 
 
@@ -49,13 +60,13 @@ def one_sided(job: Job, inside: Collection[int], *, since_s: float) -> Finding |
         sorted(
             peer
             for peer, own_s in silent_s.items()
-            if own_s >= _LIKE * longest_s and not _is_live(job, peer, observers)
+            if own_s >= PARTITION.alike * longest_s and not _is_live(job, peer, observers)
         )
     )
     places, confidence, text = _suspects(job, observers, peers, quiet)
     return Finding(
         kind="communication hang", places=places, since_s=since_s, text=f"{text} {_observer_text(observers)}",
-        evidence={"judged_from": observers[:32], "not_heard": list(quiet)[:32], "num_peers": len(peers)},
+        evidence=OneSidedEvidence(judged_from=observers[:32], not_heard=list(quiet)[:32], num_peers=len(peers)),
         confidence=confidence * job.trust, remedy=_REMEDY,
     )  # fmt: skip
 
@@ -69,7 +80,10 @@ def cut_off(job: Job, inside: Collection[int], *, since_s: float) -> Finding | N
         since_s: Since when.
     """
     found = one_sided(job, inside, since_s=since_s)
-    return found if found is not None and len(found.evidence["not_heard"]) == found.evidence["num_peers"] > 1 else None
+    if found is None:
+        return None
+    assert isinstance(found.evidence, OneSidedEvidence)
+    return found if len(found.evidence.not_heard) == found.evidence.num_peers > 1 else None
 
 
 def partitioned(job: Job, finding: Finding) -> Finding:
@@ -94,26 +108,27 @@ def partitioned(job: Job, finding: Finding) -> Finding:
         max(seen_s for rank, seen_s in job.last_seen_s.items() if job.host_of[rank] == host) for host in hosts - heard
     ]
     # a cut takes all of them at once; hosts that stopped one after the other did so by themselves
-    if 2 * len(heard) >= len(hosts) or max(lost_s) - min(lost_s) > _AT_ONCE_S:
+    if 2 * len(heard) >= len(hosts) or max(lost_s) - min(lost_s) > PARTITION.at_once_s:
         return finding
     ranks = sorted(rank for rank in job.last_seen_s if job.host_of[rank] in heard)
+    assert isinstance(finding.evidence, WaitEvidence)
     own = Place(kind="host", hosts=tuple(sorted(heard)))
     num_silent = len(hosts - heard)
     is_alone = len(heard) == 1
     return replace(
         finding,
         places=(own, *finding.places),
-        confidence=min(finding.confidence, (_NONE_HEARD if is_alone else _FEW_HEARD) * job.trust),
+        confidence=min(finding.confidence, (PARTITION.none_heard if is_alone else PARTITION.few_heard) * job.trust),
         text=f"{own.title} {'hears' if is_alone else 'hear'} from {num_silent} of {len(hosts)} hosts no more: likely "
         f"cut off {'itself' if is_alone else 'themselves'}, or these have stopped. {finding.text} "
         f"{_observer_text(ranks)}",
-        evidence={**finding.evidence, "judged_from": ranks[:32]},
+        evidence=msgspec.structs.replace(finding.evidence, judged_from=ranks[:32]),
         remedy=f"{_REMEDY}; then {finding.remedy}",
     )
 
 
 def _missing_s(job: Job, rank: int) -> float:
-    return max(_MISSING_S, _MISSED_BEATS * job.beat_s.get(rank, 0.0)) + job.error_s.get(rank, 0.0)
+    return max(PARTITION.missing_s, PARTITION.missed_beats * job.beat_s.get(rank, 0.0)) + job.error_s.get(rank, 0.0)
 
 
 def _peers(job: Job, observers: Collection[int]) -> set[int]:
@@ -139,7 +154,7 @@ def _is_live(job: Job, peer: int, observers: Collection[int]) -> bool:
     for rank in observers:
         seen = job.arrivals.get((peer, rank), [])
         moved = [later[0] for early, later in pairwise(seen) if later[1] > early[1]]
-        if moved and job.now_s - moved[-1] <= _QUIET_S:
+        if moved and job.now_s - moved[-1] <= PARTITION.silent_s:
             return True
     return False
 
@@ -153,21 +168,21 @@ def _suspects(
     if len(peers) > 1 and len(quiet) == len(peers):
         text = f"Nothing comes from any of the {len(peers)} peers of {who}: likely {own} or its link is cut off"
         if {(peer, rank) for peer in peers for rank in observers} <= job.signalled:
-            return (own,), _NONE_HEARD, f"{text}."
+            return (own,), PARTITION.none_heard, f"{text}."
         # without signs of life, peers that wait for each other are as quiet
-        return (own, Place(kind="communicator")), _NONE_HEARD, f"{text}, or its peers wait for each other."
+        return (own, Place(kind="communicator")), PARTITION.none_heard, f"{text}, or its peers wait for each other."
     if not quiet:
         text = f"{who.capitalize()} waits for messages of live peers, which may wait for other ranks themselves."
-        return (Place(kind="communicator"),), _NONE_HEARD, text
+        return (Place(kind="communicator"),), PARTITION.none_heard, text
     kind: Literal["rank"] = "rank"
     if len(quiet) == 1 and len(observers) == 1:
         link = Place(kind="link both ways", ranks=tuple(sorted((quiet[0], observers[0]))))
         text = f"Nothing comes from rank {quiet[0]} to {who}: that rank has stopped, or {link} is cut."
-        return (link, Place(kind=kind, ranks=quiet)), _ONE_OF_TWO, text
+        return (link, Place(kind=kind, ranks=quiet)), PARTITION.one_of_two, text
     text = (
         f"Nothing comes from {_ranks(quiet)} to {who}: these have stopped or wait themselves, or their links are cut."
     )
-    return (Place(kind=kind, ranks=quiet),), _NONE_HEARD, text
+    return (Place(kind=kind, ranks=quiet),), PARTITION.none_heard, text
 
 
 def _observer_text(ranks: Collection[int]) -> str:

@@ -8,27 +8,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from thinwire.monitor.detect.change_points import median
 from thinwire.monitor.detect.delay_matrix import WIRE_REMEDY, Cell, DelayMatrix, probe_for
 from thinwire.monitor.detect.timeline import Job, Message
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import Finding, Place, SlowStepEvidence, SlowTransferEvidence, joined, link_names
 from thinwire.units import format_bytes
 
-LEAST_PATIENCE_S = 1.0
-# What is said of one message or a few steps is not acted upon.
-UNSURE = 0.7
-_LEAST_TIMES = 2.0
-# Signs of life of a connection and words are fewer bytes a second than this, or than this part of the usual rate.
-_LEAST_BYTES_A_SECOND, _LEAST_SHARE = 2048.0, 1 / 200
-# By how old and how long a stretch it is told what comes now.
-_FRESH_S, _STRETCH_S, _LEAST_STRETCH_S = 1.5, 1.6, 0.4
-# A connection of ours has a sign of life once a second; where this is long, so many of them have not come.
-_DEAD_S = 3.0
-_LATEST_MESSAGES = 64
-_LEAST_STEPS = 8
-# A step that has not ended after so many of the latest ones may never end.
-_STEPS = 2.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressConfig:
+    """Constants of the detector of slow progress."""
+
+    min_wait_s: float = 1.0  # wait before anything is late
+    unsure: float = 0.7  # confidence from one message or a few steps; remediation does not act on it
+    min_ratio: float = 2.0  # of a slow link or rank
+    min_bytes_a_second: float = 2048.0  # more than keep-alives and headers
+    min_share: float = 1 / 200  # share of the usual rate that is movement
+    fresh_s: float = 1.5  # age of a byte count that still shows the present
+    stretch_s: float = 1.6  # longest stretch of the present rate
+    min_stretch_s: float = 0.4  # shortest stretch of the present rate
+    dead_s: float = 3.0  # silence of a connection with keep-alives each second: three are missing
+    latest_messages: int = 64  # messages that the usual rate is taken from
+    min_steps: int = 8  # steps before the wait
+    open_steps: float = 2.0  # longest recent steps after which the open one may never end
+
+
+PROGRESS = ProgressConfig()
 
 
 def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
@@ -38,32 +45,34 @@ def slow_wires(job: Job, messages: Sequence[Message]) -> Finding | None:
         job: All records.
         messages: Those of the operation.
     """
-    late = [m for m in messages if m.is_stuck and m.begin_s is not None and job.now_s - m.begin_s >= LEAST_PATIENCE_S]
+    late = [
+        m for m in messages if m.is_stuck and m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s
+    ]
     if not late or any(m.error for m in late) or not {(m.source, m.destination) for m in late} <= set(job.arrivals):
         return None
     usual = _usual_rates(job, {(m.source, m.destination): m.num_bytes for m in late})
     times = {cell: _times_slower(job, cell, usual_rate) for cell, usual_rate in usual.items()}
     known = [found for found in times.values() if found is not None]
-    if len(known) < len(times) or median(known) < _LEAST_TIMES:
+    if len(known) < len(times) or median(known) < PROGRESS.min_ratio:
         return None
     cells: dict[Cell, float] = {(m.source, m.destination): 0.0 for m in messages if m.received_done_s is not None}
     explained = DelayMatrix(cells | dict.fromkeys(times, 1.0), job.host_of).explain()
     if explained is None:
         return None
     longer, waited_s = median(known), max(job.now_s - (m.begin_s or 0.0) for m in late)
-    named = " or ".join(map(str, explained.places))
+    named = joined(explained.places)
     came = sum(_rate(job, cell) or 0.0 for cell in times) / len(times)
     return Finding(
         kind="communication slow", places=explained.places,
         since_s=min(m.begin_s for m in late if m.begin_s is not None),
         since_round=late[0].operation, seen_round=late[0].operation,
-        evidence={
-            "times_longer": round(longer, 2), "bytes_a_second": round(came), "waited_s": round(waited_s, 3),
-            "links": [f"{source} -> {destination}" for source, destination in sorted(times)][:16],
-        },
+        evidence=SlowTransferEvidence(
+            times_longer=round(longer, 2), bytes_a_second=round(came), waited_s=round(waited_s, 3),
+            links=link_names(times),
+        ),
         text=f"Messages over {named} have been under way for {waited_s:.1f} s, and {format_bytes(came)} a second come: "
         f"{longer:.1f} times fewer than usual.",
-        confidence=(UNSURE if len(explained.places) == 1 else 0.5) * job.trust,
+        confidence=(PROGRESS.unsure if len(explained.places) == 1 else 0.5) * job.trust,
         remedy=WIRE_REMEDY,
         probe=probe_for(explained.places),
     )  # fmt: skip
@@ -78,7 +87,9 @@ def _usual_rates(job: Job, sizes: Mapping[Cell, int]) -> dict[Cell, float]:
             own.append(m.num_bytes / m.transfer_s)
     # of the first ones too: a wire that has been slow for long is not compared with itself
     return {
-        cell: max(median(own[:_LATEST_MESSAGES]), median(own[-_LATEST_MESSAGES:])) if own else math.nan
+        cell: max(median(own[: PROGRESS.latest_messages]), median(own[-PROGRESS.latest_messages :]))
+        if own
+        else math.nan
         for cell, own in found.items()
     }
 
@@ -88,19 +99,19 @@ def _times_slower(job: Job, cell: Cell, usual_rate: float) -> float | None:
     rate = _rate(job, cell)
     if rate is None or math.isnan(usual_rate):
         return None
-    return usual_rate / rate if rate >= max(_LEAST_BYTES_A_SECOND, _LEAST_SHARE * usual_rate) else None
+    return usual_rate / rate if rate >= max(PROGRESS.min_bytes_a_second, PROGRESS.min_share * usual_rate) else None
 
 
 def _rate(job: Job, cell: Cell) -> float | None:
     """Return the bytes a second that come from one rank to another just now; none where nobody looked."""
     seen = job.arrivals.get(cell, [])
-    if not seen or job.now_s - seen[-1][0] > _FRESH_S:
+    if not seen or job.now_s - seen[-1][0] > PROGRESS.fresh_s:
         return None
     last_s, last = seen[-1]
-    earlier = [(last_s - at_s, last - count) for at_s, count in seen if last_s - at_s <= _STRETCH_S]
+    earlier = [(last_s - at_s, last - count) for at_s, count in seen if last_s - at_s <= PROGRESS.stretch_s]
     long_s, came = earlier[0]
     # a connection that was made anew counts from 0 again
-    if long_s < _LEAST_STRETCH_S or came < 0:
+    if long_s < PROGRESS.min_stretch_s or came < 0:
         return None
     # what came before the wire was cut does not come now
     return came / long_s if last > seen[-2][1] else 0.0
@@ -113,9 +124,9 @@ def is_dead(job: Job, messages: Sequence[Message]) -> bool:
         job: All records.
         messages: Those that both ends are ready for.
     """
-    late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= LEAST_PATIENCE_S]
+    late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s]
     cells = {(m.source, m.destination) for m in late}
-    return bool(cells) and cells <= job.signalled and all(_still_s(job, cell) >= _DEAD_S for cell in cells)
+    return bool(cells) and cells <= job.signalled and all(_still_s(job, cell) >= PROGRESS.dead_s for cell in cells)
 
 
 def is_still(job: Job, messages: Sequence[Message]) -> bool:
@@ -125,14 +136,14 @@ def is_still(job: Job, messages: Sequence[Message]) -> bool:
         job: All records.
         messages: Those that both ends are ready for.
     """
-    late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= LEAST_PATIENCE_S]
-    return bool(late) and all(_still_s(job, (m.source, m.destination)) >= LEAST_PATIENCE_S for m in late)
+    late = [m for m in messages if m.begin_s is not None and job.now_s - m.begin_s >= PROGRESS.min_wait_s]
+    return bool(late) and all(_still_s(job, (m.source, m.destination)) >= PROGRESS.min_wait_s for m in late)
 
 
 def _still_s(job: Job, cell: Cell) -> float:
     """Return for how long nothing has come from one rank to another, as far as somebody looked just now."""
     seen = job.arrivals.get(cell, [])
-    if not seen or job.now_s - seen[-1][0] > _FRESH_S:
+    if not seen or job.now_s - seen[-1][0] > PROGRESS.fresh_s:
         return 0.0
     still_s = seen[-1][0]
     for at_s, count in reversed(seen):
@@ -156,12 +167,12 @@ def slow_ranks(job: Job, ranks: Collection[int], place: Place, *, waited_since_s
         own = [span for span in job.spans if span.rank == rank and span.kind == "compute"]
         fresh = [span for span in own if span.done_s > waited_since_s]
         before = [span.done_s - span.started_s for span in own if span.done_s <= waited_since_s]
-        if not fresh or len(before) < _LEAST_STEPS:
+        if not fresh or len(before) < PROGRESS.min_steps:
             return None
         took = [span.done_s - span.started_s for span in fresh]
         usual_s = median(before)
-        is_moving = job.now_s - fresh[-1].done_s <= _STEPS * max(took)
-        if not is_moving or not usual_s > 0 or median(took) < _LEAST_TIMES * usual_s:
+        is_moving = job.now_s - fresh[-1].done_s <= PROGRESS.open_steps * max(took)
+        if not is_moving or not usual_s > 0 or median(took) < PROGRESS.min_ratio * usual_s:
             return None
         longer.append((median(took) / usual_s, usual_s))
         began_s.append(fresh[0].started_s)
@@ -171,12 +182,12 @@ def slow_ranks(job: Job, ranks: Collection[int], place: Place, *, waited_since_s
     return Finding(
         kind="non-communication slow", places=(place,), since_s=min(began_s), since_round=min(steps),
         seen_round=max(steps),
-        evidence={
-            "times_longer": round(times, 2), "usual_s": round(usual_s, 6), "now_s": round(usual_s * times, 6),
-            "steps": len(steps), "waited_s": round(waited_s, 3),
-        },
+        evidence=SlowStepEvidence(
+            times_longer=round(times, 2), usual_s=round(usual_s, 6), now_s=round(usual_s * times, 6), steps=len(steps),
+            waited_s=round(waited_s, 3),
+        ),
         text=f"{place.title} has been waited for for {waited_s:.1f} s and works: its steps take {times:.1f} times as "
         "long as they did.",
-        confidence=UNSURE * job.trust,
+        confidence=PROGRESS.unsure * job.trust,
         remedy="look for other load, thermal limits, memory that runs full or data that comes late on this host",
     )  # fmt: skip

@@ -10,22 +10,35 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from thinwire.monitor.detect.change_points import (
-    LEAST_HISTORY,
-    LEAST_RATIO,
-    LONG,
-    OFTEN,
+    CUSUM,
     Company,
     Watch,
     at_least,
     median,
 )
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding, Kind, Place
+from thinwire.monitor.findings import ComputePeersEvidence, Finding, Kind, Place, SlowComputeEvidence, StallEvidence
 from thinwire.monitor.runlog.records import Operation
 
-# A gap counts as long from this part of the one that half of all own time lies above.
-_LONG = 0.4
-_STRETCH = 32
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeConfig:
+    """Constants of the detectors of slow compute and stalls."""
+
+    long_share: float = 0.4  # of the gap that half of all own time lies above: longer gaps begin a step
+    stretch: int = 32  # gaps that one estimate of long gaps is taken from
+    min_longer_s: float = 0.01  # growth of compute that is found in plain calls: a turn of another process
+    min_peers: int = 3  # ranks until they are compared with each other
+    max_behind: int = 64  # steps that a rank may lag to be waited for
+    peers_ratio: float = 2.0  # of a rank that was slow from the start, and of a slow job
+    look_steps: int = 24  # steps after an alarm that tell the ratio
+    spike: float = math.log(2.0)  # log ratio of a stall; equals `long` of the change-point detector
+    min_spikes: int = 5  # stalls; equals `often` of the change-point detector
+    around: int = 25  # steps that a stall is compared with
+    chance: float = 1e-6  # chance of so regular stalls without a cause
+
+
+COMPUTE = ComputeConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +117,10 @@ def _long_ones(gaps: _Gaps, ranks: Collection[int]) -> Iterator[tuple[int, bool]
         _common_s([own[rank].time_s if rank in own else 0.0 for rank in ranks])
         for own in (gaps[sequence] for sequence in order)
     ]
-    halves = [_weighted_median(common[begin : begin + _STRETCH]) for begin in range(0, len(common), _STRETCH)]
-    long_s = _LONG * median(halves)
+    halves = [
+        _weighted_median(common[begin : begin + COMPUTE.stretch]) for begin in range(0, len(common), COMPUTE.stretch)
+    ]
+    long_s = COMPUTE.long_share * median(halves)
     yield from ((sequence, time_s >= long_s > 0) for sequence, time_s in zip(order, common, strict=True))
 
 
@@ -131,12 +146,6 @@ def _weighted_median(times_s: Sequence[float]) -> float:
 
 def _total_s(gaps: Mapping[int, Mapping[int, Work]]) -> float:
     return math.fsum(gap.time_s for own in gaps.values() for gap in own.values())
-
-
-LEAST_LONGER_S = 0.01
-_LEAST_BESIDE = 3
-# A rank that is so many steps behind is not waited for.
-_BEHIND = 64
 
 
 @dataclass(slots=True)
@@ -209,7 +218,7 @@ class WorkHistory:
         for step in sorted(step for step in self._held if step <= done):
             self._compare(step, self._held.pop(step))
         if all(operation.round < 0 for own in job.operations.values() for operation in own.values()):
-            times.least_longer_s = LEAST_LONGER_S
+            times.least_longer_s = COMPUTE.min_longer_s
         return _within(times, works)
 
     def _add(self, rank: int, work: Work) -> None:
@@ -218,18 +227,18 @@ class WorkHistory:
         self.newest = max(self.newest, work.step)
         self._held.setdefault(work.step, {})[rank] = work
         times.own[rank].add(work.step, work.at_s, work.time_s)
-        if len(times.first[rank]) < 4 * LEAST_HISTORY:
+        if len(times.first[rank]) < 4 * CUSUM.min_history:
             times.first[rank].append(work.time_s)
 
     def _all_done(self, job: Job, ranks: Iterable[int]) -> int:
         """Return the last step that all ranks which can be waited for have done."""
         alive = [rank for rank in ranks if job.now_s - job.last_seen_s.get(rank, job.now_s) <= job.silence_s(rank)]
         steps = [self._taken[rank] for rank in alive if rank in self._taken]
-        return min((step for step in steps if step >= self.newest - _BEHIND), default=-1)
+        return min((step for step in steps if step >= self.newest - COMPUTE.max_behind), default=-1)
 
     def _compare(self, step: int, works: dict[int, Work]) -> None:
         middle = median([work.time_s for work in works.values()])
-        if len(works) >= _LEAST_BESIDE and middle > 0:
+        if len(works) >= COMPUTE.min_peers and middle > 0:
             for rank, work in works.items():
                 self._times.beside[rank].add(step, work.at_s, work.time_s / middle)
 
@@ -242,13 +251,6 @@ def _within(times: WorkTimes, ranks: Iterable[int]) -> WorkTimes:
         return times
     own, beside, first = ({rank: known[rank] for rank in kept} for known in (times.own, times.beside, times.first))
     return WorkTimes(own=own, beside=beside, first=first, least_longer_s=times.least_longer_s)  # type: ignore[arg-type]
-
-
-PEERS_RATIO = 2.0
-_LOOK_STEPS = 24
-_SPIKE, _LEAST_SPIKES = LONG, OFTEN
-_AROUND = 25
-_CHANCE = 1e-6
 
 
 def find_slow_work(job: Job, times: WorkTimes) -> list[Finding]:
@@ -268,8 +270,8 @@ def _slower_job(job: Job, times: WorkTimes) -> list[Finding]:
         return []
     found = _slow_work(job, times, times.own, everyone, Place(kind="job"))
     # ranks that share a machine become slow together whenever it has something else to do
-    is_told = _is_worth_telling(found, times) and found.evidence["times_longer"] >= PEERS_RATIO
-    return [found] if is_told else []
+    is_relevant = _is_relevant(found, times) and (found.times_longer or 0.0) >= COMPUTE.peers_ratio
+    return [found] if is_relevant else []
 
 
 def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]:
@@ -291,19 +293,20 @@ def _slower_ranks(job: Job, times: WorkTimes, *, is_over: bool) -> list[Finding]
         for group in [all_ranks] if is_host else [[rank] for rank in ranks]:
             place = Place(kind="host", hosts=(host,)) if is_host else Place(kind="rank", ranks=tuple(group))
             found.append(_slow_work(job, times, watches, group, place))
-    return [finding for finding in found if _is_worth_telling(finding, times)]
+    return [finding for finding in found if _is_relevant(finding, times)]
 
 
-def _is_worth_telling(finding: Finding, times: WorkTimes) -> bool:
-    """Return whether work grew by more than what a busy machine takes at a turn, and by a known number."""
-    ratio, longer_s = finding.evidence["times_longer"], finding.evidence["now_s"] - finding.evidence["usual_s"]
-    return bool(ratio >= LEAST_RATIO and longer_s >= times.least_longer_s)
+def _is_relevant(finding: Finding, times: WorkTimes) -> bool:
+    """Return whether compute grew by more than what a busy machine takes at a turn, and by a known number."""
+    evidence = finding.evidence
+    assert isinstance(evidence, SlowComputeEvidence)
+    return evidence.times_longer >= CUSUM.min_ratio and evidence.now_s - evidence.usual_s >= times.least_longer_s
 
 
 def _grew(own: Watch, beside: Watch) -> bool:
     """Return whether a rank itself takes longer: when all others become faster, none is at fault."""
     change = beside.change
-    return change is not None and own.excess_in(change.since_round, change.seen_round) >= math.log(LEAST_RATIO) / 2
+    return change is not None and own.excess_in(change.since_round, change.seen_round) >= math.log(CUSUM.min_ratio) / 2
 
 
 def _hosts_of(job: Job, ranks: Iterable[int]) -> dict[str, list[int]]:
@@ -317,7 +320,7 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
     changes = [change for rank in ranks if (change := watches[rank].change) is not None]
     first = min(changes, key=lambda change: change.seen_round)
     since = first.since_round
-    last = first.until_round - 1 if first.is_over else first.seen_round + _LOOK_STEPS
+    last = first.until_round - 1 if first.is_over else first.seen_round + COMPUTE.look_steps
     excess = median([times.own[rank].excess_in(since, last) for rank in ranks])
     usual_s = median([times.own[rank].usual_s for rank in ranks])
     is_growing = place.kind != "job" and all(_is_growing(times.own[rank], since) for rank in ranks)
@@ -329,11 +332,11 @@ def _slow_work(job: Job, times: WorkTimes, watches: Mapping[int, Watch], ranks: 
         kind=kind,
         places=(place,),
         since_s=first.since_s, since_round=since, seen_round=first.seen_round, until_s=first.until_s,
-        evidence={
-            "times_longer": round(math.exp(excess), 2), "usual_s": round(usual_s, 6),
-            "now_s": round(usual_s * math.exp(excess), 6),
-            "waited_least": "unknown" if least is None else f"rank {least}, {waits[least]:.4g} s",
-        },
+        evidence=SlowComputeEvidence(
+            times_longer=round(math.exp(excess), 2), usual_s=round(usual_s, 6),
+            now_s=round(usual_s * math.exp(excess), 6),
+            waited_least="unknown" if least is None else f"rank {least}, {waits[least]:.4g} s",
+        ),
         text=f"The work of {place} between exchanges takes {more}.",
         confidence=(0.95 if least is None or least in ranks else 0.85) * job.trust,
         remedy="look for other load, thermal limits, memory that runs full or data that comes late on this host",
@@ -360,7 +363,7 @@ def _is_growing(watch: Watch, since: int) -> bool:
     if third < 4:
         return False
     parts = [median(values[:third]), median(values[third : 2 * third]), median(values[-third:])]
-    step = math.log(LEAST_RATIO) / 2
+    step = math.log(CUSUM.min_ratio) / 2
     return parts[1] - parts[0] >= step and parts[2] - parts[1] >= step
 
 
@@ -372,12 +375,14 @@ def _slower_than_peers(job: Job, times: WorkTimes) -> list[Finding]:
         return []
     found = []
     for rank, time_s in sorted(known.items()):
-        if time_s >= max(PEERS_RATIO * middle, middle + times.least_longer_s):
+        if time_s >= max(COMPUTE.peers_ratio * middle, middle + times.least_longer_s):
             found.append(Finding(
                 kind="non-communication slow",
                 places=(Place(kind="rank", ranks=(rank,)),),
                 since_s=times.own[rank].excess[0][1], since_round=0, seen_round=-1,
-                evidence={"times_longer_than_peers": round(time_s / middle, 2), "usual_s": round(time_s, 6)},
+                evidence=ComputePeersEvidence(
+                    times_longer_than_peers=round(time_s / middle, 2), usual_s=round(time_s, 6),
+                ),
                 text=f"Rank {rank} has worked {time_s / middle:.1f} times as long between exchanges as the middle "
                 "of all ranks since "
                 "the records begin; it may be a slower machine.",
@@ -413,7 +418,7 @@ def _stalling(job: Job, times: WorkTimes, stalls: Mapping[int, tuple[int, int, f
         kind="periodic stall",
         places=(place,),
         since_s=at_s, since_round=first[0], seen_round=max(stall[3] for stall in stalls.values()),
-        evidence={"every_rounds": period, "times_longer": round(longer, 2)},
+        evidence=StallEvidence(every_rounds=period, times_longer=round(longer, 2)),
         text=f"The work of {place} takes {longer:.1f} times as long in every {period:.0f}th round.",
         confidence=0.9 * job.trust,
         remedy="collect garbage at the same step on all ranks (gc.disable and gc.collect), and move checkpoints and "
@@ -446,8 +451,8 @@ def _beside_neighbours(values: Sequence[tuple[int, float]]) -> list[tuple[int, f
     """Return values less the middle of those around them, where that is above usual: a slow time is no spike."""
     found = []
     for index, (number, excess) in enumerate(values):
-        begin = max(0, min(index - _AROUND // 2, len(values) - _AROUND))
-        around = median([value for _, value in values[begin : begin + _AROUND]])
+        begin = max(0, min(index - COMPUTE.around // 2, len(values) - COMPUTE.around))
+        around = median([value for _, value in values[begin : begin + COMPUTE.around]])
         found.append((number, excess - max(0.0, around)))
     return found
 
@@ -461,20 +466,20 @@ def regular_stalls(watch: Watch) -> tuple[int, int, float, int] | None:
     if not watch.is_often_long(of=len(watch.excess) + 1):
         return None  # beside their neighbours they are no more
     values = _beside_neighbours([(number, excess) for number, _, excess in watch.excess])
-    spikes = [number for number, excess in values if excess >= _SPIKE]
-    if len(spikes) < _LEAST_SPIKES:
+    spikes = [number for number, excess in values if excess >= COMPUTE.spike]
+    if len(spikes) < COMPUTE.min_spikes:
         return None
     excess_of = dict(values)
     for period in sorted({late - early for early, late in pairwise(spikes)}):
-        for begin in spikes[: len(spikes) - _LEAST_SPIKES + 1]:
+        for begin in spikes[: len(spikes) - COMPUTE.min_spikes + 1]:
             grid = [number for number in range(begin, values[-1][0] + 1, period) if number in excess_of]
-            hits = [number for number in grid if excess_of[number] >= _SPIKE]
+            hits = [number for number in grid if excess_of[number] >= COMPUTE.spike]
             # every second round and more often is a slow rank, not one that stalls
-            if period < 3 or len(hits) < max(_LEAST_SPIKES, 0.8 * len(grid)):
+            if period < 3 or len(hits) < max(COMPUTE.min_spikes, 0.8 * len(grid)):
                 continue
             if 3 * (len(spikes) - len(hits)) > len(values) - len(grid):
                 continue  # slow, and sometimes less so
             off = (len(spikes) - len(hits) + 1) / (len(values) - len(grid) + 2)
-            if at_least(len(hits), len(grid), off) * len(spikes) <= _CHANCE:
-                return begin, period, median([excess_of[number] for number in hits]), hits[_LEAST_SPIKES - 1]
+            if at_least(len(hits), len(grid), off) * len(spikes) <= COMPUTE.chance:
+                return begin, period, median([excess_of[number] for number in hits]), hits[COMPUTE.min_spikes - 1]
     return None

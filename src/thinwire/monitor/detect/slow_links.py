@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from thinwire.monitor.detect.change_points import FAR_SAMPLES, LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, median
 from thinwire.monitor.detect.delay_matrix import (
-    LEAST_ALONE,
-    LEAST_END,
+    DELAYS,
     WIRE_REMEDY,
     Cell,
     DelayMatrix,
@@ -22,22 +21,29 @@ from thinwire.monitor.detect.delay_matrix import (
     probe_for,
 )
 from thinwire.monitor.detect.link_history import LinkTimes
-from thinwire.monitor.detect.progress import UNSURE
+from thinwire.monitor.detect.progress import PROGRESS
 from thinwire.monitor.detect.timeline import Job
-from thinwire.monitor.findings import Finding
+from thinwire.monitor.findings import Finding, LinkPeersEvidence, SlowLinkEvidence, joined, link_names
 
-PEERS_RATIO = 3.0
-# A wire alone of which little is known yet: what is slower by less than that must be so by more than its times vary.
-_LITTLE = 2.0
-_LEAST_SAMPLES = 2
-_LOOK_ROUNDS = 24
-_MOST_FAULTS = 6
-_LEAST_LINKS, _FEW_LINKS = 4, 6
-# A link that shows less than this part of what another place explains is none beside it.
-_OWN = 0.5
-_LEAST_HOSTS = 3
-_DEVIATIONS = 3.0
-_QUARTILE = 0.6745  # of a normal distribution, in standard deviations
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLinkConfig:
+    """Constants of the detector of slow links."""
+
+    peers_ratio: float = 3.0  # of a link that was slow from the start: links differ by nature
+    little: float = 2.0  # ratio above which a young history is enough (LOG 2026-11-24)
+    min_samples: int = 2  # values of a link in a matrix
+    look_rounds: int = 24  # rounds after an alarm that tell the ratio
+    max_faults: int = 6  # places of one update
+    min_links: int = 4  # links until a common excess is taken off
+    few_links: int = 6  # links up to which the least is the common excess, and above it the quartile
+    own_share: float = 0.5  # of a place's excess; a link with less belongs to that place
+    min_hosts: int = 3  # hosts until a common excess is taken off
+    deviations: float = 3.0  # of the other links' spread that a place must exceed
+    quartile: float = 0.6745  # of a normal distribution, in standard deviations
+
+
+SLOW_LINKS = SlowLinkConfig()
 
 
 def find_slow_links(job: Job, times: LinkTimes) -> list[Finding]:
@@ -57,7 +63,7 @@ def _slow_places(
     found: list[Finding] = []
     told: set[Cell] = set()
     search = _Search(job, times, is_over=is_over, without=without)
-    while len(found) < _MOST_FAULTS and (alarmed := search.alarms()):
+    while len(found) < SLOW_LINKS.max_faults and (alarmed := search.alarms()):
         first = min(alarmed, key=lambda cells: (alarmed[cells].seen_round, sorted(cells)))
         change = alarmed[first]
         explained, cells = search.explain(first, alarmed)
@@ -109,7 +115,7 @@ class _Search:
     ) -> tuple[Explanation | None, frozenset[Cell]]:
         """Return the place that explains an alarm, if one does, and what else it explains."""
         change = alarmed[first]
-        last = max(change.since_round + _LOOK_ROUNDS, 2 * change.seen_round - change.since_round)
+        last = max(change.since_round + SLOW_LINKS.look_rounds, 2 * change.seen_round - change.since_round)
         last = min(last, change.until_round - 1) if change.is_over else last
         key = (change.since_round, last, len(self.left))
         if key not in self._explained:
@@ -121,7 +127,7 @@ class _Search:
         own = min(explained.excess, median([*_bare({cell: matrix.get(cell, 0.0) for cell in first}).values()]))
         if own < math.log(_least(explained)) or not _stands_out(matrix, explained, alarmed):
             return None, frozenset()
-        if own < min(math.log(_LITTLE), self._spread(explained)):
+        if own < min(math.log(SLOW_LINKS.little), self._spread(explained)):
             return None, frozenset()
         return explained, _claimed(explained, matrix, first)
 
@@ -129,7 +135,7 @@ class _Search:
         """Return how much the times of a wire alone vary of which little is known yet; else 0."""
         pairs = [(self._times.watches[cell], self._times.alone.get(cell)) for cell in explained.cells]
         usual = [watch.usual for pair in pairs for watch in pair if watch is not None]
-        is_early = min(one.count for one in usual) < 2 * LEAST_HISTORY
+        is_early = min(one.count for one in usual) < 2 * CUSUM.min_history
         return max(one.scale for one in usual) if is_early and explained.is_wire_alone else 0.0
 
     def _matrix(self, first: int, last: int) -> dict[Cell, float]:
@@ -141,20 +147,22 @@ class _Search:
         # a busy machine slows all wires; one slow host of three leaves a quarter of them as they were, one of two none,
         # and of three hosts two slow places may leave a single one
         hosts = {host_of[rank] for cell in found for rank in cell}
-        has_others = len(found) >= _LEAST_LINKS and len(hosts) >= _LEAST_HOSTS
-        least = sorted(found.values())[len(found) // 4 if len(found) > _FEW_LINKS else 0] if has_others else 0.0
+        has_others = len(found) >= SLOW_LINKS.min_links and len(hosts) >= SLOW_LINKS.min_hosts
+        least = (
+            sorted(found.values())[len(found) // 4 if len(found) > SLOW_LINKS.few_links else 0] if has_others else 0.0
+        )
         common = max(0.0, least)
         return {cell: excess - common for cell, excess in found.items()}
 
 
 def _least(explained: Explanation) -> float:
     """Return how many times as long the wires of a place take at least where it is told."""
-    return LEAST_ALONE if explained.is_wire_alone else LEAST_END
+    return DELAYS.min_link if explained.is_wire_alone else DELAYS.min_endpoint
 
 
 def _claimed(explained: Explanation, matrix: Mapping[Cell, float], first: frozenset[Cell]) -> frozenset[Cell]:
     """Return the cells that a place explains: its own, those that follow it, and the alarm's if it is little beside."""
-    is_little = len(first) == 1 and matrix.get(min(first), 0.0) < _OWN * explained.excess
+    is_little = len(first) == 1 and matrix.get(min(first), 0.0) < SLOW_LINKS.own_share * explained.excess
     return explained.cells | explained.following(matrix) | (first if is_little else frozenset())
 
 
@@ -174,7 +182,7 @@ def _change_of(watch: Watch, alone: Watch) -> Change | None:
 
 def _bare(matrix: Mapping[Cell, float]) -> dict[Cell, float]:
     """Return a matrix without what is too little to be a fault."""
-    return {cell: excess if excess >= math.log(LEAST_RATIO) / 2 else 0.0 for cell, excess in matrix.items()}
+    return {cell: excess if excess >= math.log(CUSUM.min_ratio) / 2 else 0.0 for cell, excess in matrix.items()}
 
 
 def _longer(times: LinkTimes, first: int, last: int) -> dict[Cell, float]:
@@ -182,7 +190,7 @@ def _longer(times: LinkTimes, first: int, last: int) -> dict[Cell, float]:
     found = {}
     for cell, watch in times.watches.items():
         values = watch.values_in(first, last)
-        if len(values) >= _LEAST_SAMPLES:
+        if len(values) >= SLOW_LINKS.min_samples:
             found[cell] = min(median(values), times.alone.get(cell, watch).excess_in(first, last))
     return found
 
@@ -195,36 +203,35 @@ def _stands_out(matrix: Mapping[Cell, float], explained: Explanation, alarmed: C
     alone = {min(cells) for cells in alarmed if len(cells) == 1}
     beside |= {cell for cell in alone if matrix.get(cell, 0.0) >= explained.excess / 2}
     others = sorted(excess for cell, excess in matrix.items() if cell not in beside)
-    if len(others) < _LEAST_LINKS:
+    if len(others) < SLOW_LINKS.min_links:
         return True
     # the lower half tells how links differ that have no fault, where others have one too
     middle = median(others)
-    deviation = (middle - others[len(others) // 4]) / _QUARTILE
-    return explained.excess >= middle + _DEVIATIONS * deviation / math.sqrt(len(explained.cells))
+    deviation = (middle - others[len(others) // 4]) / SLOW_LINKS.quartile
+    return explained.excess >= middle + SLOW_LINKS.deviations * deviation / math.sqrt(len(explained.cells))
 
 
 def _slow_link(
     job: Job, times: LinkTimes, explained: Explanation, since_round: int, since_s: float, seen_round: int
 ) -> Finding:
     usual_s = median([times.watches[cell].usual_s for cell in explained.cells])
-    ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+    ratio, named = math.exp(explained.excess), joined(explained.places)
     retries = sum(times.retries.get(cell, 0) for cell in explained.cells)
     is_one = len(explained.places) == 1
     num_rounds = max(len(times.watches[cell].since(since_round)) for cell in explained.cells)
-    is_young = num_rounds < FAR_SAMPLES  # what takes that long once more is no passing trouble
+    is_young = num_rounds < CUSUM.far_samples  # what takes that long once more is no passing trouble
     return Finding(
         kind="communication slow",
         places=explained.places,
         since_s=since_s, since_round=since_round, seen_round=seen_round,
-        evidence={
-            "times_longer": round(ratio, 2), "usual_s": round(usual_s, 6), "now_s": round(usual_s * ratio, 6),
-            "links": [f"{source} -> {destination}" for source, destination in sorted(explained.cells)][:16],
-            "explained": round(explained.fit, 3), "retries": retries,
-            "clock_error_s": round(job.alignment.error_s, 6),
-        },
+        evidence=SlowLinkEvidence(
+            times_longer=round(ratio, 2), usual_s=round(usual_s, 6), now_s=round(usual_s * ratio, 6),
+            links=link_names(explained.cells), explained=round(explained.fit, 3), retries=retries,
+            clock_error_s=round(job.alignment.error_s, 6),
+        ),
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, counted from when both ends are "
         f"ready{f'; {num_rounds} rounds so far' if is_young else ''}.",
-        confidence=min(UNSURE if is_young else 0.97, explained.sure if is_one else 0.5) * job.trust,
+        confidence=min(PROGRESS.unsure if is_young else 0.97, explained.sure if is_one else 0.5) * job.trust,
         remedy=WIRE_REMEDY,
         probe=probe_for(explained.places),
     )  # fmt: skip
@@ -235,7 +242,7 @@ def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
     groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
     quartiles: dict[tuple[bool, int], dict[Cell, tuple[float, float]]] = defaultdict(dict)
     for (cell, classed), values in times.times.items():
-        if len(values) >= LEAST_HISTORY:
+        if len(values) >= CUSUM.min_history:
             is_near = job.host_of[cell[0]] == job.host_of[cell[1]]
             ordered = sorted(values)
             groups[is_near, classed][cell] = median(ordered)
@@ -244,11 +251,11 @@ def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
     for (is_near, classed), cells in sorted(groups.items()):
         middle = median(list(cells.values()))
         ratios = {cell: math.log(max(time_s, 1e-6) / max(middle, 1e-6)) for cell, time_s in cells.items()}
-        if is_near or len(cells) < 4 or max(ratios.values()) < math.log(PEERS_RATIO):
+        if is_near or len(cells) < 4 or max(ratios.values()) < math.log(SLOW_LINKS.peers_ratio):
             continue
-        bare = {cell: ratio if ratio >= math.log(PEERS_RATIO) / 2 else 0.0 for cell, ratio in ratios.items()}
+        bare = {cell: ratio if ratio >= math.log(SLOW_LINKS.peers_ratio) / 2 else 0.0 for cell, ratio in ratios.items()}
         explained = DelayMatrix(bare, job.host_of).explain()
-        if explained is None or explained.excess < math.log(PEERS_RATIO):
+        if explained is None or explained.excess < math.log(SLOW_LINKS.peers_ratio):
             continue
         # small messages on busy machines take ten times as long or none: the middle of a dozen says little
         own = quartiles[is_near, classed]
@@ -259,12 +266,14 @@ def _slower_than_peers(job: Job, times: LinkTimes) -> list[Finding]:
 
 
 def _always_slow(job: Job, explained: Explanation, middle_s: float) -> Finding:
-    ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+    ratio, named = math.exp(explained.excess), joined(explained.places)
+    begin_s = min((message.sent_posted_s or 0.0 for message in job.messages), default=0.0)
     return Finding(
-        kind="communication slow", places=explained.places, since_s=min((message.sent_posted_s or 0.0 for message in
-        job.messages), default=0.0), since_round=0, seen_round=-1, evidence={"times_longer_than_peers": round(ratio,
-        2), "peers_s": round(middle_s, 6),
-                  "clock_error_s": round(job.alignment.error_s, 6)},
+        kind="communication slow", places=explained.places, since_s=begin_s, since_round=0, seen_round=-1,
+        evidence=LinkPeersEvidence(
+            times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6),
+            clock_error_s=round(job.alignment.error_s, 6),
+        ),
         text=f"Messages over {named} have taken {ratio:.1f} times as long as those between other hosts since the "
         "records begin; "
         "it may be the rate of this wire.",

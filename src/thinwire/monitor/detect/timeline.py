@@ -14,15 +14,23 @@ from thinwire.monitor.nccl.values import NcclRecords
 from thinwire.monitor.runlog.reader import Records
 from thinwire.monitor.runlog.records import Beat, Communicator, Flow, Operation, Span, TransferEnd
 
-_MOST_SIGHTINGS = 200_000
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineConfig:
+    """Constants of the timeline."""
+
+    max_sightings: int = 200_000  # messages that clocks are fitted to
+    missed_beats: float = 3.5  # heartbeats: one or two are late where cores are shared
+    again: float = 2.0  # usual delays of a heartbeat that are too long
+    heard_silence_s: float = 3.5  # silence of a rank whose messages arrive: those in flight do so after it stopped
+    max_beside: int = 16  # bytes of the job over those of a burst; above it the burst says little
+    min_beat_s: float = 0.25  # shortest period of heartbeats
+    max_beat_s: float = 10.0  # longest period of heartbeats
+
+
+TIMELINE = TimelineConfig()
+
 _SYMMETRIC = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
-# Where so many beats are missing, a rank has fallen silent; one or two are late where cores are shared.
-_MISSED_BEATS = 3.5
-# Twice as late as it is again and again, too; and who was heard of since may write no records any more, which shows
-# only once what was on its way when it stopped has come.
-_AGAIN, _HEARD_SILENCE_S = 2.0, 3.5
-_MOST_BESIDE = 16
-_LEAST_BEAT_S, _MOST_BEAT_S = 0.25, 10.0
 _Sure = Callable[[float], float]
 _Shift = Callable[[int, float | None], float | None]
 
@@ -143,10 +151,10 @@ class Job:
 
     def silence_s(self, rank: int) -> float:
         """Return how long a rank may be silent until it counts as stopped."""
-        beat_s = self.beat_s.get(rank, _LEAST_BEAT_S)
-        limit_s = max(_MISSED_BEATS * beat_s, _AGAIN * self.late_s.get(rank, 0.0))
+        beat_s = self.beat_s.get(rank, TIMELINE.min_beat_s)
+        limit_s = max(TIMELINE.missed_beats * beat_s, TIMELINE.again * self.late_s.get(rank, 0.0))
         if self.heard_s.get(rank, -math.inf) > self.last_seen_s.get(rank, math.inf) + beat_s:
-            limit_s = max(limit_s, _HEARD_SILENCE_S)
+            limit_s = max(limit_s, TIMELINE.heard_silence_s)
         # a clock that nobody has compared with another one tells nothing of now
         return limit_s + self.error_s.get(rank, 0.0)
 
@@ -220,7 +228,7 @@ def _take_wires(job: Job, records: Records, shift: _Shift) -> None:
         at_s = shift(probe.rank, probe.at_s)
         assert at_s is not None
         # one that had only a small part of the access tells little, and a host that says so may be wrong
-        if probe.num_bytes > 0 and probe.num_beside <= _MOST_BESIDE * probe.num_bytes:
+        if probe.num_bytes > 0 and probe.num_beside <= TIMELINE.max_beside * probe.num_bytes:
             # it had only its part of the access
             each_s = probe.took_s / (probe.num_bytes + probe.num_beside)
             done_s = at_s + probe.took_s
@@ -258,7 +266,7 @@ def usual_beats(beats: Iterable[Beat]) -> dict[int, float]:
 
 def _usual(times: list[float]) -> float:
     gaps = [later - early for early, later in pairwise(times) if later > early]
-    return min(_MOST_BEAT_S, max(_LEAST_BEAT_S, median(gaps))) if gaps else 1.0
+    return min(TIMELINE.max_beat_s, max(TIMELINE.min_beat_s, median(gaps))) if gaps else 1.0
 
 
 def _places(job: Job, records: Records) -> dict[int, str]:
@@ -307,7 +315,7 @@ def _sightings(ends: dict[EndKey, TransferEnd], clock_of: dict[int, str]) -> lis
         if direction != "received" or end.done_s is None or clock_of[rank] == clock_of[peer]:
             continue
         sent = ends.get((communicator, peer, rank, "sent", operation, part))
-        if sent is not None and len(found) < _MOST_SIGHTINGS:
+        if sent is not None and len(found) < TIMELINE.max_sightings:
             found.append((operation, Sighting(clock_of[peer], clock_of[rank], sent.posted_s, end.done_s)))
     return sorted(found, key=lambda seen: seen[1].posted_s)
 
@@ -323,7 +331,7 @@ def _sightings_of_operations(operations: list[Operation], clock_of: dict[int, st
             done[key][clock] = min(done[key].get(clock, math.inf), operation.done_s)
     found: list[Sighting] = []
     for key, own in posted.items():
-        if len(own) * len(own) + len(found) <= _MOST_SIGHTINGS:
+        if len(own) * len(own) + len(found) <= TIMELINE.max_sightings:
             for sender, posted_s in own.items():
                 found += [Sighting(sender, other, posted_s, done[key][other]) for other in own if other != sender]
     return sorted(found, key=lambda seen: seen.posted_s)

@@ -13,14 +13,44 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from thinwire.monitor.detect.change_points import LEAST_HISTORY, LEAST_RATIO, Change, Watch, median
+from thinwire.monitor.detect.change_points import CUSUM, Change, Watch, median
 from thinwire.monitor.detect.delay_matrix import Cell, DelayMatrix, Explanation, probe_for
 from thinwire.monitor.detect.link_history import size_class
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import (
+    EndedFileEvidence,
+    Finding,
+    LateRankEvidence,
+    MissingFileEvidence,
+    NcclPeersEvidence,
+    Place,
+    SlowNcclEvidence,
+    SlowNcclMessageEvidence,
+    joined,
+    link_names,
+)
 from thinwire.monitor.nccl.values import TOGETHER, Numbers, Timing
 
-# From so many ranks on, what the others took is taken from all ranks: one more is little among them.
-_MANY = 8
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectorConfig:
+    """Constants of the detectors on Inspector files; not measured on a GPU job."""
+
+    many_ranks: int = 8  # from this on a rank is compared with the median of all: one more is little among them
+    min_late_s: float = 0.0005  # lateness that is reported
+    min_late_share: float = 0.02  # of the time between two operations
+    look: int = 24  # operations after an alarm that tell the ratio
+    often: float = 0.7  # share of operations in which a rank is late from the start
+    alike: float = 0.6  # least over most lateness of the ranks of a late host
+    follows: float = 0.5  # of a rank's lateness; one that is waited for elsewhere and is this late explains it
+    peers_ratio: float = 3.0  # of a link that was slow from the start
+    min_peers: int = 4  # links that are compared
+    min_left: int = 8  # operations of others after a file ends: one dump may be lost
+    min_left_s: float = 10.0  # the same in seconds
+    dumps: float = 3.0  # longest times between two own operations
+    max_named: int = 64  # ranks in a finding
+
+
+INSPECTOR = InspectorConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +111,7 @@ def late_s(own: Mapping[int, Timing]) -> dict[int, float]:
         >>> late_s({rank: Timing(rank=rank, time_s=time_s, at_s=0.0, **kernel) for rank, time_s in times.items()})
         {0: 0.0, 1: 0.375, 2: 0.0}
     """
-    if len(own) > _MANY:
+    if len(own) > INSPECTOR.many_ranks:
         middle = median([one.time_s for one in own.values()])
         return {rank: max(0.0, middle - one.time_s) for rank, one in own.items()}
     return {
@@ -128,16 +158,6 @@ def _shared(operations: Mapping[int, dict[int, Timing]]) -> Iterator[tuple[int, 
             yield sequence, own
 
 
-# Less than this, or than this part of the time from one operation to the next, is not worth a word.
-_LEAST_LATE_S = 0.0005
-_LEAST_SHARE = 0.02
-_LOOK = 24
-# Late from the start: in so many of all operations, by as much as the operation itself takes.
-_OFTEN = 0.7
-_ALIKE = 0.6
-_FOLLOWS = 0.5
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Late:
     """One rank, or all ranks of a host, that came late to the operations of a series."""
@@ -166,24 +186,27 @@ def find_late(all_series: Iterable[Series], numbers: Numbers, *, trust: float) -
             job_ranks = tuple(sorted(numbers.of(series.communicator, rank) for rank in late.ranks))
             told[late.host, job_ranks].append(late)
     findings = [_finding(lates, ranks, numbers, trust) for (_, ranks), lates in told.items()]
-    return sorted(_roots(findings), key=lambda one: (one.until_s is not None, -one.evidence["late_s"]))
+    return sorted(_without_followers(findings), key=lambda one: (one.until_s is not None, -_evidence(one).late_s))
 
 
-def _roots(findings: Sequence[Finding]) -> list[Finding]:
-    """Leave out ranks that are late where they have waited elsewhere, for one that is later still."""
+def _evidence(finding: Finding) -> LateRankEvidence:
+    assert isinstance(finding.evidence, LateRankEvidence)
+    return finding.evidence
+
+
+def _without_followers(findings: Sequence[Finding]) -> list[Finding]:
+    """Leave out ranks that are late because they have waited elsewhere, for one that is later still."""
     left = []
-    for one in findings:
-        own = set(one.evidence["late"])
-        causes = [
-            other
-            for other in findings
-            if other is not one
-            and own <= set(other.evidence["waiting"])
-            and not set(other.evidence["late"]) <= set(one.evidence["waiting"])
-            and other.evidence["late_s"] >= _FOLLOWS * one.evidence["late_s"]
-        ]
-        if not causes:
-            left.append(one)
+    for finding in findings:
+        one = _evidence(finding)
+        others = [_evidence(other) for other in findings if other is not finding]
+        if not any(
+            set(one.late) <= set(other.waiting)
+            and not set(other.late) <= set(one.waiting)
+            and other.late_s >= INSPECTOR.follows * one.late_s
+            for other in others
+        ):
+            left.append(finding)
     return left
 
 
@@ -203,12 +226,14 @@ class _Lateness:
                 self.watches[rank].add(sequence, own[rank].at_s, time_s, size_class=classed)
                 self.rows[rank].append((sequence, by_s, by_s > 0 and by_s == max(late.values())))
         period_s = series.period_s
-        self.least_s = max(_LEAST_LATE_S, _LEAST_SHARE * period_s if period_s > 0 else 0.0)
+        self.least_s = max(INSPECTOR.min_late_s, INSPECTOR.min_late_share * period_s if period_s > 0 else 0.0)
 
     def late(self, ranks: Sequence[int], change: Change | None, host: str = "") -> _Late:
         """Return how late ranks were since a change, or since the begin."""
         first = self.series.operations[0][0] if change is None else change.since_round
-        last = None if change is None else change.until_round - 1 if change.is_over else change.seen_round + _LOOK
+        last = (
+            None if change is None else change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
+        )
         rows = [
             row for rank in ranks for row in self.rows[rank] if first <= row[0] and (last is None or row[0] <= last)
         ]
@@ -237,8 +262,8 @@ def _late_in(series: Series) -> list[_Late]:
 def _always(lateness: _Lateness, rank: int) -> _Late | None:
     rows = lateness.rows[rank]
     late = lateness.late([rank], None)
-    often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= _OFTEN * len(rows)
-    is_late = len(rows) >= LEAST_HISTORY and often and late.late_s >= max(lateness.least_s, late.usual_s)
+    often = sum(by_s >= 0.5 * late.usual_s for _, by_s, _ in rows) >= INSPECTOR.often * len(rows)
+    is_late = len(rows) >= CUSUM.min_history and often and late.late_s >= max(lateness.least_s, late.usual_s)
     return late if is_late else None
 
 
@@ -250,7 +275,7 @@ def _by_host(lateness: _Lateness, alarmed: dict[int, _Late]) -> list[_Late]:
     found = []
     for host, ranks in sorted(ranks_on.items()):
         late = [alarmed[rank] for rank in ranks if rank in alarmed]
-        alike = bool(late) and min(one.late_s for one in late) >= _ALIKE * max(one.late_s for one in late)
+        alike = bool(late) and min(one.late_s for one in late) >= INSPECTOR.alike * max(one.late_s for one in late)
         if len(ranks) == len(late) > 1 and len(ranks_on) > 1 and alike:
             first = min(late, key=lambda one: one.since)
             found.append(lateness.late(sorted(ranks), first.change, host))
@@ -273,12 +298,12 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
         kind="non-communication slow",
         places=(place,),
         since_s=late.since[1], since_round=late.since[0],
-        evidence={
-            "late_s": round(late.late_s, 6), "operation_takes_s": round(late.usual_s, 6),
-            "came_last": round(late.share_last, 3), "late": list(ranks), "waiting": others[:64],
-            "seats": seats[:16], "communicators": sorted({one.series.communicator for one in lates})[:16],
-            "kinds": sorted({one.series.kind for one in lates}), "ranks_without_files": series.unrecorded,
-        },
+        evidence=LateRankEvidence(
+            late_s=round(late.late_s, 6), operation_takes_s=round(late.usual_s, 6),
+            came_last=round(late.share_last, 3), late=list(ranks), waiting=others[:64], seats=seats[:16],
+            communicators=sorted({one.series.communicator for one in lates})[:16],
+            kinds=sorted({one.series.kind for one in lates}), ranks_without_files=series.unrecorded,
+        ),
         text=f"{place.title} comes late to {series.kind} of communicator {series.communicator}: the "
         f"others' kernels wait {late.late_s * 1e3:.3g} ms for it, where the operation itself takes "
         f"{late.usual_s * 1e3:.3g} ms" + (", since the files begin." if change is None else "."),
@@ -292,9 +317,6 @@ def _finding(lates: Sequence[_Late], ranks: tuple[int, ...], numbers: Numbers, t
     return replace(finding, seen_round=change.seen_round, until_s=change.until_s)
 
 
-PEERS_RATIO = 3.0
-_LOOK_SLOW = 24
-_LEAST_PEERS = 4
 _TEST = "run `thinwire diagnose test` on these hosts while the job stands: it measures each wire alone"
 
 
@@ -309,14 +331,14 @@ def find_slow_collectives(all_series: Iterable[Series], numbers: Numbers, *, tru
         for sequence, own in series.operations:
             at_s = median([one.at_s for one in own.values()])
             watch.add(sequence, at_s, shortest_s(own), size_class=class_of(own))
-        if watch.change is not None and _lasting(watch, watch.change) >= math.log(LEAST_RATIO):
+        if watch.change is not None and _lasting(watch, watch.change) >= math.log(CUSUM.min_ratio):
             slow[watch.change.is_over].setdefault(series.communicator, (series, watch))
     return [_slow_collectives(list(own.values()), numbers, trust) for own in slow.values() if own]
 
 
 def _lasting(watch: Watch, change: Change) -> float:
     return watch.excess_in(
-        change.since_round, change.until_round - 1 if change.is_over else change.seen_round + _LOOK_SLOW
+        change.since_round, change.until_round - 1 if change.is_over else change.seen_round + INSPECTOR.look
     )
 
 
@@ -336,10 +358,10 @@ def _slow_collectives(slow: list[tuple[Series, Watch]], numbers: Numbers, trust:
         places=tuple(places),
         since_s=watch.change.since_s, since_round=watch.change.since_round, seen_round=watch.change.seen_round,
         until_s=watch.change.until_s,
-        evidence={
-            "times_longer": round(ratio, 2), "usual_s": round(watch.usual_s, 6),
-            "communicators": [one.communicator for one, _ in slow][:16], "kind": series.kind, "hosts": hosts[:64],
-        },
+        evidence=SlowNcclEvidence(
+            times_longer=round(ratio, 2), usual_s=round(watch.usual_s, 6),
+            communicators=[one.communicator for one, _ in slow][:16], kind_of_collective=series.kind, hosts=hosts[:64],
+        ),
         text=f"{series.kind} of communicator {series.communicator} takes {ratio:.1f} times as long as it did, also for "
         "the rank that comes last" + (f"; so do {len(slow) - 1} other communicators'" if len(slow) > 1 else "")
         + ". The times of collectives do not tell by which wire.",
@@ -428,17 +450,20 @@ def _longer(links: _Links, changed: Mapping[Cell, Change], trust: float) -> list
     excess = dict.fromkeys(links.watches, 0.0)
     for cell, change in changed.items():
         own = _lasting(links.watches[cell], change)
-        excess[cell] = own if own >= math.log(LEAST_RATIO) else 0.0
+        excess[cell] = own if own >= math.log(CUSUM.min_ratio) else 0.0
     explained = DelayMatrix(excess, links.host_of).explain()
     if explained is None:
         return []
     first = min((change for cell, change in changed.items() if cell in explained.cells), key=lambda one: one.since_s)
     ratio, usual_s = math.exp(explained.excess), median([links.watches[cell].usual_s for cell in explained.cells])
-    named = " or ".join(map(str, explained.places))
+    named = joined(explained.places)
     return [Finding(
         kind="communication slow", places=explained.places,
         since_s=first.since_s, since_round=first.since_round, seen_round=first.seen_round, until_s=first.until_s,
-        evidence={"times_longer": round(ratio, 2), "usual_s": round(usual_s, 6), **_about(links, explained)},
+        evidence=SlowNcclMessageEvidence(
+            times_longer=round(ratio, 2), usual_s=round(usual_s, 6), links=link_names(explained.cells),
+            hosts=_hosts(links, explained), communicator=links.communicator,
+        ),
         text=f"Messages over {named} take {ratio:.1f} times as long as they did, at the end that waits less.",
         confidence=(min(0.8, 0.5 + 0.3 * explained.fit) if len(explained.places) == 1 else 0.45) * trust,
         remedy="look at the interface, cable and other traffic there",
@@ -450,21 +475,23 @@ def _than_peers(links: _Links, trust: float) -> list[Finding]:
     """Return links that were slow from the start: three times the middle of those like them, or more."""
     groups: dict[tuple[bool, int], dict[Cell, float]] = defaultdict(dict)
     for (cell, classed), times in links.times.items():
-        if len(times) >= LEAST_HISTORY:
+        if len(times) >= CUSUM.min_history:
             groups[links.host_of[cell[0]] == links.host_of[cell[1]], classed][cell] = median(times)
     found: dict[tuple[Place, ...], Finding] = {}
     for _, cells in sorted(groups.items()):
         middle_s = median(list(cells.values()))
         excess = {cell: max(0.0, math.log(time_s / middle_s)) for cell, time_s in cells.items()}
-        bare = {cell: one if one >= math.log(PEERS_RATIO) / 2 else 0.0 for cell, one in excess.items()}
-        explained = DelayMatrix(bare, links.host_of).explain() if len(cells) >= _LEAST_PEERS else None
-        if explained is None or explained.excess < math.log(PEERS_RATIO):
+        bare = {cell: one if one >= math.log(INSPECTOR.peers_ratio) / 2 else 0.0 for cell, one in excess.items()}
+        explained = DelayMatrix(bare, links.host_of).explain() if len(cells) >= INSPECTOR.min_peers else None
+        if explained is None or explained.excess < math.log(INSPECTOR.peers_ratio):
             continue
-        ratio, named = math.exp(explained.excess), " or ".join(map(str, explained.places))
+        ratio, named = math.exp(explained.excess), joined(explained.places)
         found.setdefault(explained.places, Finding(
             kind="communication slow", places=explained.places, since_s=links.began_s, since_round=0,
-            evidence={"times_longer_than_peers": round(ratio, 2), "peers_s": round(middle_s, 6),
-                      **_about(links, explained)},
+            evidence=NcclPeersEvidence(
+                times_longer_than_peers=round(ratio, 2), peers_s=round(middle_s, 6), links=link_names(explained.cells),
+                hosts=_hosts(links, explained), communicator=links.communicator,
+            ),
             text=f"Messages over {named} have taken {ratio:.1f} times as long as those of others since the files "
             "begin; it may be the rate of this wire.",
             confidence=0.5 * trust,
@@ -474,19 +501,8 @@ def _than_peers(links: _Links, trust: float) -> list[Finding]:
     return list(found.values())
 
 
-def _about(links: _Links, explained: Explanation) -> dict[str, object]:
-    cells = sorted(explained.cells)
-    return {
-        "links": [f"{source} -> {destination}" for source, destination in cells][:16],
-        "hosts": sorted({links.host_of[rank] for cell in cells for rank in cell})[:16],
-        "communicator": links.communicator,
-    }
-
-
-# What may be lost at the end of a file: what one dump holds. So long others must have gone on, at least.
-_LEAST_LEFT, _LEAST_LEFT_S = 8, 10.0
-_DUMPS = 3.0
-_MOST_NAMED = 64
+def _hosts(links: _Links, explained: Explanation) -> list[str]:
+    return sorted({links.host_of[rank] for cell in explained.cells for rank in cell})[:16]
 
 
 def find_gaps(all_series: Sequence[Series], numbers: Numbers, *, trust: float) -> list[Finding]:
@@ -508,7 +524,7 @@ def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
         for rank, one in timings.items():
             own[rank].append((sequence, one.at_s))
     newest = series.operations[-1][0]
-    early = [rank for rank, rows in own.items() if newest - rows[-1][0] >= _LEAST_LEFT]
+    early = [rank for rank, rows in own.items() if newest - rows[-1][0] >= INSPECTOR.min_left]
     ended = {rank: left_s for rank in early if (left_s := _left_s(rank, own)) is not None}
     found = []
     for place, ranks in _places(series, sorted(ended), numbers):
@@ -516,10 +532,12 @@ def _ended(series: Series, numbers: Numbers, trust: float) -> list[Finding]:
         left_s = max(ended[rank] for rank in ranks)
         found.append(Finding(
             kind="no records", places=(place,), since_s=last[1], since_round=last[0],
-            evidence={"communicator": series.communicator, "last_operation": last[0],
-                      "ranks": [numbers.of(series.communicator, rank) for rank in ranks][:_MOST_NAMED],
-                      "others_last": max(rows[-1][0] for rows in own.values()), "others_went_on_s": round(left_s, 3),
-                      "seats": [": process ".join(map(str, series.seats[rank])) for rank in ranks][:16]},
+            evidence=EndedFileEvidence(
+                communicator=series.communicator, last_operation=last[0],
+                ranks=[numbers.of(series.communicator, rank) for rank in ranks][:INSPECTOR.max_named],
+                others_last=max(rows[-1][0] for rows in own.values()), others_went_on_s=round(left_s, 3),
+                seats=[": process ".join(map(str, series.seats[rank])) for rank in ranks][:16],
+            ),
             text=f"The file of {place} ends with {series.kind} {last[0]} of communicator {series.communicator}, and "
             f"others have written for {left_s:.0f} s more. They could not have ended these without it, so it took "
             "part: its disk is full, the Inspector's thread has ended, or its file was copied sooner.",
@@ -536,7 +554,7 @@ def _left_s(rank: int, own: Mapping[int, Sequence[tuple[int, float]]]) -> float 
     went_on = [one[-1][1] - one[0][1] if one else 0.0 for one in after]
     dumps_s = max((late_s - early_s for (_, early_s), (_, late_s) in pairwise(rows)), default=0.0)
     long_s, num_more = median(went_on), median([float(len(one)) for one in after])
-    is_over = num_more > _LEAST_LEFT and long_s >= max(_LEAST_LEFT_S, _DUMPS * dumps_s)
+    is_over = num_more > INSPECTOR.min_left and long_s >= max(INSPECTOR.min_left_s, INSPECTOR.dumps * dumps_s)
     return long_s if is_over else None
 
 
@@ -554,15 +572,15 @@ def _places(series: Series, ranks: Sequence[int], numbers: Numbers) -> Iterable[
 
 
 def _absent(series: Series, numbers: Numbers, trust: float) -> Finding:
-    gone = [rank for rank in range(series.num_ranks) if rank not in series.seats][:_MOST_NAMED]
+    gone = [rank for rank in range(series.num_ranks) if rank not in series.seats][: INSPECTOR.max_named]
     first: Timing = next(iter(series.operations[0][1].values()))
     place = Place(kind="rank", ranks=tuple(numbers.of(series.communicator, rank) for rank in gone))
     return Finding(
         kind="no records", places=(place,), since_s=first.at_s, since_round=series.operations[0][0],
-        evidence={
-            "communicator": series.communicator, "ranks": list(place.ranks), "num_ranks": series.num_ranks,
-            "with_files": len(series.seats),
-        },
+        evidence=MissingFileEvidence(
+            communicator=series.communicator, ranks=list(place.ranks), num_ranks=series.num_ranks,
+            with_files=len(series.seats),
+        ),
         text=f"Of {series.num_ranks} ranks of communicator {series.communicator} {series.unrecorded} wrote nothing "
         f"that was read ({place}): their files were not given, or the Inspector is not on there.",
         confidence=0.3 * trust,

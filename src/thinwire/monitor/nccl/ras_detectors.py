@@ -12,12 +12,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.monitor.findings import Finding, Place
+from thinwire.monitor.findings import (
+    Finding,
+    Place,
+    RasDesyncEvidence,
+    RasErrorEvidence,
+    RasEvidence,
+    RasLaggingEvidence,
+    RasLostEvidence,
+    RasStandstillEvidence,
+    RasStateEvidence,
+    RasSuspectEvidence,
+)
 from thinwire.monitor.nccl.values import HASH_LETTERS, CommunicatorState, Member, Numbers, Process, Snapshot
 
-# Answers that are closer together than this are of one moment.
-_LEAST_APART_S = 1.0
-_LONG_S = 30.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RasConfig:
+    """Constants of the detectors on RAS answers; not measured on a GPU job."""
+
+    min_apart_s: float = 1.0  # between answers of different moments
+    long_s: float = 30.0  # standstill of a whole job that is reported
+    max_named: int = 64  # ranks in a finding
+
+
+RAS = RasConfig()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +58,12 @@ class Unchanged:
     @property
     def has_stood(self) -> bool:
         """Whether two answers of different moments show it so."""
-        return self.num > 1 and not self.apart_s < _LEAST_APART_S
+        return self.num > 1 and not self.apart_s < RAS.min_apart_s
 
     @property
     def is_long(self) -> bool:
         """Whether it is known to have stood for half a minute."""
-        return self.has_stood and self.apart_s >= _LONG_S
+        return self.has_stood and self.apart_s >= RAS.long_s
 
     @property
     def lasted(self) -> float | str:
@@ -158,7 +177,6 @@ def short_hash(communicator: str) -> str:
     return communicator[:HASH_LETTERS]
 
 
-_MOST_NAMED = 64
 _ASK_AGAIN = "ask RAS again after some seconds, and diagnose both answers together: one that moves is well"
 
 
@@ -247,17 +265,17 @@ def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
     is_sure = len(few) < len(many)
     calls, lacks = (other, one) if few <= one.ranks else (one, other)
     ranks = few if is_sure else few | many
-    numbers = tuple(sorted(standing.number(one.one, rank) for rank in ranks))[:_MOST_NAMED]
+    numbers = tuple(sorted(standing.number(one.one, rank) for rank in ranks))[: RAS.max_named]
     places = [numbers] if is_sure else [(number,) for number in numbers]
     return Finding(
         kind="desync",
         places=tuple(Place(kind="rank", ranks=own) for own in places),
         since_s=standing.latest.at_s or 0.0, since_round=lacks.lowest + 1,
-        evidence={
-            "communicators": [one.one.communicator], "ranks": list(numbers),
-            "launched": [f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
-            "seats": standing.seats([(one.one, rank) for rank in sorted(ranks)]),
-        },
+        evidence=RasDesyncEvidence(
+            communicators=[one.one.communicator], ranks=list(numbers),
+            launched=[f"{own.kind}: {own.lowest} to {own.highest}" for own in (one, other)],
+            seats=standing.seats([(one.one, rank) for rank in sorted(ranks)]),
+        ),
         text=f"{Place(kind='rank', ranks=numbers).title} of communicator {one.one.communicator}: more {calls.kind} and "
         f"fewer {lacks.kind} launched than by others, so they call different collectives.",
         confidence=(0.8 if is_sure else 0.5) * standing.trust,
@@ -270,7 +288,7 @@ def _desync(standing: Standing, one: _Behind, other: _Behind) -> Finding:
 def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Finding:
     one = behind.one
     numbers = tuple(sorted(standing.number(one, rank) for rank in behind.ranks))
-    named = numbers[:_MOST_NAMED] if behind.ranks else ()
+    named = numbers[: RAS.max_named] if behind.ranks else ()
     place = _place(standing, one, behind, named)
     is_few = behind.num < behind.num_others
     stood = 0.9 if unchanged.is_long else 0.75
@@ -281,12 +299,12 @@ def _not_come(standing: Standing, behind: _Behind, unchanged: Unchanged) -> Find
         kind="non-communication hang",
         places=(place,),
         since_s=unchanged.since_s, since_round=behind.lowest + 1,
-        evidence={
-            "communicators": [one.communicator], "kind": behind.kind, "launched": behind.lowest,
-            "others_launched": behind.highest, "num_behind": behind.num, "ranks": list(named),
-            "num_others": behind.num_others, "unchanged_s": unchanged.lasted, "answers": unchanged.num,
-            "seats": standing.seats([(one, rank) for rank in sorted(behind.ranks)]),
-        },
+        evidence=RasLaggingEvidence(
+            communicators=[one.communicator], kind_of_collective=behind.kind, launched=behind.lowest,
+            others_launched=behind.highest, num_behind=behind.num, ranks=list(named), num_others=behind.num_others,
+            unchanged_s=unchanged.lasted, answers=unchanged.num,
+            seats=standing.seats([(one, rank) for rank in sorted(behind.ranks)]),
+        ),
         text=f"{who} {verb} not come to {behind.kind} {behind.lowest + 1} of communicator {one.communicator}, which "
         f"others have launched up to {behind.highest}"
         + (f"; {unchanged.said}." if unchanged.has_stood else "; they may be on their way.")
@@ -323,8 +341,10 @@ def find_still(standing: Standing) -> list[Finding]:
     counts: Mapping[str, list[int]] = {one.communicator: [max(_total(one))] for one in counting[:16]}
     return [Finding(
         kind="communication hang", places=(Place(kind="job"),), since_s=least.since_s,
-        evidence={"unchanged_s": least.lasted, "answers": least.num, "communicators": [*counts],
-                  "launched": [max(own) for own in counts.values()]},
+        evidence=RasStandstillEvidence(
+            unchanged_s=least.lasted, answers=least.num, communicators=[*counts],
+            launched=[max(own) for own in counts.values()],
+        ),
         text=f"No rank has launched a collective in {least.apart_s:.0f} s, and all have launched as many: either all "
         "are in one that does not end, which is a wire or a GPU, or all do something else, such as a checkpoint.",
         confidence=0.4 * standing.trust,
@@ -357,7 +377,8 @@ def find_in_snapshots(snapshots: Sequence[Snapshot], *, trust: float) -> list[Fi
     states = list(_find_states(standing))
     behind = find_behind(standing)
     found = [*gone, *errors, *behind, *states]
-    told = {name for one in found for name in one.evidence.get("communicators", ())}
+    told = {name for one in found if isinstance(one.evidence, RasEvidence)
+            for name in one.evidence.communicators}  # fmt: skip
     bare = [_bare(standing, one) for one in standing.latest.communicators if _is_bare(one, told)]
     return [*found, *bare] or find_still(standing)
 
@@ -414,10 +435,10 @@ def _gone(
         kind="non-communication hang",
         places=(place,),
         since_s=standing.first_s(lambda snapshot: _is_lost(snapshot, host, [pid for pid, _ in processes])),
-        evidence={
-            "state": state, "host": host, "processes": [f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
-            "ranks": numbers[:64], "communicators": sorted({one.communicator for one, _ in members})[:16],
-        },
+        evidence=RasLostEvidence(
+            state=state, host=host, processes=[f"{pid}, GPU {gpus}" for pid, gpus in processes][:16],
+            ranks=numbers[:64], communicators=sorted({one.communicator for one, _ in members})[:16],
+        ),
         text=f"{who} has been given up by RAS, which could not reach it for a minute: it is dead or cut off." if is_dead
         else f"{who} does not answer RAS: it is stopped, killed or cut off, or busy for some seconds.",
         confidence=sure * standing.trust,
@@ -449,8 +470,10 @@ def _find_errors(standing: Standing, *, is_lost: bool) -> Iterator[Finding]:
         yield Finding(
             kind="communication hang" if is_wire else "non-communication hang",
             places=(place,), since_s=standing.latest.at_s or 0.0,
-            evidence={"error": error, "while": when, "ranks": list(numbers)[:64], "communicators": names[:16],
-                      "seats": standing.seats(ranks)},
+            evidence=RasErrorEvidence(
+                error=error, phase=when, ranks=list(numbers)[:64], communicators=names[:16],
+                seats=standing.seats(ranks),
+            ),
             text=f"{place.title} has failed while {when} communicator {names[0]}: {error}"
             + (", which says that another process or the wire to it is lost." if error == REMOTE_ERROR else "."),
             confidence=(0.5 if error == REMOTE_ERROR else 0.85) * standing.trust,
@@ -475,9 +498,11 @@ def _find_states(standing: Standing) -> Iterator[Finding]:
         yield Finding(
             kind="non-communication hang",
             places=(place,), since_s=same.since_s,
-            evidence={"states": [f"{name}: {len(own)}" for name, own in sorted(states.items())],
-                      "ranks": list(numbers)[:64], "communicators": [one.communicator], "unchanged_s": same.lasted,
-                      "seats": standing.seats([(one, rank) for rank in ranks])},
+            evidence=RasStateEvidence(
+                states=[f"{name}: {len(own)}" for name, own in sorted(states.items())], ranks=list(numbers)[:64],
+                communicators=[one.communicator], unchanged_s=same.lasted,
+                seats=standing.seats([(one, rank) for rank in ranks]),
+            ),
             text=f"{place.title} {said} communicator {one.communicator}, and others are not so far"
             + (f": {same.said}." if same.has_stood else "; this may be on its way."),
             confidence=(0.75 if same.has_stood else 0.3) * standing.trust,
@@ -505,7 +530,7 @@ def _is_bare(one: CommunicatorState, told: Iterable[str]) -> bool:
 def _bare(standing: Standing, one: CommunicatorState) -> Finding:
     return Finding(
         kind="non-communication hang", places=(Place(kind="communicator"),), since_s=standing.latest.at_s or 0.0,
-        evidence={"communicators": [one.communicator], "ras_says": one.errors, "size": one.size},
+        evidence=RasSuspectEvidence(communicators=[one.communicator], ras_says=one.errors, size=one.size),
         text=f"RAS calls a communicator {one.communicator} {one.errors}, and which ranks is not in what was read.",
         confidence=0.3 * standing.trust,
         remedy="ask RAS for all: ncclras -f json, or verbose status",
