@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         if not 0.05 <= options.period_s <= 60:
             raise ValueError(f"--period-s must be from 0.05 to 60, got {options.period_s:g}")
         if options.json or options.once:
-            found = snapshot(options.run, judges_all=True)
+            found = snapshot(options.run, diagnoses_all=True)
             if options.json:
                 print(json_format.dumps(found))
             else:

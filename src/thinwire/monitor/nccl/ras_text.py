@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.monitor.nccl.values import CommunicatorState, Member, Process, Snapshot
-from thinwire.monitor.runlog.reader import MOST_RANKS, short
+from thinwire.monitor.runlog.reader import short
+from thinwire.monitor.runlog.records import MOST_RANKS
 
 HEADER = re.compile(r"^NCCL version \S+ compiled with CUDA", re.MULTILINE)
 # Numbers are of at most 18 digits, so that none is too long to be one.
