@@ -158,7 +158,7 @@ def _write_trace(job: Job, findings: Sequence[Finding], path: Path) -> bool:
 
 
 def _write_heat(job: Job, path: Path, *, kind: str) -> bool:
-    from thinwire.monitor.heat import heat_maps, to_page, words
+    from thinwire.monitor.heat import heat_maps, summary_sentence, to_page
 
     maps = heat_maps(job)
     if kind != "all":
@@ -173,7 +173,7 @@ def _write_heat(job: Job, path: Path, *, kind: str) -> bool:
     if not _write(path, to_page(maps)):
         return False
     for one in maps:
-        print(f"{_plain(one.kind)}: {words(one)}", file=sys.stderr)
+        print(f"{_plain(one.kind)}: {summary_sentence(one)}", file=sys.stderr)
     print(f"{len(maps)} heat map{'s' * (len(maps) != 1)} in {path}; open it in a browser", file=sys.stderr)
     return True
 

@@ -20,15 +20,15 @@ _LATEST = 8
 
 
 def findings_text(findings: Sequence[Finding], records: Records, job: Job, *, at: float) -> str:
-    """Return what a diagnosis found, and what records tell of ranks, as metrics.
+    """Return findings and the state of ranks as metrics.
 
     Samples carry no time, which the textfile collector would refuse.
 
     Args:
-        findings: Those that are over are no samples.
-        records: What they were found in.
+        findings: Those that are over are left out.
+        records: The diagnosed records.
         job: The same on one clock.
-        at: Now, in seconds since 1970: a metric, so that an alarm can tell that nobody judges any more.
+        at: Now, in seconds since 1970: a metric, so that an alarm notices a diagnosis that has stopped.
 
     Example:
         >>> print(findings_text([], Records(), Job(), at=0.0).splitlines()[2])

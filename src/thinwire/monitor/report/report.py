@@ -93,7 +93,7 @@ def write_page(path: Path, content: str) -> None:
     write_whole(path, content)
 
 
-_NOTHING = "Nobody wrote down a finding: nothing broke, or nobody judged the run while it went on."
+_NOTHING = "No finding was written: nothing broke, or the run had no live diagnosis."
 _ROWS = {
     "post_checkpoint_s": "work done again since the last checkpoint",
     "detection_s": "until the fault was noticed",
@@ -103,7 +103,7 @@ _ROWS = {
 
 
 def trouble(folder: Path) -> list[str]:
-    """Return a section on what broke as parts of HTML; the files are untrusted, and what cannot be read is told.
+    """Return a section on faults as parts of HTML; the files are untrusted, and rejected lines are listed.
 
     Args:
         folder: The run's folder, with `findings.jsonl`, `actions.jsonl` and `downtime.json` where they were written.

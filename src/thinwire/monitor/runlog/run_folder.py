@@ -42,7 +42,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What one replica wrote at one log interval.
+    """Metrics of one replica over one log interval.
 
     Attributes:
         step: Inner steps done.
@@ -108,7 +108,7 @@ _METRICS_LINES: dict[str, type[MetricsLine]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a finished run says of itself; byte counts and rates are those of one replica."""
+    """Summary of a finished run; byte counts and rates are those of one replica."""
 
     method: str
     replicas: int
@@ -133,7 +133,7 @@ class Summary:
 class ReplicaRecord:
     """One replica's metrics and transfers, in order.
 
-    `warnings` are steps and what was said after them; `error` is its last words when it failed.
+    `warnings` are pairs of step and message; `error` is the message of a replica that failed.
     """
 
     steps: tuple[StepMetrics, ...] = ()
@@ -144,7 +144,7 @@ class ReplicaRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """All that a run's folder says.
+    """Contents of a run's folder.
 
     Attributes:
         path: The folder.
