@@ -236,8 +236,8 @@ def read_fingerprint(raw: bytes) -> None:
 
 def read_rank_place(raw: bytes) -> None:
     """Read where a rank of a watched job is, and connect to it as far as that needs no network."""
-    place = RankPlace.of_word(raw.rstrip(b"\0").decode("utf-8", "replace"))
-    assert 0 <= place.port < 65_536 and len(place.to_word().encode()) <= 4 * len(raw) + 64
+    place = RankPlace.from_text(raw.rstrip(b"\0").decode("utf-8", "replace"))
+    assert 0 <= place.port < 65_536 and len(place.to_text().encode()) <= 4 * len(raw) + 64
     for address in place.addresses:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         socket.inet_pton(family, address)  # what is dialled is an address as the kernel reads it
@@ -588,7 +588,7 @@ TARGETS: dict[str, Target] = {
     "fingerprint": (read_fingerprint, [_TOLD]),
     "rank-place": (
         read_rank_place,
-        [RankPlace(host="h", clock="c", addresses=("10.0.0.1", "fd00::1"), port=9).to_word().encode()],
+        [RankPlace(host="h", clock="c", addresses=("10.0.0.1", "fd00::1"), port=9).to_text().encode()],
     ),
     "burst": (read_burst, [bytes((9, 0, 2)) + bytes(30), bytes((0, 1, 1)) + struct.pack("<I", 5)]),
     "dashboard": (ask_the_dashboard, _REQUESTS),

@@ -46,7 +46,7 @@ def test_a_run_without_findings_is_told_so(tmp_path: Path, capsys: pytest.Captur
     write_run(tmp_path, is_finished=False)
     assert main([str(tmp_path), "--once"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "? Nobody has judged this run yet" in told and "No findings.jsonl" in told
+    assert "? No diagnosis of this run yet" in told and "No findings.jsonl" in told
 
 
 def test_without_a_terminal_each_change_is_a_line_and_the_end_of_the_run_is_the_end(tmp_path: Path) -> None:

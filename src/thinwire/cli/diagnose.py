@@ -146,7 +146,7 @@ def _write_files(options: DiagnoseOptions, records: Records, job: Job, findings:
 def _write_heat(job: Job, path: Path, *, kind: str) -> None:
     from thinwire.errors import DataError
     from thinwire.files import write_whole
-    from thinwire.monitor.heat import heat_maps, to_page, words
+    from thinwire.monitor.heat import heat_maps, summary_sentence, to_page
 
     maps = heat_maps(job)
     if kind != "all":
@@ -157,7 +157,7 @@ def _write_heat(job: Job, path: Path, *, kind: str) -> None:
             raise DataError(f"--heat-of {kind}: no rank timed that{timed}; give --heat-of all")
     write_whole(path, to_page(maps))
     for one in maps:
-        print(f"{printable(one.kind)}: {words(one)}", file=sys.stderr)
+        print(f"{printable(one.kind)}: {summary_sentence(one)}", file=sys.stderr)
     print(f"{len(maps)} heat map{'s' * (len(maps) != 1)} in {path}; open it in a browser", file=sys.stderr)
 
 

@@ -143,7 +143,7 @@ def _test(options: ActiveTestOptions) -> int:
     )  # fmt: skip
     try:
         tested = run_test(
-            gathering, budget_s=parse_seconds(options.budget), expect_bits_per_s=expect, tell=_log,
+            gathering, budget_s=parse_seconds(options.budget), expect_bits_per_s=expect, report=_log,
             show=lambda outcome: _show(outcome, expect, as_json=options.json),
         )  # fmt: skip
         gathering.board.part(gathering.stations)

@@ -13,7 +13,7 @@ from rich.text import Text
 from thinwire.cli.output import printable
 from thinwire.monitor.report.comparison import HEAD, Comparison
 from thinwire.monitor.report.report import results
-from thinwire.monitor.runlog.run_folder import Summary
+from thinwire.monitor.runlog.run_folder import SUMMARY, Summary, parse
 
 _NO_LIMIT = 10_000
 _NUM_TEXT_COLUMNS = 2  # the first columns of a comparison hold text, the others numbers
@@ -42,7 +42,7 @@ def final_table(summary: Summary | Mapping[str, Any]) -> Table:
     Raises:
         DataError: A field is missing or of a wrong type.
     """
-    known = summary if isinstance(summary, Summary) else Summary.from_json(summary)
+    known = summary if isinstance(summary, Summary) else parse(Summary, summary, source=SUMMARY)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -16,7 +16,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from thinwire.cli.tables import plain
-from thinwire.monitor.runlog.run_folder import EvaluationMetrics, StepMetrics, join_evaluations, parse
+from thinwire.monitor.runlog.run_folder import (
+    ErrorMetrics,
+    EvaluationMetrics,
+    StepMetrics,
+    WarningMetrics,
+    join_evaluations,
+    parse_metrics,
+)
 from thinwire.monitor.runlog.tailer import JsonlTailer
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
@@ -47,16 +54,16 @@ class RunState:
     def take(self, replica: int, line: bytes) -> str:
         """Take one line in and return its kind."""
         values = json.loads(line)
-        kind = values.get("kind", "") if isinstance(values, dict) else ""
-        if kind == "step":
-            self.steps[replica] = parse(StepMetrics, values, source="a line of metrics")
-        elif kind == "eval":
-            self.parts[replica] = parse(EvaluationMetrics, values, source="a line of metrics")
-        elif kind == "error":
-            self.errors[replica] = str(values.get("message", "unknown error"))
-        elif kind == "warning":
-            self.warnings[replica] = str(values.get("message", "unknown warning"))
-        return str(kind)
+        match parse_metrics(values if isinstance(values, dict) else {}, source="a line of metrics"):
+            case StepMetrics() as step:
+                self.steps[replica] = step
+            case EvaluationMetrics() as part:
+                self.parts[replica] = part
+            case ErrorMetrics(message=message):
+                self.errors[replica] = message
+            case WarningMetrics(message=message):
+                self.warnings[replica] = message
+        return str(values["kind"])
 
 
 class LiveView:

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ValueError(f"--period-s must be from 0.05 to 60, got {options.period_s:g}")
     console = Console(highlight=False)
     if options.json or options.once:
-        sections = snapshot(options.run, judges_all=True)
+        sections = snapshot(options.run, diagnoses_all=True)
         if options.json:
             print(json_format.dumps(sections))
         else:

@@ -210,7 +210,7 @@ def level(times_longer: float | None) -> int:
     return 0 if times_longer is None else sum(times_longer >= bound for bound in BOUNDS)
 
 
-def words(one: HeatMap) -> str:
+def summary_sentence(one: HeatMap) -> str:
     """Return in a sentence where the map is hottest."""
     if one.hottest is None:
         return "Only one rank is known, so that there is nothing to compare it with."
@@ -224,7 +224,8 @@ def words(one: HeatMap) -> str:
 def _section(one: HeatMap, number: int) -> Iterator[str]:
     kind = escape(one.kind.encode("utf-8", "replace").decode("utf-8"))  # JSON may hold halves of letters
     left = f" {one.num_left_out} ranks that stand out less are left out." if one.num_left_out else ""
-    yield f'<section aria-labelledby="kind-{number}">\n<h2 id="kind-{number}">{kind}</h2>\n<p>{words(one)}</p>'
+    yield f'<section aria-labelledby="kind-{number}">\n<h2 id="kind-{number}">{kind}</h2>'
+    yield f"<p>{summary_sentence(one)}</p>"
     yield f'<div tabindex="0" role="group" aria-labelledby="kind-{number}"><table>'
     yield (
         "<caption>Rows are ranks, columns steps. Each cell: how many times the median of all ranks in these steps a "

@@ -1,7 +1,7 @@
-"""A run that judges itself while it trains: reads what its ranks on this host write, tells findings, and acts on them.
+"""Live diagnosis of a run while it trains: reads the records of this host, reports findings, and acts on them.
 
-One thread of low priority in the process that started the run. It takes at most a tenth of one core's time, and
-does nothing where there are no records. A fault of its own is told and never ends the run.
+One thread of low priority in the process that started the run. It takes at most a tenth of one core's time, and does
+nothing if there are no records. A fault of its own is reported and never ends the run.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ FINDINGS_FILE = "findings.jsonl"
 ACTIONS_FILE = "actions.jsonl"
 _RECORDS = "records-rank-*.jsonl"
 LOOK_S = 0.5
-# What was seen once is looked for again so soon, before it is told.
+# A first detection is checked again so soon, before it is reported.
 SOON_S = 0.25
-# Of one core: a look that took 0.2 s of it is followed by 2 s without one.
+# Of one core: after a poll of 0.2 s come 2 s without one.
 _MOST_SHARE = 0.1
 _NICER = 10
 _STOP_S = 10.0
 _MOST_FILES = 4096
-# What ranks write between two looks has room in it.
+# Room for what ranks write between two polls.
 _LEAST_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members:
-    """Who takes part in a run.
+    """Members of a run.
 
     Attributes:
         present: Ranks (an elastic run's replicas) that take part.
-        resting: Of these, those that were told to pause.
-        gone: Of these, those whose process has ended, as far as is known.
-        ended: Others that the run still lists: they came to its end, or have not begun.
-        num_spares: Hosts that wait to take a place.
+        resting: Of these, the paused ones.
+        gone: Of these, those whose process is known to have ended.
+        ended: Others that the run still lists: they have finished, or not begun.
+        num_spares: Hosts on standby.
     """
 
     present: frozenset[int] = frozenset()
@@ -61,33 +61,34 @@ class Members:
 
 
 class Hands(Protocol):
-    """What can be done to a run, and who takes part in it."""
+    """Control of a run: its members, and actions on them."""
 
     def members(self) -> Members | None:
-        """Return who takes part; None where nobody can say, so that all do."""
+        """Return the members; None if unknown, so that all ranks count."""
         ...
 
     def act(self, action: Action) -> str:
-        """Do what was decided, and return in words what came of it."""
+        """Execute an action, and return a sentence on its result."""
         ...
 
 
 class LiveDiagnosis:
-    """See the module. Use it as a context, or call `start` and `stop`.
+    """Diagnoses a run in a thread; use it as a context, or call `start` and `stop`.
 
     Args:
         run_dir: The run's folder on this host.
-        say: Told one line for each finding and action.
-        steering: Decides what is done.
-        hands: Do it.
-        is_dry_run: Whether actions are only told.
-        is_mine: Whether this host is to judge now; where another one does, records are read and nothing is said.
-        is_said: Whether a finding is to be said and counted, and not only written to `findings.jsonl`.
+        say: Receives one line for each finding and action.
+        steering: Decides on actions.
+        hands: Executes them.
+        is_dry_run: Whether actions are only reported.
+        judge: Detectors; made by default.
+        is_mine: Whether this host diagnoses now; if another one does, records are read and nothing is reported.
+        is_said: Whether a finding is reported and counted, and not only written to `findings.jsonl`.
 
     Attributes:
-        news: All that was new or over and is said, with the time in seconds since 1970.
+        news: Reported findings, new or over, with the time in seconds since 1970.
         actions: The lines of `actions.jsonl`.
-        num_looks: Looks so far.
+        num_looks: Polls so far.
         busy_s: Seconds of one core that they took.
     """
 
@@ -107,7 +108,7 @@ class LiveDiagnosis:
         self._tails: dict[Path, RecordTailer] = {}
         self._earlier = {path: _mark(path) for path in run_dir.glob(_RECORDS)}
         self._stop = threading.Event()
-        self._told_problem = ""
+        self._last_problem = ""
         self._ever: frozenset[int] = frozenset()
         self._noted: tuple[frozenset[int], frozenset[int]] | None = None
         self._is_full = False
@@ -126,11 +127,11 @@ class LiveDiagnosis:
         self.stop()
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more; stopping twice is fine."""
+        """Stop the thread; stopping twice is fine."""
         self._stop.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_STOP_S)
@@ -138,7 +139,7 @@ class LiveDiagnosis:
             file.close()
 
     def poll(self) -> None:
-        """Read what came, judge it, tell and act; called by the thread."""
+        """Read new records, diagnose, report and act; called by the thread."""
         began_s = time.thread_time()
         self._see_room()
         self._read()
@@ -147,12 +148,12 @@ class LiveDiagnosis:
         if self._tails and self._is_mine():
             self.num_looks += 1
             for news in self._judge.look(without=self._without(members)):
-                self._tell(news)
-                self._steer(news, members)
+                self._report(news)
+                self._act(news, members)
             for news in self._judge.still_told() if self._steering.unsure else ():
                 if news.case in self._steering.unsure:
-                    self._steer(news, members)
-        self._complain(self._judge.problem and f"the rules failed: {self._judge.problem}")
+                    self._act(news, members)
+        self._warn_once(self._judge.problem and f"the rules failed: {self._judge.problem}")
         self.busy_s += time.thread_time() - began_s
 
     def _run(self) -> None:
@@ -162,8 +163,8 @@ class LiveDiagnosis:
             busy_s, was_soon = self.busy_s, pause_s == SOON_S
             try:
                 self.poll()
-            except Exception as error:  # the run is worth more than what is said of it
-                self._complain(f"{type(error).__name__}: {error}")
+            except Exception as error:  # the run goes on without its diagnosis
+                self._warn_once(f"{type(error).__name__}: {error}")
             pause_s = max(LOOK_S, (self.busy_s - busy_s) / _MOST_SHARE)
             if self._judge.is_unsure and not was_soon:
                 pause_s = SOON_S
@@ -176,18 +177,18 @@ class LiveDiagnosis:
             self._judge.take(tail.new_records())
 
     def _note_members(self, members: Members | None) -> None:
-        """Write down who takes part, and who was removed, whenever that changes; `thinwire diagnose` reads it."""
+        """Write the present and removed members whenever they change, for `thinwire diagnose`."""
         if members is None:
             return
         self._ever |= members.present
         removed = self._ever - members.present - members.ended
         if (members.present, removed) != self._noted:
             self._noted = members.present, removed
-            told = {"at": round(time.time(), 3), "present": sorted(members.present), "removed": sorted(removed)}
-            self._append(MEMBERS_FILE, told)
+            line = {"at": round(time.time(), 3), "present": sorted(members.present), "removed": sorted(removed)}
+            self._append(MEMBERS_FILE, line)
 
     def _see_room(self) -> None:
-        """Tell of a disk without room: whatever is judged then lacks what could not be written."""
+        """Warn about a full disk: the diagnosis then lacks the records that wait."""
         for file in self._files.values():
             file.flush()
         try:
@@ -205,17 +206,17 @@ class LiveDiagnosis:
             )
 
     def _is_new(self, path: Path) -> bool:
-        """Return whether somebody writes to a file now: what lies there since an earlier part of the run is over."""
+        """Return whether a file is being written now, and is not of an earlier part of the run."""
         mark = _mark(path)
         return len(self._tails) < _MOST_FILES and mark is not None and mark != self._earlier.get(path)
 
     def _without(self, members: Members | None) -> frozenset[int]:
-        """Return ranks that wrote records and take part no more, or rest."""
+        """Return ranks with records that take no part any more, or are paused."""
         if members is None:
             return frozenset()
         return (self._judge.ranks() - members.present) | members.resting
 
-    def _tell(self, news: News) -> None:
+    def _report(self, news: News) -> None:
         at_s, finding = time.time(), news.finding
         self._append(FINDINGS_FILE, news.to_json(at_s=at_s))
         if not self._is_said(finding):
@@ -226,7 +227,7 @@ class LiveDiagnosis:
             return
         self._say(f"finding: {finding.kind}: {finding.where} (confidence {finding.confidence:.2f}). {finding.text}")
 
-    def _steer(self, news: News, members: Members | None) -> None:
+    def _act(self, news: News, members: Members | None) -> None:
         members = Members(present=self._judge.ranks()) if members is None else members
         action = self._steering.decide(
             news, now_s=time.monotonic(), present=members.present, gone=members.gone, num_spares=members.num_spares
@@ -258,20 +259,20 @@ class LiveDiagnosis:
     def _append(self, name: str, line: dict[str, Any]) -> None:
         try:
             if name not in self._files:
-                self._files[name] = JsonlWriter(self._run_dir / name, warn=self._complain)
+                self._files[name] = JsonlWriter(self._run_dir / name, warn=self._warn_once)
             self._files[name].write(json.dumps(line, separators=(",", ":")), is_last=True)
         except OSError as error:
-            self._complain(f"cannot write {self._run_dir / name}: {error.strerror}")
+            self._warn_once(f"cannot write {self._run_dir / name}: {error.strerror}")
 
-    def _complain(self, problem: str) -> None:
-        """Tell of a fault of its own once."""
-        if problem and problem != self._told_problem:
-            self._told_problem = problem
+    def _warn_once(self, problem: str) -> None:
+        """Warn of a fault of its own once."""
+        if problem and problem != self._last_problem:
+            self._last_problem = problem
             self._say(f"warning: the run's own diagnosis: {problem}")
 
 
 def end_report(diagnosis: LiveDiagnosis) -> list[str]:
-    """Return what a run says at its end of what broke and what was done: a line each."""
+    """Return a line for each finding and its action, for the end of a run."""
     new = [(at_s, news) for at_s, news in diagnosis.news if news.state == "new"]
     over_s = {news.case: at_s for at_s, news in diagnosis.news if news.state == "over"}
     lines = []
@@ -292,6 +293,6 @@ def _mark(path: Path) -> tuple[int, int, int] | None:
 
 
 def _lower_priority() -> None:
-    """Let training go first; a thread has a priority of its own on Linux, and elsewhere it stays as it is."""
+    """Lower the thread's priority below training; only Linux has priorities of threads."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICER)

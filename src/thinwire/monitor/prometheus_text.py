@@ -20,28 +20,26 @@ _LATEST = 8
 
 
 def findings_text(findings: Sequence[Finding], records: Records, job: Job, *, at: float) -> str:
-    """Return what a diagnosis found, and what records tell of ranks, as metrics.
+    """Return findings and the state of ranks as metrics.
 
     Samples carry no time, which the textfile collector would refuse.
 
     Args:
-        findings: Those that are over are no samples.
-        records: What they were found in.
+        findings: Those that are over are left out.
+        records: The diagnosed records.
         job: The same on one clock.
-        at: Now, in seconds since 1970: a metric, so that an alarm can tell that nobody judges any more.
+        at: Now, in seconds since 1970: a metric, so that an alarm notices a diagnosis that has stopped.
 
     Example:
         >>> print(findings_text([], Records(), Job(), at=0.0).splitlines()[2])
         thinwire_findings 0
     """
-    told = [{**finding.to_json(), "is_over": finding.until_s is not None} for finding in findings]
+    rows = [{**finding.to_json(), "is_over": finding.until_s is not None} for finding in findings]
     lines: list[str] = [
-        *finding_lines(told),
-        *metric_lines("diagnosed_records", "gauge", "Records that were judged.", [({}, records.num_records)]),
-        *metric_lines(
-            "refused_lines", "gauge", "Lines of records that could not be read.", [({}, records.num_refused)]
-        ),
-        *metric_lines("diagnosis_timestamp_seconds", "gauge", "When this was judged, since 1970.", [({}, at)]),
+        *finding_lines(rows),
+        *metric_lines("diagnosed_records", "gauge", "Diagnosed records.", [({}, records.num_records)]),
+        *metric_lines("refused_lines", "gauge", "Rejected lines of records.", [({}, records.num_refused)]),
+        *metric_lines("diagnosis_timestamp_seconds", "gauge", "Time of the diagnosis, since 1970.", [({}, at)]),
         *_rank_lines(job),
     ]
     return "".join(f"{line}\n" for line in lines)
@@ -55,31 +53,30 @@ def finding_lines(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             place = str(one["kind"]), str(one["where"])
             worst[place] = max(worst.get(place, 0.0), float(one.get("confidence") or 0.0))
     found = [({"kind": kind, "where": where}, sure) for (kind, where), sure in sorted(worst.items())]
-    says = "A finding that is not over, and how sure it is."
-    yield from metric_lines("finding_confidence_ratio", "gauge", says, found)
-    yield from metric_lines("findings", "gauge", "Findings that are not over.", [({}, len(worst))])
+    yield from metric_lines("finding_confidence_ratio", "gauge", "Confidence of each open finding.", found)
+    yield from metric_lines("findings", "gauge", "Number of open findings.", [({}, len(worst))])
 
 
-def metric_lines(name: str, kind: str, says: str, samples: Samples) -> Iterator[str]:
-    """Yield a metric's lines; none where it has no samples.
+def metric_lines(name: str, kind: str, description: str, samples: Samples) -> Iterator[str]:
+    """Yield a metric's lines; none if it has no samples.
 
     Args:
         name: Without the leading `thinwire_`.
         kind: `gauge` or `counter`.
-        says: What it is, in one line.
-        samples: Labels and value of each; what is no finite number is none.
+        description: One line.
+        samples: Labels and value of each; values that are no finite number are left out.
     """
     known = [(labels, value) for labels, value in samples if isinstance(value, int | float) and math.isfinite(value)]
     if known:
-        yield f"# HELP thinwire_{name} {says}"
+        yield f"# HELP thinwire_{name} {description}"
         yield f"# TYPE thinwire_{name} {kind}"
     for labels, value in known:
-        told = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
-        yield f"thinwire_{name}{{{told}}} {value}" if told else f"thinwire_{name} {value}"
+        pairs = ",".join(f'{label}="{_escaped(str(text))}"' for label, text in labels.items())
+        yield f"thinwire_{name}{{{pairs}}} {value}" if pairs else f"thinwire_{name} {value}"
 
 
 def _escaped(text: str) -> str:
-    # a name that was read from JSON may hold halves of letters, which UTF-8 has not
+    # names from JSON may hold lone surrogates, which UTF-8 lacks
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
@@ -88,10 +85,10 @@ def _rank_lines(job: Job) -> Iterator[str]:
     labels = {rank: {"rank": rank, "host": job.host_of[rank]} for rank in job.ranks}
     silent = [(labels[rank], round(job.now_s - seen_s, 6)) for rank, seen_s in sorted(job.last_seen_s.items())
               if rank not in job.unsteady]  # fmt: skip
-    says = "Time from the rank's last record to the latest one of all ranks."
-    yield from metric_lines("rank_silent_seconds", "gauge", says, silent)
+    description = "Time from the rank's last record to the latest one of all ranks."
+    yield from metric_lines("rank_silent_seconds", "gauge", description, silent)
     ended = [(labels[rank], 1) for rank in sorted(job.goodbyes)]
-    yield from metric_lines("rank_ended", "gauge", "1 for a rank that has said that it ends.", ended)
+    yield from metric_lines("rank_ended", "gauge", "1 for a rank that has ended.", ended)
     done: dict[int, int] = {}
     unfinished = dict.fromkeys(job.ranks, 0)
     for own in job.operations.values():
@@ -101,15 +98,14 @@ def _rank_lines(job: Job) -> Iterator[str]:
                 unfinished[rank] += 1
             else:
                 done[rank] = max(done.get(rank, -1), number)
-    says = "Number of the last round or operation that the rank has done."
-    yield from metric_lines("rank_last_operation", "gauge", says, [(labels[rank], done[rank]) for rank in sorted(done)])
-    says = "Rounds or operations that the rank has begun and not done."
+    last = [(labels[rank], done[rank]) for rank in sorted(done)]
+    yield from metric_lines("rank_last_operation", "gauge", "Number of the rank's last finished round.", last)
     open_ones = [(labels[rank], number) for rank, number in unfinished.items()] if job.operations else []
-    yield from metric_lines("rank_open_operations", "gauge", says, open_ones)
+    yield from metric_lines("rank_open_operations", "gauge", "Unfinished rounds of the rank.", open_ones)
     works = {rank: own for rank, own in sorted(work_of(job).items()) if own and rank not in job.unsteady}
     latest = [(labels[rank], median([work.time_s for work in own[-_LATEST:]])) for rank, own in works.items()]
     yield from metric_lines(
-        "rank_work_seconds", "gauge", "The rank's own work for a step, middle of the latest 8.", latest
+        "rank_work_seconds", "gauge", "The rank's own work for a step, median of the latest 8.", latest
     )
     yield from metric_lines(
         "rank_last_step", "gauge", "Last step whose work is known.",
@@ -119,7 +115,7 @@ def _rank_lines(job: Job) -> Iterator[str]:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _REPLICA = (
-    ("step", "gauge", "step", "Last inner step that the replica told."),
+    ("step", "gauge", "step", "Last inner step of the replica."),
     ("loss", "gauge", "loss", "Loss at that step, in nats per token."),
     ("tokens_total", "counter", "tokens", "Tokens trained on."),
     ("tokens_per_second", "gauge", "tokens_per_s", "Tokens trained on per second, since the line before."),
@@ -135,52 +131,50 @@ _LINK = (
 )
 
 
-def metrics_text(told: Mapping[str, Any]) -> str:
-    """Return the metrics of a run; what is not known has no sample.
+def metrics_text(sections: Mapping[str, Any]) -> str:
+    """Return the metrics of a run; unknown values have no sample.
 
     Args:
-        told: The sections of `snapshot`.
+        sections: Of `snapshot`.
 
     Example:
-        >>> told = metrics_text({"run": {"name": "demo", "state": "training", "step": 7}})
-        >>> print(*told.splitlines()[:4], sep="\\n")
+        >>> text = metrics_text({"run": {"name": "demo", "state": "training", "step": 7}})
+        >>> print(*text.splitlines()[:4], sep="\\n")
         # HELP thinwire_run_info The run; always 1.
         # TYPE thinwire_run_info gauge
         thinwire_run_info{run="demo",state="training"} 1
         # HELP thinwire_run_step Last inner step of the run.
     """
-    return "".join(f"{line}\n" for line in _lines(told))
+    return "".join(f"{line}\n" for line in _lines(sections))
 
 
-def _lines(told: Mapping[str, Any]) -> Iterator[str]:
-    run = told.get("run") or {}
+def _lines(sections: Mapping[str, Any]) -> Iterator[str]:
+    run = sections.get("run") or {}
     names = {"run": "name", "state": "state", "method": "method", "model": "model"}
     labels = {label: run[name] for label, name in names.items() if run.get(name)}
     yield from metric_lines("run_info", "gauge", "The run; always 1.", [(labels, 1)])
     yield from metric_lines("run_step", "gauge", "Last inner step of the run.", [({}, run.get("step"))])
-    yield from metric_lines(
-        "run_planned_steps", "gauge", "Inner steps that the run shall have.", [({}, run.get("steps"))]
-    )
-    says = "Validation loss of the global parameters, in nats per token."
-    yield from metric_lines("run_validation_loss", "gauge", says, [({}, run.get("val_loss"))])
-    replicas: Sequence[Mapping[str, Any]] = told.get("replicas") or []
+    yield from metric_lines("run_planned_steps", "gauge", "Planned inner steps of the run.", [({}, run.get("steps"))])
+    description = "Validation loss of the global parameters, in nats per token."
+    yield from metric_lines("run_validation_loss", "gauge", description, [({}, run.get("val_loss"))])
+    replicas: Sequence[Mapping[str, Any]] = sections.get("replicas") or []
     states = [({"replica": one["replica"], "state": one["state"]}, 1) for one in replicas if one.get("state")]
-    yield from metric_lines("replica_state", "gauge", "What the replica does; 1 for its state.", states)
-    for name, kind, field, says in _REPLICA:
+    yield from metric_lines("replica_state", "gauge", "State of the replica; 1 for its current one.", states)
+    for name, kind, field, description in _REPLICA:
         found = [({"replica": one["replica"]}, one.get(field)) for one in replicas]
-        yield from metric_lines(f"replica_{name}", kind, says, found)
-    links: Sequence[Mapping[str, Any]] = (told.get("links") or {}).get("links") or []
-    for name, kind, field, says in _LINK:
+        yield from metric_lines(f"replica_{name}", kind, description, found)
+    links: Sequence[Mapping[str, Any]] = (sections.get("links") or {}).get("links") or []
+    for name, kind, field, description in _LINK:
         found = [({"source": one["from"], "destination": one["to"]}, one.get(field)) for one in links]
-        yield from metric_lines(f"link_{name}", kind, says, found)
+        yield from metric_lines(f"link_{name}", kind, description, found)
     rates = [
         ({"source": one["from"], "destination": one["to"]}, one["now_bits_per_s"] / 8)
         for one in links
         if one.get("now_bits_per_s") is not None
     ]
     yield from metric_lines("link_bytes_per_second", "gauge", "Rate of the last seconds.", rates)
-    yield from finding_lines((told.get("findings") or {}).get("findings") or [])
-    rows = {name: value for name, value in (told.get("downtime") or {}).items() if name.endswith("_s")}
+    yield from finding_lines((sections.get("findings") or {}).get("findings") or [])
+    rows = {name: value for name, value in (sections.get("downtime") or {}).items() if name.endswith("_s")}
     lost = [({"row": name.removesuffix("_s")}, rows[name]) for name in sorted(rows) if name not in ("total_s", "run_s")]
     yield from metric_lines(
         "downtime_seconds_total", "counter", "Time that faults cost, in the rows of C4's table.", lost

@@ -65,8 +65,8 @@ def to_trace(job: Job, findings: Sequence[Finding] = (), *, most_events: int = M
 def _slices(job: Job) -> Iterator[_Slice]:
     """Yield begin, end, rank, group, name and details of all that lasts."""
     for span in job.spans:
-        told = {"loss": span.loss, "forward_s": span.forward_s, "backward_s": span.backward_s}
-        known = {name: value for name, value in told.items() if value is not None and math.isfinite(value)}
+        known_values = {"loss": span.loss, "forward_s": span.forward_s, "backward_s": span.backward_s}
+        known = {name: value for name, value in known_values.items() if value is not None and math.isfinite(value)}
         yield span.started_s, span.done_s, span.rank, "work", f"step {span.step}", known
     for (communicator, sequence), ops in job.operations.items():
         for rank, op in ops.items():
@@ -79,10 +79,10 @@ def _slices(job: Job) -> Iterator[_Slice]:
             }
             yield op.posted_s, _end(op.done_s, job), rank, "rounds", name, details
     for number, message in enumerate(job.messages):
-        yield from _ends(message, job, number)
+        yield from _message_slices(message, job, number)
 
 
-def _ends(message: Message, job: Job, number: int) -> Iterator[_Slice]:
+def _message_slices(message: Message, job: Job, number: int) -> Iterator[_Slice]:
     details: dict[str, Any] = {"bytes": message.num_bytes, "operation": message.operation, "part": message.part}
     if (transfer_s := message.transfer_s) is not None:
         details["transfer_ms"] = round(1000 * transfer_s, 3)

@@ -1,7 +1,7 @@
-"""The parts of a run that was resumed: when each began, worked and ended, and what a fault between two of them cost.
+"""Attempts of a resumed run: begin, first work and end of each, and the cost of the faults between them.
 
-`parts.jsonl` in the run's folder, a JSON line each, written by the process that starts the run. A part whose process
-was killed says nothing of its end; the next one finds that in the run's files.
+The process that starts the run writes `parts.jsonl`, a JSON line each. If it was killed, the next one finds the end of
+its part in the run's files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ How = Literal["finished", "stopped", "failed", "lost"]
 
 
 class RunParts:
-    """Writes down one part of a run.
+    """Writes the lines of one part of a run.
 
     Args:
         run_dir: The run's folder.
@@ -45,7 +45,7 @@ class RunParts:
         self._began_s = clock()
 
     def begin(self, *, step: int) -> None:
-        """Note that a part begins after `step`; before the replicas cut off what they wrote since."""
+        """Write that a part begins after `step`; call it before the replicas cut off later lines."""
         before = read_parts(self._run_dir)
         if not before and step == 0:
             (self._run_dir / PARTS_FILE).unlink(missing_ok=True)
@@ -57,7 +57,7 @@ class RunParts:
         self._write("begun", {"step": step})
 
     def poll(self) -> None:
-        """Note the first sign of work, and write what a full disk kept waiting; called now and then."""
+        """Write the first work of the part, and lines that waited for room; called regularly."""
         if self._file is not None:
             self._file.flush()
         if not self._is_working and _size(self._run_dir / _METRICS) != self._seen:
@@ -67,7 +67,7 @@ class RunParts:
                 self._write("working", {}, at_s=last["last_s"])
 
     def end(self, how: How, *, found_s: float | None = None) -> None:
-        """Note how the part ended, and when the fault that ended it was found, where that was before the end."""
+        """Write how the part ended, and the time at which its fault was found, if before the end."""
         self.poll()
         found = {} if found_s is None else {"found_s": round(found_s, 3)}
         self._write("ended", {"how": how, **found, **_last_step(self._run_dir)})
@@ -141,7 +141,7 @@ def measured_mtbf_s(parts: Sequence[Mapping[str, Any]], *, now_s: float) -> tupl
 
 
 def note_cost(run_dir: Path, *, cost_s: float, step_s: float, write_s: float = 0.0) -> None:
-    """Write down what a checkpoint cost, for `chosen_interval`; a disk that takes no more is told by what matters more.
+    """Write the cost of a checkpoint, for `chosen_interval`; a full disk is reported elsewhere.
 
     Args:
         run_dir: The run's folder.
@@ -187,7 +187,7 @@ def _size(path: Path) -> tuple[float, int] | None:
 
 
 def _last_step(run_dir: Path) -> dict[str, Any]:
-    """Return the last step that replica 0 told, its seconds, and when that was; nothing where it told none."""
+    """Return replica 0's last step, its seconds, and its time; nothing if there is none."""
     path = run_dir / _METRICS
     try:
         with path.open("rb") as file:

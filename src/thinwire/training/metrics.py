@@ -45,15 +45,14 @@ class Peak:
                 share = max(0.0, end - begin) / (finished_s - started_s)
             self._bits[window] = self._bits.get(window, 0.0) + 8 * wire_bytes * share
             self.bits_per_s = max(self.bits_per_s, self._bits[window] / WINDOW_S)
-        if len(self._bits) > _MAX_WINDOWS:
-            # no transfer takes that long: what is old is in the maximum already
+        if len(self._bits) > _MAX_WINDOWS:  # the maximum holds the old windows already
             for window in sorted(self._bits)[: _MAX_WINDOWS // 2]:
                 del self._bits[window]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCounts:
-    """What a replica counts, at one moment; carried over a resume.
+    """Counters of a replica at one moment; carried over a resume.
 
     Attributes:
         time_s: Seconds since this replica's training began.
@@ -73,10 +72,10 @@ class ReplicaCounts:
 
 
 class Logger(Protocol):
-    """Takes metrics besides the JSON lines."""
+    """Receives metrics besides the JSON lines."""
 
     def log(self, values: dict[str, float], *, step: int) -> None:
-        """Take values at a step."""
+        """Log values at a step."""
         ...
 
     def close(self) -> None:
@@ -92,7 +91,7 @@ class Meter:
         replica: This replica.
         log: The transport's records, streamed to the file as they come.
         loggers: Take the same values.
-        warn: Told where there is no room for the files.
+        warn: Receives a warning if the disk is full.
 
     Attributes:
         tokens: Tokens trained on so far.
@@ -117,7 +116,7 @@ class Meter:
         self._start_s = 0.0
 
     def start(self) -> None:
-        """Begin to write transfers down, those of the set-up first; after a checkpoint was loaded."""
+        """Begin to write transfers, those of the set-up first; call it after a checkpoint was loaded."""
         self._start_s = time.monotonic() - self._origin_s
         for transfer in self._log:
             self._record(transfer)
@@ -140,12 +139,12 @@ class Meter:
         )
 
     def train_step(self, loss: Any, *, tokens: int) -> None:
-        """Take in a step's loss (a scalar tensor; its value is only asked for when a line is written)."""
+        """Add a step's loss (a scalar tensor, read only when a line is written)."""
         self._losses.append(loss)
         self.tokens += tokens
 
     def write_step(self, step: int, *, stalled_s: float, rounds_in_flight: int) -> None:
-        """Write a line about the steps since the last one."""
+        """Write a line about the steps since the last line."""
         now, last = self.read(stalled_s=stalled_s), self._last
         elapsed_s = max(now.time_s - last.time_s, 1e-9)
         loss = math.fsum(float(value) for value in self._losses) / max(1, len(self._losses))
@@ -186,11 +185,11 @@ class Meter:
         self._write({"kind": "error", "step": step, "message": message}, step=step)
 
     def write_warning(self, step: int, *, message: str) -> None:
-        """Write what the user should know from `step` on; nothing stops."""
+        """Write a warning that holds from `step` on."""
         self._write({"kind": "warning", "step": step, "message": message}, step=step)
 
     def state_dict(self, *, stalled_s: float) -> dict[str, Any]:
-        """Return the counts and how long the two files are; no line may be pending."""
+        """Return the counters and the sizes of the two files; no line may be pending."""
         now = self.read(stalled_s=stalled_s)
         self._transfers.flush()
         counts = {
@@ -209,7 +208,7 @@ class Meter:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from a checkpoint, and cut off the lines written after it."""
+        """Restore the counters of a checkpoint, and cut off the lines written after it."""
         sent, received = (
             Totals(**dict(zip(("messages", "payload_bytes", "wire_bytes"), state[name], strict=True)))
             for name in ("sent", "received")
@@ -228,7 +227,7 @@ class Meter:
                 file.truncate(size)
 
     def start_over(self) -> None:
-        """Begin both files anew, for a run that was stopped before its first checkpoint."""
+        """Empty both files, for a run that was stopped before its first checkpoint."""
         for file in (self._metrics, self._transfers):
             file.truncate(0)
 
@@ -275,13 +274,13 @@ def open_loggers(
     """
     loggers: list[Logger] = []
     if tensorboard:
-        loggers.append(_TensorBoard(run_dir / "tensorboard" / f"replica-{replica}", after_step=after_step))
+        loggers.append(_TensorboardLogger(run_dir / "tensorboard" / f"replica-{replica}", after_step=after_step))
     if wandb:
-        loggers.append(_WeightsAndBiases(run_dir, replica=replica))
+        loggers.append(_WandbLogger(run_dir, replica=replica))
     return tuple(loggers)
 
 
-class _TensorBoard:
+class _TensorboardLogger:
     def __init__(self, folder: Path, *, after_step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -298,7 +297,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _WeightsAndBiases:
+class _WandbLogger:
     def __init__(self, run_dir: Path, *, replica: int) -> None:
         try:
             import wandb

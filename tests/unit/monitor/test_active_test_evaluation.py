@@ -15,8 +15,8 @@ from thinwire.monitor.active_test.evaluation import (
     Measured,
     PairTest,
     all_reduce_s,
+    evaluate,
     expected_s,
-    judge,
     rate_of,
     reference_rate,
     slow_loopbacks,
@@ -67,7 +67,7 @@ def test_the_one_slow_place_is_named_and_nothing_else(drawn: tuple[int, Place], 
     count, place = drawn
     noise = random.Random(seed)
     rates = {cell: USUAL / (severity if hit(place, cell) else 1.0) * noise.uniform(0.96, 1.0) for cell in cells(count)}
-    (found,) = judge(measured(count, rates))
+    (found,) = evaluate(measured(count, rates))
     assert found.kind == "communication slow" and found.places == (place,)
     assert found.evidence.times_slower == pytest.approx(severity, rel=0.06)
     assert set(suspects(measured(count, rates))) == {cell for cell in rates if hit(place, cell)}
@@ -81,7 +81,7 @@ def test_a_dead_or_corrupt_place_is_named_before_all_that_is_slow(drawn: tuple[i
         cell: PairTest(fault=fault, detail="it said so") if hit(place, cell) else PairTest(rate_bits_per_s=USUAL)
         for cell in cells(count)
     }
-    (found,) = judge(measured(count, pairs=pairs))
+    (found,) = evaluate(measured(count, pairs=pairs))
     assert found.kind == {"dead": "communication hang", "corrupt": "corrupt data"}[fault]
     assert found.places == (place,) and found.evidence.said == ["it said so"]
 
@@ -91,32 +91,32 @@ def test_a_dead_or_corrupt_place_is_named_before_all_that_is_slow(drawn: tuple[i
 def test_wires_that_scatter_by_a_tenth_are_no_fault(count: int, seed: int) -> None:
     noise = random.Random(seed)
     rates = {cell: USUAL * noise.uniform(0.9, 1.0) for cell in cells(count)}
-    assert judge(measured(count, rates)) == [] and suspects(measured(count, rates)) == []
+    assert evaluate(measured(count, rates)) == [] and suspects(measured(count, rates)) == []
 
 
 def test_two_faults_at_once_are_both_named() -> None:
     rates = {cell: USUAL / 5 for cell in cells(5) if cell[0] == 3} | {(0, 1): USUAL / 3}
-    assert [finding.where for finding in judge(measured(5, rates))] == ["sender rank 3", "link 0 -> 1"]
+    assert [finding.where for finding in evaluate(measured(5, rates))] == ["sender rank 3", "link 0 -> 1"]
 
 
 def test_of_two_ranks_link_and_ends_cannot_be_told_apart_and_the_probe_is_named() -> None:
-    (found,) = judge(measured(2, {(0, 1): USUAL / 3}))
+    (found,) = evaluate(measured(2, {(0, 1): USUAL / 3}))
     assert found.where == "ambiguous: link 0 -> 1 or sender rank 0 or receiver rank 1"
     assert found.confidence == 0.5 and "another peer" in found.probe
 
 
 def test_an_expected_rate_finds_what_all_wires_lack_and_one_that_all_keep_finds_nothing() -> None:
-    (found,) = judge(measured(3), expect_bits_per_s=100e6)
+    (found,) = evaluate(measured(3), expect_bits_per_s=100e6)
     assert found.where == "job" and "50.0 Mbit/s instead of 100 Mbit/s" in found.text
-    assert judge(measured(3), expect_bits_per_s=55e6) == []
-    (found,) = judge(measured(2, {(0, 1): 12e6, (1, 0): 12e6}), expect_bits_per_s=12.5e6 * 4)
+    assert evaluate(measured(3), expect_bits_per_s=55e6) == []
+    (found,) = evaluate(measured(2, {(0, 1): 12e6, (1, 0): 12e6}), expect_bits_per_s=12.5e6 * 4)
     assert found.where == "job"
-    (found,) = judge(measured(4, {(0, 1): 35e6}), expect_bits_per_s=50e6)
+    (found,) = evaluate(measured(4, {(0, 1): 35e6}), expect_bits_per_s=50e6)
     assert found.where == "link 0 -> 1" and "50.0 Mbit/s is expected" in found.text
 
 
 def test_an_expectation_above_what_the_hosts_carry_to_themselves_is_said_to_be_theirs() -> None:
-    (found,) = judge(measured(3, loopback_bits_per_s=dict.fromkeys(range(3), 80e6)), expect_bits_per_s=100e6)
+    (found,) = evaluate(measured(3, loopback_bits_per_s=dict.fromkeys(range(3), 80e6)), expect_bits_per_s=100e6)
     assert "No host carries more than 80.0 Mbit/s to itself" in found.text and found.confidence == 0.5
 
 
@@ -129,16 +129,16 @@ def crowd(count: int, longer: dict[Cell, float]) -> dict[Cell, FlowTest]:
 
 def test_a_host_that_is_slow_only_while_all_send_is_named_and_so_is_what_all_share() -> None:
     longer = {cell: 2.5 for cell in cells(4) if 2 in cell}
-    (found,) = judge(measured(4, everyone=crowd(4, longer)))
+    (found,) = evaluate(measured(4, everyone=crowd(4, longer)))
     assert found.where == "host h2" and found.evidence.times_slower_than_alone == 2.5
-    (found,) = judge(measured(4, everyone=crowd(4, dict.fromkeys(cells(4), 3.0))))
+    (found,) = evaluate(measured(4, everyone=crowd(4, dict.fromkeys(cells(4), 3.0))))
     assert found.where == "job" and "3.0 times" in found.text
-    assert judge(measured(4, everyone=crowd(4, {}))) == []
+    assert evaluate(measured(4, everyone=crowd(4, {}))) == []
 
 
 def test_what_only_follows_from_a_slow_wire_is_not_told_again() -> None:
     slow = {cell: USUAL / 3 for cell in cells(4) if cell[1] == 2}
-    (found,) = judge(measured(4, slow, neighbours=crowd(4, {(2, 3): 2.5})))
+    (found,) = evaluate(measured(4, slow, neighbours=crowd(4, {(2, 3): 2.5})))
     assert found.where == "receiver rank 2"
 
 
@@ -153,14 +153,14 @@ def test_hosts_of_one_machine_share_its_processor_so_all_at_once_may_take_longer
 
 
 def test_a_host_that_is_slow_without_any_wire_is_its_processor() -> None:
-    (found,) = judge(measured(4, loopback_bits_per_s={0: 1e9, 1: 9e8, 2: 3e8, 3: 1e9}))
+    (found,) = evaluate(measured(4, loopback_bits_per_s={0: 1e9, 1: 9e8, 2: 3e8, 3: 1e9}))
     assert found.kind == "non-communication slow" and found.where == "rank 2"
     shared = measured(3, loopback_bits_per_s={0: 1e9, 1: 1e9, 2: 3e8}, machines=("m", "m", "m"))
-    assert slow_loopbacks(shared) == {}, "three times is what another process on the same machine does"
+    assert slow_loopbacks(shared) == {}, "three times is what another process on the same machine action"
 
 
 def test_a_rank_that_is_not_there_is_named_with_its_reason() -> None:
-    (found,) = judge(measured(3, absent={1: "did not come to the meeting point in time"}))
+    (found,) = evaluate(measured(3, absent={1: "did not come to the meeting point in time"}))
     assert found.kind == "non-communication hang"
     assert found.where == "ambiguous: rank 1 or link 0 <-> 1", "rank 0, where all meet, cannot tell"
     assert found.places[0] == Place(kind="rank", ranks=(1,)) and "Rank 1 on h1 did not" in found.text
@@ -172,10 +172,10 @@ def test_a_wrong_sum_names_its_sender_and_a_slow_one_the_job() -> None:
     due_s = all_reduce_s(done, whole)
     assert due_s == pytest.approx(4 * (0.001 + 8e6 / USUAL))
     wrong = AllReduce(order=done.order, num_bytes=done.num_bytes, seconds=due_s, wrong=((1, 2),))
-    (found,) = judge(measured(3, all_reduce=wrong))
+    (found,) = evaluate(measured(3, all_reduce=wrong))
     assert found.kind == "corrupt data" and found.where == "sender rank 1"
     late = AllReduce(order=done.order, num_bytes=done.num_bytes, seconds=2.5 * due_s)
-    (found,) = judge(measured(3, all_reduce=late))
+    (found,) = evaluate(measured(3, all_reduce=late))
     assert found.where == "job" and "2.5 times" in found.text
 
 
@@ -192,4 +192,4 @@ def test_the_usual_rate_is_not_that_of_a_slow_host_of_three() -> None:
 
 
 def test_nothing_measured_is_nothing_found() -> None:
-    assert judge(Measured(hosts=("a", "b"))) == []
+    assert evaluate(Measured(hosts=("a", "b"))) == []

@@ -50,7 +50,7 @@ def promise(seconds: float) -> None:
 
 
 def lie(payload: torch.Tensor, envelope: object) -> torch.Tensor:
-    """Flip one bit, which the header's checksum does not show, as it is of the changed bytes."""
+    """Flip one bit, which the header's checksum action not show, as it is of the changed bytes."""
     changed = payload.clone()
     changed[-1] ^= 1
     return changed
@@ -145,13 +145,13 @@ def test_what_ranks_say_is_not_trusted() -> None:
 
 def job(
     monkeypatch: pytest.MonkeyPatch, *, wrap: Callable[[Transport], Transport] = lambda transport: transport,
-    obey: tuple[int, ...] = (0, 1, 2), absent: tuple[int, ...] = (), has_loopback: bool = False,
+    follow_plans: tuple[int, ...] = (0, 1, 2), absent: tuple[int, ...] = (), has_loopback: bool = False,
 ) -> list[Outcome]:  # fmt: skip
     """Run a test between three ranks in threads, over real connections; deadlines are short."""
     if not has_loopback:
         monkeypatch.setattr(ActiveRank, "_loopback", lambda rank, plan, number: {"rate": 1e9})
-    monkeypatch.setattr(active_wires, "PATIENCE_S", 0.4)
-    monkeypatch.setattr(active_test, "PATIENCE_S", 0.4)
+    monkeypatch.setattr(active_wires, "FIRST_DEADLINE_S", 0.4)
+    monkeypatch.setattr(active_test, "FIRST_DEADLINE_S", 0.4)
     monkeypatch.setattr(boards, "GRACE_S", 0.3)
     monkeypatch.setattr(active_test, "_LEAST_S", 0.01)
     store = HashStore()
@@ -179,7 +179,7 @@ def job(
             for rank in here
         ]  # fmt: skip
         with ThreadPoolExecutor() as threads:
-            runs = [threads.submit(run_test, one, budget_s=0.1) for one in gatherings if one.rank in obey]
+            runs = [threads.submit(run_test, one, budget_s=0.1) for one in gatherings if one.rank in follow_plans]
             return [one.result(timeout=60) for one in runs]
     finally:
         for wire in wires.values():
@@ -223,7 +223,7 @@ def test_a_rank_whose_bytes_change_is_named_as_their_sender(monkeypatch: pytest.
 
 
 def test_a_rank_that_stops_or_never_came_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    leader, other = job(monkeypatch, obey=(0, 1))
+    leader, other = job(monkeypatch, follow_plans=(0, 1))
     assert leader.findings[0].places[0].ranks == (2,) and "fell silent during hello" in leader.findings[0].text
     assert leader.measured is not None and leader.measured.pairs[0, 1].rate_bits_per_s > 0
     assert other.num_findings == leader.num_findings

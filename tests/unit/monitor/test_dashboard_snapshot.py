@@ -37,7 +37,7 @@ def test_a_slow_link_is_the_hot_cell_of_the_matrix_and_the_headline(tmp_path: Pa
     assert 4 < cell(found, 0, 2)["times_longer"] < 6
     assert max(one["times_longer"] for one in found["matrix"]["cells"] if (one["from"], one["to"]) != (0, 2)) < 1.5
     assert found["headline"] == {"level": "trouble", "text": "communication slow: link 0 -> 2", "ranks": [0, 2]}
-    assert found["findings"]["told_by"] == "page" and found["findings"]["findings"][0]["cells"] == [[0, 2]]
+    assert found["findings"]["source"] == "page" and found["findings"]["findings"][0]["cells"] == [[0, 2]]
     json.dumps(found, allow_nan=False)
 
 
@@ -138,7 +138,9 @@ def test_a_run_without_a_recorder_is_drawn_from_its_metrics_and_transfers(tmp_pa
     links = {(link["from"], link["to"]): link for link in found["links"]["links"]}
     told = [json.loads(line) for line in (tmp_path / "demo" / "transfers-replica-0.jsonl").read_text().splitlines()]
     sent = [line["wire_bytes"] for line in told if line["direction"] == "sent"]
-    assert links[0, 1]["bytes"] == sum(sent) and links[0, 1]["messages"] == len(sent) and links[0, 1]["told_by"] == 0
+    assert (
+        links[0, 1]["bytes"] == sum(sent) and links[0, 1]["messages"] == len(sent) and links[0, 1]["reported_by"] == 0
+    )
     assert found["curves"]["evaluations"] and len(found["curves"]["loss"]) == 2
     assert "metrics and finished transfers" in found["notes"]["missing"]["timeline"]
 
@@ -206,7 +208,7 @@ def test_an_elastic_folder_tells_who_takes_part_and_no_secret(tmp_path: Path) ->
     assert [(one["replica"], one["state"]) for one in found["replicas"]] == [
         (0, "training"), (1, "elsewhere"), (2, "gone"),
     ]  # fmt: skip
-    assert found["run"]["is_elastic"] and found["elastic"]["said"] == ["replica 2 is gone"]
+    assert found["run"]["is_elastic"] and found["elastic"]["messages"] == ["replica 2 is gone"]
     assert found["elastic"]["rounds"][0]["members"] == [0, 1]
     assert (
         "other hosts" in found["notes"]["missing"]["curves"] and "one end only" in found["notes"]["missing"]["matrix"]
@@ -223,14 +225,14 @@ def test_who_says_nothing_any_more_is_trouble_and_a_run_that_is_over_is_not(tmp_
         os.utime(path, (now - 600, now - 600))
     found = snapshot(tmp_path, now=now)
     assert [one["state"] for one in found["replicas"]] == ["training", "silent"]
-    assert found["headline"]["text"] == "replica 1 says nothing any more" and found["headline"]["level"] == "trouble"
+    assert found["headline"]["text"] == "replica 1 is silent" and found["headline"]["level"] == "trouble"
     write_run(tmp_path)
     assert snapshot(tmp_path, now=now + 1e6)["headline"]["level"] == "good"
 
 
 def test_nobody_has_judged_is_not_the_same_as_no_fault(tmp_path: Path) -> None:
     write_run(tmp_path, is_finished=False)
-    assert snapshot(tmp_path)["headline"] == {"level": "unknown", "text": "Nobody has judged this run yet", "ranks": []}
+    assert snapshot(tmp_path)["headline"] == {"level": "unknown", "text": "No diagnosis of this run yet", "ranks": []}
 
 
 def test_an_empty_folder_waits_and_no_folder_is_refused(tmp_path: Path) -> None:

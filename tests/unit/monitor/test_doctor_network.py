@@ -39,9 +39,9 @@ def test_a_name_that_cannot_be_resolved_is_told() -> None:
 
 
 def test_names_are_looked_up_in_the_system_s_way() -> None:
-    assert checks.look_up("localhost") == ["127.0.0.1"] and checks.look_up("10.77.0.9") == ["10.77.0.9"]
+    assert checks.ipv4_addresses("localhost") == ["127.0.0.1"] and checks.ipv4_addresses("10.77.0.9") == ["10.77.0.9"]
     with pytest.raises(OSError):
-        checks.look_up("no-such-host.invalid")
+        checks.ipv4_addresses("no-such-host.invalid")
 
 
 def choose(**more: str) -> Chosen | Check:

@@ -13,7 +13,7 @@ from thinwire.monitor.dashboard.snapshot import snapshot
 from thinwire.monitor.detect.diagnose import diagnose
 from thinwire.monitor.detect.timeline import build
 from thinwire.monitor.findings import Place
-from thinwire.monitor.heat import HeatMap, heat_maps, to_page, words
+from thinwire.monitor.heat import HeatMap, heat_maps, summary_sentence, to_page
 from thinwire.monitor.runlog.reader import from_records
 from thinwire.monitor.runlog.records import Record, Span
 from thinwire.monitor.runlog.run_folder import read_files
@@ -43,7 +43,7 @@ def test_a_rank_that_computes_ever_slower_is_a_row_that_grows_hot(tmp_path: Path
     row = [ratio for ratio in one.times_longer[1] if ratio is not None]
     assert len(row) == len(one.windows) == 16 and row[-1] > row[8] > 1.2 * row[0]
     assert all(ratio is not None and ratio < 1.25 for rank in (0, 2) for ratio in one.times_longer[rank])
-    assert one.hottest is not None and one.hottest[0] == 1 and "Rank 1 stands out most" in words(one)
+    assert one.hottest is not None and one.hottest[0] == 1 and "Rank 1 stands out most" in summary_sentence(one)
     assert snapshot(folder)["heat"][0]["rows"][1]["times_longer"][-1] > 2
 
 

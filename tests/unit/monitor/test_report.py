@@ -11,7 +11,6 @@ import pytest
 
 from tests.sample_runs import append, step_line, write_run
 from thinwire.errors import DataError
-from thinwire.monitor.report import read_run, write_report
 from thinwire.monitor.report.charts import HEIGHT, WIDTH, Axis, Chart, ChartSeries, highest, line_chart, scale, spread
 from thinwire.monitor.report.figures import (
     loss_against_bytes,
@@ -19,7 +18,8 @@ from thinwire.monitor.report.figures import (
     utilisation,
     wire_rate,
 )
-from thinwire.monitor.report.report import headline, render_report
+from thinwire.monitor.report.report import headline, render_report, write_report
+from thinwire.monitor.runlog.run_folder import read_run
 from thinwire.training.config import command_line
 
 REPEAT = "thinwire train --replicas 2"

@@ -11,7 +11,7 @@ from thinwire.monitor.report.report import trouble, write_report
 
 
 def test_a_run_that_nobody_judged_is_not_called_well(tmp_path: Path) -> None:
-    assert "or nobody judged the run" in "".join(trouble(tmp_path))
+    assert "or the run had no live diagnosis" in "".join(trouble(tmp_path))
 
 
 def test_what_broke_what_was_done_and_what_it_cost_stand_in_the_report(tmp_path: Path) -> None:

@@ -220,9 +220,9 @@ def test_an_answer_that_nobody_asked_for_ends_the_connection(stack: ExitStack) -
 def test_what_a_rank_tells_of_its_place_fits_and_comes_back() -> None:
     many = tuple(f"192.0.2.{number}" for number in range(200))
     place = RankPlace(host="h\u00f6st", clock="c", addresses=many, port=65_535)
-    word = place.to_word()
+    word = place.to_text()
     assert len(word.encode()) <= TEXT_BYTES
-    again = RankPlace.of_word(word)
+    again = RankPlace.from_text(word)
     assert (again.host, again.clock, again.port) == ("h\u00f6st", "c", 65_535)
     assert again.addresses == many[: len(again.addresses)] and len(again.addresses) > 30
 
@@ -231,12 +231,12 @@ def test_what_a_rank_tells_of_its_place_fits_and_comes_back() -> None:
     "word", ["", "a", "a\nb\nc\nd", "a\nb\n-1\n", "a\nb\n70000\n", "a\nb\n\u0661\n", "\n\n\n\n\n\n"]
 )
 def test_a_strange_word_of_another_rank_is_a_place_without_a_port(word: str) -> None:
-    assert RankPlace.of_word(word).port == 0
+    assert RankPlace.from_text(word).port == 0
 
 
 def test_names_in_a_rank_s_word_are_no_addresses_so_nobody_is_asked_for_them() -> None:
     word = "a\nb\n80\nexample.invalid 192.0.2.1 localhost 2001:db8::5 1.2.3 ::x fd00::1%eth0"
-    assert RankPlace.of_word(word).addresses == ("192.0.2.1", "2001:db8::5")
+    assert RankPlace.from_text(word).addresses == ("192.0.2.1", "2001:db8::5")
 
 
 @pytest.mark.parametrize("has_both", [True, False])

@@ -18,15 +18,15 @@ from thinwire.monitor.active_test.evaluation import (
     Measured,
     PairTest,
     all_reduce_s,
+    evaluate,
     expected_s,
-    judge,
     reference_rate,
     slow_loopbacks,
     suspects,
 )
 from thinwire.monitor.active_test.wire_tests import (
+    FIRST_DEADLINE_S,
     MOST_BYTES,
-    PATIENCE_S,
     ROUND_TRIPS,
     Cell,
     PairChannel,
@@ -55,14 +55,14 @@ _ALL_REDUCES = 3
 
 
 class ActiveRank:
-    """Does what the plans say, and says what came out."""
+    """Executes the plans of rank 0, and reports the results."""
 
     def __init__(self, gathering: PartialJob) -> None:
         self._own, self._board, self._transport = gathering.rank, gathering.board, gathering.transport
         self._gathering = gathering
 
-    def obey(self) -> int:
-        """Follow the plans of rank 0 to their end; return how many findings there are."""
+    def follow_plans(self) -> int:
+        """Execute the plans of rank 0 to the last; return the number of findings."""
         number = 0
         while True:
             number += 1
@@ -72,18 +72,18 @@ class ActiveRank:
             self.do(plan, number)
 
     def do(self, plan: Mapping[str, Any], number: int) -> None:
-        """Do one plan and leave what came out."""
-        does = {
+        """Execute one plan and leave the result."""
+        action = {
             "hello": self._hello, "loopback": self._loopback, "pairs": self._pairs, "flows": self._flows,
             "all-reduce": self._all_reduce,
         }.get(str(plan.get("do")))  # fmt: skip
-        if does is None:
+        if action is None:
             raise PayloadError(
                 f"rank 0 plans {str(plan.get('do'))!r:.40}, which is unknown here; run the same thinwire on all hosts"
             )
-        self._board.promise(PATIENCE_S)
-        note = does(plan, number * _NUMBERS)
-        self._board.leave(f"said/{number}/{self._own}", json.dumps(note))
+        self._board.promise(FIRST_DEADLINE_S)
+        note = action(plan, number * _NUMBERS)
+        self._board.leave(f"result/{number}/{self._own}", json.dumps(note))
 
     def _hello(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
         return {"clock": clock_name(), "connected": list(self._gathering.connected)}
@@ -98,7 +98,7 @@ class ActiveRank:
             WireTransport(replica=side, num_replicas=2, secret=key, address="127.0.0.1") for side in range(2)
         ]  # fmt: skip
         try:
-            pair[1].dial({0: Address(host="127.0.0.1", port=pair[0].port)}, deadline_s=PATIENCE_S)
+            pair[1].dial({0: Address(host="127.0.0.1", port=pair[0].port)}, deadline_s=FIRST_DEADLINE_S)
             seconds = seconds_of(plan, "seconds")
             times = loopback_times((pair[0], pair[1]), seconds=seconds, promise=self._board.promise)
         except TransportError as error:
@@ -154,9 +154,9 @@ class ActiveRank:
 
 
 def _why(error: TransportError, line: PairChannel) -> str:
-    """Say why a pair is dead, without the number of a message that nobody knows."""
+    """Return the reason why a pair is dead, without the internal number of a message."""
     if isinstance(error, DeadlineExceeded):
-        return f"no answer within {line.patience_s:.3g} s, the deadline that follows from measured times"
+        return f"no answer within {line.deadline_s:.3g} s, the deadline that follows from measured times"
     return "the connection broke" if isinstance(error, PeerLost) else str(error)
 
 
@@ -168,14 +168,14 @@ _FLOWS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an active test came to.
+    """Outcome of an active test.
 
     Attributes:
         rank: This rank.
         measured: On rank 0 only.
         findings: On rank 0 only.
         num_findings: The same on all ranks.
-        seconds: How long it took since the ranks had met.
+        seconds: Duration since the rendezvous.
     """
 
     rank: int
@@ -187,29 +187,29 @@ class Outcome:
 
 def run_test(
     gathering: PartialJob, *, budget_s: float = 10.0, expect_bits_per_s: float | None = None,
-    tell: Callable[[str], None] = lambda line: None, show: Callable[[Outcome], None] = lambda outcome: None,
+    report: Callable[[str], None] = lambda line: None, show: Callable[[Outcome], None] = lambda outcome: None,
 ) -> Outcome:  # fmt: skip
-    """Test all wires of a job that has met; all ranks must call this together.
+    """Test all links of a job after its rendezvous; all ranks must call this together.
 
     Args:
-        gathering: The ranks that came.
-        budget_s: About how long all pairs take on wires that are well.
-        expect_bits_per_s: What each wire should carry alone.
-        tell: Called on rank 0 with what is being tested.
-        show: Called on rank 0 with what came out, before the others end: torchrun ends rank 0 with the first of them.
+        gathering: The ranks that joined.
+        budget_s: Approximate time for all pairs on healthy links.
+        expect_bits_per_s: Expected rate of each link alone.
+        report: Receives the name of each test on rank 0.
+        show: Receives the outcome on rank 0 before the others end: torchrun ends rank 0 with the first of them.
 
     Raises:
         TransportError: The store, or rank 0, is gone.
     """
     rank, began_s = ActiveRank(gathering), time.monotonic()
     if gathering.rank != 0:
-        count = rank.obey()
+        count = rank.follow_plans()
         return Outcome(
             rank=gathering.rank, measured=None, findings=(), num_findings=count, seconds=time.monotonic() - began_s
         )  # fmt: skip
-    leader = _Leader(gathering, rank, budget_s=budget_s, expect_bits_per_s=expect_bits_per_s, tell=tell)
+    leader = _Leader(gathering, rank, budget_s=budget_s, expect_bits_per_s=expect_bits_per_s, report=report)
     measured = leader.measure()
-    findings = judge(measured, expect_bits_per_s=expect_bits_per_s)
+    findings = evaluate(measured, expect_bits_per_s=expect_bits_per_s)
     outcome = Outcome(
         rank=0, measured=measured, findings=tuple(findings), num_findings=len(findings),
         seconds=time.monotonic() - began_s,
@@ -220,13 +220,13 @@ def run_test(
 
 
 class _Leader:
-    """Plans one test after the other by what came out of those before."""
+    """Plans one test after the other from the results so far."""
 
     def __init__(
         self, gathering: PartialJob, rank: ActiveRank, *, budget_s: float, expect_bits_per_s: float | None,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._gathering, self._rank, self._tell = gathering, rank, tell
+        self._gathering, self._rank, self._log = gathering, rank, report
         self._expect = expect_bits_per_s
         self._number = 0
         stations = gathering.stations
@@ -247,30 +247,30 @@ class _Leader:
     def measure(self) -> Measured:
         """Run all tests."""
         clocks = self._meet()
-        self._tell("loopback: each host alone")
+        self._log("loopback: each host alone")
         self._loopbacks(clocks)
-        self._tell(f"pairs: {len(self._alive) * (len(self._alive) - 1)} ways between {len(self._alive)} ranks")
+        self._log(f"pairs: {len(self._alive) * (len(self._alive) - 1)} ways between {len(self._alive)} ranks")
         for met in rounds_of(self._alive):
             for way in (met, [(other, one) for one, other in met]):
                 self._pairs([cell for cell in way if self._is_open(cell)])
         self._again()
         ring = quickest_ring(self._alive, lambda one, other: self._is_whole((one, other)))
         if ring is not None:
-            self._tell("neighbours: a ring, all at once")
+            self._log("neighbours: a ring, all at once")
             cells = list(zip(ring, [*ring[1:], ring[0]], strict=True))
             self._found = replace(self._found, neighbours=self._flows(cells, share=1))
         whole = [cell for cell in self._found.pairs if self._is_whole(cell)]
         if len(self._alive) > 2 and whole:
-            self._tell("all-to-all: everyone to everyone, all at once")
+            self._log("all-to-all: everyone to everyone, all at once")
             flows = self._flows(whole, share=len(self._alive) - 1)
             self._found = replace(self._found, everyone=flows)
         if ring is not None and all(self._is_whole((one, other)) for one, other in itertools.pairwise(ring)):
-            self._tell("all-reduce: around the ring, against the exact sum")
+            self._log("all-reduce: around the ring, against the exact sum")
             self._all_reduce(ring)
         return self._found
 
     def end(self, num_findings: int) -> None:
-        """Let the others end."""
+        """Send the last plan."""
         self._number += 1
         plan = {"do": "end", "num_findings": num_findings}
         self._gathering.board.leave(f"plan/{self._number}", json.dumps(plan))
@@ -280,18 +280,18 @@ class _Leader:
         return set(cell) <= set(self._alive) and (found is None or not found.fault)
 
     def _is_whole(self, cell: Cell) -> bool:
-        """Tell whether a pair carries the right bytes, both ways: a connection that broke is of no use for the rest."""
+        """Return whether a pair carries the right bytes both ways: a broken connection is left out of the rest."""
         ways = (self._found.pairs.get(cell), self._found.pairs.get((cell[1], cell[0])))
         return self._is_open(cell) and all(way is not None and way.rate_bits_per_s > 0 for way in ways)
 
     def _ask(self, plan: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """Let all ranks do a plan, and return what they say; who goes silent takes no part any more."""
+        """Send a plan to all ranks and return their results; silent ranks are left out from then on."""
         self._number += 1
         board, number = self._gathering.board, self._number
         text = json.dumps(plan)
         board.leave(f"plan/{number}", text)
         self._rank.do(json.loads(text), number)
-        texts = board.collect(f"said/{number}", self._alive)
+        texts = board.collect(f"result/{number}", self._alive)
         silent = [rank for rank in self._alive if rank not in texts]
         absent = {**self._found.absent, **dict.fromkeys(silent, f"fell silent during {plan['do']}")}
         self._found = replace(self._found, absent=absent)
@@ -314,13 +314,13 @@ class _Leader:
         return clocks
 
     def _loopbacks(self, clocks: Mapping[int, str]) -> None:
-        """Let each machine send to itself; ranks of one machine share its processor, so they take turns."""
+        """Test each machine's loopback; ranks of one machine share its processor, so they take turns."""
         turns: dict[str, list[int]] = {}
         for rank in self._alive:
             turns.setdefault(clocks[rank], []).append(rank)
         for turn in range(max(map(len, turns.values()))):
             self._loopback([own[turn] for own in turns.values() if turn < len(own)], seconds=_LEAST_S)
-        for seconds in (2 * _LEAST_S, 4 * _LEAST_S):  # nobody is blamed for what happened once
+        for seconds in (2 * _LEAST_S, 4 * _LEAST_S):  # a single measurement is no finding
             for rank in sorted(slow_loopbacks(self._found)):
                 self._loopback([rank], seconds=seconds)
 
@@ -350,21 +350,21 @@ class _Leader:
         self._found = replace(self._found, pairs=pairs)
 
     def _again(self) -> None:
-        """Ask the pairs that look slow once more, each quite alone: nobody is blamed for what happened once.
+        """Test the pairs that seem slow once more, each alone: a single measurement is no finding.
 
-        Those that are not even half as fast as usual need no third time.
+        Those below half of the usual rate need no third test.
         """
         for is_last in (False, True):
             pairs, usual = self._found.pairs, reference_rate(list(self._found.rates.values()))
             slow = [cell for cell in suspects(self._found, expect_bits_per_s=self._expect) if self._is_open(cell)]
             slow = [cell for cell in slow if not is_last or 2 * pairs[cell].rate_bits_per_s > usual]
             if slow:
-                self._tell(f"pairs again: {len(slow)} that look slow")
+                self._log(f"pairs again: {len(slow)} that look slow")
             for cell in slow:
                 self._pairs([cell])
 
     def _flows(self, cells: Sequence[Cell], *, share: int) -> dict[Cell, FlowTest]:
-        """Let all cells send at once for about as long as a pair did; return what came through in time."""
+        """Send over all cells at once for about the time of a pair; return the transfers that ended in time."""
         pairs = self._found.pairs
         longest_s = max(2 * self._seconds, ROUND_TRIPS * 2 * max(pairs[cell].latency_s for cell in cells))
         sizes = {
@@ -373,7 +373,7 @@ class _Leader:
         }
         flows = {cell: FlowTest(num_bytes=size, seconds=1.0) for cell, size in sizes.items()}
         due = expected_s(flows, self._found)
-        limit_s = PATIENCE_S + _LATER * max(due.values())
+        limit_s = FIRST_DEADLINE_S + _LATER * max(due.values())
         best: dict[Cell, FlowTest] = {}
         for turn in range(_FLOWS):  # the best of them: other work can hold a transfer up
             if turn > 1 and all(cell in best and best[cell].seconds < LEAST_CROWDED * due[cell] for cell in cells):
@@ -401,7 +401,7 @@ class _Leader:
         numel = min(MOST_BYTES // 4 // len(ring), max(1024, numel // len(ring))) * len(ring)
         due_s = all_reduce_s(AllReduce(order=tuple(ring), num_bytes=4 * numel, seconds=0.0), self._found)
         rows = [[source, destination, numel] for source, destination in links]
-        said = self._ask({"do": "all-reduce", "rows": rows, "limit_s": PATIENCE_S + _LATER * due_s})
+        said = self._ask({"do": "all-reduce", "rows": rows, "limit_s": FIRST_DEADLINE_S + _LATER * due_s})
         times = [read_flow(1, said.get(rank, {}).get("seconds")) for rank in ring]
         if any(time is None for time in times):
             return

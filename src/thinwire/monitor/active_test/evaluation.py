@@ -27,14 +27,14 @@ from thinwire.units import format_rate, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTest:
-    """What one replica sent to another while nobody sent to either of them.
+    """Test of one direction of a pair while no other replica sent to either.
 
     Attributes:
-        rate_bits_per_s: Of payload; 0 where nothing was measured.
-        overhead_s: What a message takes however short it is.
-        latency_s: One way: half of a word and its answer.
-        fault: Empty, `dead` (no connection, or nothing came in time) or `corrupt` (other bytes came).
-        detail: What the transport said of the fault.
+        rate_bits_per_s: Of payload; 0 if not measured.
+        overhead_s: Time of an empty message.
+        latency_s: One way: half of the shortest round trip.
+        fault: Empty, `dead` (no connection, or a deadline passed) or `corrupt` (other bytes arrived).
+        detail: Message of the transport about the fault.
     """
 
     rate_bits_per_s: float = 0.0
@@ -71,7 +71,7 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """All that was measured; what was not is not there.
+    """All measurements; what was not measured is missing.
 
     Attributes:
         hosts: The host of each rank.
@@ -208,8 +208,8 @@ _TURN_S = 0.02  # in each step of a ring, a rank waits for its turn on a busy pr
 _DEVIATIONS, _MAD = 3.0, 1.4826  # a normal distribution's standard deviation, in median deviations
 
 
-def judge(measured: Measured, *, expect_bits_per_s: float | None = None) -> list[Finding]:
-    """Return what is wrong, the worst first: nobody there, dead, corrupt, slow, slow only when all send.
+def evaluate(measured: Measured, *, expect_bits_per_s: float | None = None) -> list[Finding]:
+    """Return the findings, the worst first: absent, dead, corrupt, slow, slow only when all send.
 
     Args:
         measured: All results.
@@ -289,7 +289,7 @@ def _fault_finding(
 def slow_loopbacks(measured: Measured) -> dict[int, float]:
     """Return the ranks that carry far less to themselves than those of other hosts, with what those carry.
 
-    Hosts of one machine share its processor, so that they differ by what else it does.
+    Hosts of one machine share its processor, so that they differ by what else it action.
     """
     rates, found = measured.loopback_bits_per_s, {}
     machines = measured.machines or measured.hosts

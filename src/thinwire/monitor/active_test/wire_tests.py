@@ -17,25 +17,25 @@ from thinwire.monitor.active_test.evaluation import FlowTest, PairTest, rate_of
 from thinwire.transport.base import Envelope, Kind, Pending, Transport
 
 Cell = tuple[int, int]
-_SAID_CHARACTERS = 300
+_MOST_CHARACTERS = 300
 # Also an upper bound on whole numbers, which Python cannot turn into a float above 1e308.
 _MOST_SECONDS = 1e9
 
 
 def rounds_of(ranks: Sequence[int]) -> list[list[Cell]]:
-    """Return rounds of pairs in which nobody is twice, until everybody has met everybody: a tournament by circle.
+    """Return rounds of disjoint pairs that cover all pairs: a round-robin tournament by the circle method.
 
     Example:
         >>> rounds_of([0, 1, 2, 3])
         [[(0, 3), (1, 2)], [(0, 2), (3, 1)], [(0, 1), (2, 3)]]
     """
-    seats: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
+    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
     found = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        met = zip(seats[:half], reversed(seats[half:]), strict=True)
+    for _ in range(len(circle) - 1):
+        half = len(circle) // 2
+        met = zip(circle[:half], reversed(circle[half:]), strict=True)
         found.append([(one, other) for one, other in met if one is not None and other is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+        circle = [circle[0], circle[-1], *circle[1:-1]]
     return found
 
 
@@ -88,13 +88,13 @@ def pair_note(found: PairTest) -> dict[str, Any]:
     """Write what a pair measured."""
     return {
         "rate": found.rate_bits_per_s, "overhead_s": found.overhead_s, "latency_s": found.latency_s,
-        "fault": found.fault, "detail": found.detail[:_SAID_CHARACTERS],
+        "fault": found.fault, "detail": found.detail[:_MOST_CHARACTERS],
     }  # fmt: skip
 
 
 def detail_of(note: Mapping[str, Any]) -> str:
-    """Return what a rank says of a fault, cut to what is shown, without what a terminal would obey."""
-    told = str(note.get("detail"))[:_SAID_CHARACTERS]
+    """Return what a rank says of a fault, cut to what is shown, without what a terminal would follow_plans."""
+    told = str(note.get("detail"))[:_MOST_CHARACTERS]
     return "".join(letter if letter.isprintable() else "?" for letter in told)
 
 
@@ -117,10 +117,10 @@ def read_flow(num_bytes: int, seconds: object) -> FlowTest | None:
     return FlowTest(num_bytes=num_bytes, seconds=float(seconds))
 
 
-# The first words of a wire have nothing to be judged by: as long as a lost packet is sent again a few times.
-PATIENCE_S = 5.0
+# Deadline of the first messages, before times are known: a lost packet can be sent again a few times.
+FIRST_DEADLINE_S = 5.0
 MOST_BYTES = 1 << 26
-# TCP begins anew with small windows after each pause: so many round trips later it sends as fast as the wire.
+# TCP restarts with small windows after each pause: full rate comes so many round trips later.
 ROUND_TRIPS = 15.0
 _LATER = 10.0
 _PINGS, _REPEATS, _SMALLEST_BYTES, _GROWTH = 5, 3, 1 << 14, 4
@@ -131,10 +131,10 @@ Promise = Callable[[float], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTimes:
-    """What the sender of a pair measured.
+    """Measurements of the sender of a pair.
 
     Attributes:
-        latency_s: Half of the quickest word and its answer.
+        latency_s: Half of the shortest round trip.
         transfers: Bytes and seconds.
     """
 
@@ -154,7 +154,7 @@ def pattern(num_bytes: int, *, seed: int) -> torch.Tensor:
 
 
 class PairChannel:
-    """Messages of two replicas in an order that both know; the deadline grows with what they took.
+    """Messages of two replicas in an order that both know; the deadline grows with the measured times.
 
     Args:
         transport: Joins them.
@@ -164,12 +164,12 @@ class PairChannel:
     """
 
     def __init__(self, transport: Transport, peer: int, *, number: int, promise: Promise) -> None:
-        self.patience_s = PATIENCE_S
+        self.deadline_s = FIRST_DEADLINE_S
         self._transport, self._peer, self._promise = transport, peer, promise
         self._out, self._into = itertools.count(number), itertools.count(number)
 
-    def say(self, payload: torch.Tensor) -> None:
-        """Send, and wait until it is there whole."""
+    def send(self, payload: torch.Tensor) -> None:
+        """Send, and wait until the message has arrived whole."""
         envelope = Envelope(kind=Kind.SETUP, round_id=next(self._out), payload_bytes=payload.numel())
         self._wait(self._transport.send(payload, to=self._peer, envelope=envelope))
 
@@ -180,15 +180,15 @@ class PairChannel:
         )  # fmt: skip
         return self._transport.receive(source=self._peer, envelope=envelope)
 
-    def hear(self, pending: Pending | None = None) -> torch.Tensor:
+    def receive(self, pending: Pending | None = None) -> torch.Tensor:
         """Wait for the next message."""
         received = self._wait(self.expect() if pending is None else pending)
         assert isinstance(received, torch.Tensor)
         return received
 
     def _wait(self, pending: Pending) -> torch.Tensor | None:
-        self._promise(self.patience_s)
-        received = pending.wait(deadline_s=self.patience_s)
+        self._promise(self.deadline_s)
+        received = pending.wait(deadline_s=self.deadline_s)
         return None if received is None else received.payload
 
 
@@ -205,7 +205,7 @@ def lead(line: PairChannel, *, seconds: float, seed: int) -> PairTimes:
     size, before_s = _SMALLEST_BYTES, 0.0
     while True:
         taken_s = _timed(line, size, seed=seed + size)
-        line.patience_s = PATIENCE_S + _LATER * _GROWTH * taken_s
+        line.deadline_s = FIRST_DEADLINE_S + _LATER * _GROWTH * taken_s
         # a time that hardly grows with the size is none of the wire yet
         if (taken_s >= 0.4 * seconds and taken_s > 1.2 * before_s) or _GROWTH * size > MOST_BYTES:
             break
@@ -214,8 +214,8 @@ def lead(line: PairChannel, *, seconds: float, seed: int) -> PairTimes:
     size = max(_SMALLEST_BYTES, min(MOST_BYTES, int(rate * seconds / 8)))
     for _ in range(_REPEATS):
         transfers += [(part, _timed(line, part, seed=seed + part)) for part in (size // 4, size)]
-    line.hear()
-    line.say(torch.zeros(0, dtype=torch.uint8))
+    line.receive()
+    line.send(torch.zeros(0, dtype=torch.uint8))
     return PairTimes(latency_s=min(pings) / 2, transfers=tuple(transfers))
 
 
@@ -228,26 +228,26 @@ def follow(line: PairChannel, *, seed: int) -> None:
     """
     while True:
         pending = line.expect()
-        line.say(torch.ones(1, dtype=torch.uint8))  # it is waiting now
+        line.send(torch.ones(1, dtype=torch.uint8))  # it is waiting now
         began_s = time.perf_counter()
-        payload = line.hear(pending)
-        line.patience_s = PATIENCE_S + _LATER * _GROWTH * (time.perf_counter() - began_s)
+        payload = line.receive(pending)
+        line.deadline_s = FIRST_DEADLINE_S + _LATER * _GROWTH * (time.perf_counter() - began_s)
         num_bytes = payload.numel()
         if num_bytes == 0:
             return
         is_whole = torch.equal(payload, pattern(num_bytes, seed=0 if num_bytes == 1 else seed + num_bytes))
-        line.say(torch.full((1,), is_whole, dtype=torch.uint8))
+        line.send(torch.full((1,), is_whole, dtype=torch.uint8))
         if not is_whole:
             raise PayloadError(f"{num_bytes} bytes arrived, and are not those that were sent")
 
 
 def _timed(line: PairChannel, num_bytes: int, *, seed: int) -> float:
     payload = pattern(num_bytes, seed=seed)
-    line.hear()
+    line.receive()
     began_s = time.perf_counter()
-    line.say(payload)
+    line.send(payload)
     taken_s = time.perf_counter() - began_s
-    if not bool(line.hear().all()):
+    if not bool(line.receive().all()):
         raise PayloadError(f"{num_bytes} bytes arrived at the peer, and are not those that were sent")
     return taken_s
 
@@ -294,12 +294,12 @@ def together(
                 sends.pop(cell)
                 done[cell[1]] = FlowTest(num_bytes=flows[cell], seconds=time.perf_counter() - began_s)
         time.sleep(_POLL_S)
-    _end(receives, max(0.0, end_s - time.perf_counter()))
+    _drain(receives, max(0.0, end_s - time.perf_counter()))
     return done
 
 
-def _end(pendings: Sequence[Pending], deadline_s: float) -> None:
-    """Wait for what still arrives; who sends it tells of it."""
+def _drain(pendings: Sequence[Pending], deadline_s: float) -> None:
+    """Wait for late arrivals; their senders report them."""
     end_s = time.perf_counter() + deadline_s
     for pending in pendings:
         try:

@@ -1,24 +1,88 @@
-"""Findings, actions and the downtime budget as a run's files tell them: checked, cut to size, bounded in number."""
+"""Reader of findings, actions and downtime in a run's files: checked, cut to size, bounded in number."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
 
-_MOST_STANDING, _MOST_OVER, _MOST_ACTIONS = 60, 40, 100
+from msgspec import Meta
+
+from thinwire.monitor.runlog.reader import converted
+from thinwire.monitor.runlog.records import CountOrUnknown, Duration, Rank, Seconds
+
+_MOST_OPEN, _MOST_OVER, _MOST_ACTIONS = 60, 40, 100
 _MOST_TEXT, _MOST_EVIDENCE = 1200, 24
-DOWNTIME = (
-    "post_checkpoint_s", "detection_s", "diagnosis_s", "reinitialisation_s", "total_s", "run_s",
-)  # fmt: skip
+_Name = Annotated[str, Meta(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceEntry:
+    """A place of a finding, see `thinwire.monitor.findings.Place`."""
+
+    kind: str = ""
+    ranks: list[Rank] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingEntry:
+    """A finding as `Finding.to_json` writes it."""
+
+    kind: _Name
+    where: _Name
+    text: str = ""
+    remedy: str = ""
+    probe: str = ""
+    confidence: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    since_s: Seconds | None = None
+    since_round: CountOrUnknown = -1
+    is_ambiguous: bool = False
+    places: list[PlaceEntry] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FindingEvent:
+    """A line of `findings.jsonl`: a finding is new, updated, or over."""
+
+    at: Duration
+    state: Literal["new", "over"]
+    finding: dict[str, Any]
+    case: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionEvent:
+    """A line of `actions.jsonl`."""
+
+    at: Duration
+    action: _Name
+    target: str = ""
+    dry_run: bool = False
+    finding: Any = None
+    why: str = ""
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DowntimeEntry:
+    """The rows of `downtime.json`."""
+
+    post_checkpoint_s: Duration | None = None
+    detection_s: Duration | None = None
+    diagnosis_s: Duration | None = None
+    reinitialisation_s: Duration | None = None
+    total_s: Duration | None = None
+    run_s: Duration | None = None
+    num_incidents: Annotated[int, Meta(ge=0, lt=1_000_000_000)] | None = None
 
 
 class Findings:
-    """What is wrong now and what was, from the lines of `findings.jsonl` in order.
+    """Open and ended findings, from the lines of `findings.jsonl` in order.
 
-    A finding is known by its `case`, where it has none by its kind and place; one that is told again takes the place of
-    what was told of it, and one that is over may come back.
+    A finding is identified by its `case`, or by kind and place if it has none. A later line replaces an earlier one,
+    and a finding that is over may come back.
     """
 
     def __init__(self) -> None:
@@ -26,66 +90,62 @@ class Findings:
 
     def restart(self) -> None:
         """Forget all."""
-        self._standing: dict[tuple[object, ...], dict[str, Any]] = {}
+        self._open: dict[tuple[object, ...], dict[str, Any]] = {}
         self._over: deque[dict[str, Any]] = deque(maxlen=_MOST_OVER)
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Take a line in.
+        """Add a line.
 
         Raises:
-            ValueError: It tells of no finding.
+            ValueError: A field is missing or invalid.
         """
-        state = line.get("state")
-        if state not in ("new", "over"):
-            raise ValueError(f"state is neither new nor over: {str(state)[:40]!r}")
-        finding = {**finding_told(line.get("finding")), "at": seconds(line.get("at"), "at")}
-        case = line.get("case")
-        key: tuple[object, ...] = (finding["kind"], finding["where"])
-        if isinstance(case, int) and not isinstance(case, bool):
-            key = (case,)
-        known = self._standing.pop(key, None)
-        if state == "over":
-            began = known["at"] if known is not None else None
-            self._over.append({**finding, "over_at": finding["at"], "at": began})
+        event = converted(line, FindingEvent)
+        finding = {**finding_row(event.finding), "at": event.at}
+        key: tuple[object, ...] = (event.case,)
+        if event.case is None:
+            key = (finding["kind"], finding["where"])
+        known = self._open.pop(key, None)
+        if event.state == "over":
+            self._over.append({**finding, "over_at": event.at, "at": known["at"] if known is not None else None})
             return
-        self._standing[key] = finding
-        if len(self._standing) > _MOST_STANDING:
-            self._standing.pop(next(iter(self._standing)))
+        self._open[key] = finding
+        if len(self._open) > _MOST_OPEN:
+            self._open.pop(next(iter(self._open)))
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what is wrong now, the surest first, then what is over, the latest first."""
-        standing = sorted(self._standing.values(), key=lambda finding: (-finding["confidence"], -finding["at"]))
-        return [*({**finding, "is_over": False} for finding in standing),
+        """Return the open findings, the surest first, then those that are over, the latest first."""
+        open_ones = sorted(self._open.values(), key=lambda finding: (-finding["confidence"], -finding["at"]))
+        return [*({**finding, "is_over": False} for finding in open_ones),
                 *({**finding, "is_over": True} for finding in reversed(self._over))]  # fmt: skip
 
 
-def finding_told(told: object) -> dict[str, Any]:
-    """Return a finding with known fields of known types only, as `Finding.to_json` writes it.
+def finding_row(finding: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a finding as pages and tables show it.
 
     Raises:
-        ValueError: It is none.
+        ValueError: A field is missing or invalid.
     """
-    if not isinstance(told, dict):
-        raise ValueError("finding is no object")
-    kind, where = text(told.get("kind")), text(told.get("where"))
-    if not kind or not where:
-        raise ValueError("a finding without kind or where")
-    confidence = told.get("confidence")
-    sure = confidence if isinstance(confidence, int | float) and not isinstance(confidence, bool) else 0.0
-    evidence = told.get("evidence")
-    pairs = list(evidence.items())[:_MOST_EVIDENCE] if isinstance(evidence, dict) else []
+    entry = converted(finding, FindingEntry)
+    places = entry.places[:_MOST_EVIDENCE]
     return {
-        "kind": kind, "where": where, "text": text(told.get("text")), "remedy": text(told.get("remedy")),
-        "probe": text(told.get("probe")), "confidence": min(1.0, max(0.0, sure)) if math.isfinite(sure) else 0.0,
-        "since_s": _maybe_number(told.get("since_s")), "since_round": _round(told.get("since_round")),
-        "is_ambiguous": told.get("is_ambiguous") is True, "ranks": sorted(_ranks(told.get("places"))),
-        "cells": [list(cell) for cell in _cells(told.get("places"))],
-        "evidence": [[text(name), _value(value)] for name, value in pairs],
+        "kind": text(entry.kind), "where": text(entry.where), "text": text(entry.text), "remedy": text(entry.remedy),
+        "probe": text(entry.probe), "confidence": entry.confidence, "since_s": entry.since_s,
+        "since_round": entry.since_round, "is_ambiguous": entry.is_ambiguous,
+        "ranks": sorted({rank for place in places for rank in place.ranks[:_MOST_EVIDENCE]}),
+        "cells": [cell for place in places for cell in _cells(place)],
+        "evidence": [[text(name), _value(value)] for name, value in list(entry.evidence.items())[:_MOST_EVIDENCE]],
     }  # fmt: skip
 
 
+def _cells(place: PlaceEntry) -> list[list[int]]:
+    """Return the directed links that a place names."""
+    if not place.kind.startswith("link") or len(place.ranks) != 2:
+        return []
+    return [place.ranks, place.ranks[::-1]] if place.kind == "link both ways" else [place.ranks]
+
+
 class Actions:
-    """The latest of what was done about findings, from the lines of `actions.jsonl`."""
+    """The latest actions on findings, from the lines of `actions.jsonl`."""
 
     def __init__(self) -> None:
         self._latest: deque[dict[str, Any]] = deque(maxlen=_MOST_ACTIONS)
@@ -95,18 +155,15 @@ class Actions:
         self._latest.clear()
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Take a line in.
+        """Add a line.
 
         Raises:
-            ValueError: It tells of no action.
+            ValueError: A field is missing or invalid.
         """
-        action = text(line.get("action"))
-        if not action:
-            raise ValueError("an action without a name")
+        event = converted(line, ActionEvent)
         self._latest.append({
-            "at": seconds(line.get("at"), "at"), "action": action, "target": text(line.get("target")),
-            "is_dry_run": line.get("dry_run") is True, "finding": _value(line.get("finding")),
-            "why": text(line.get("why")), "result": _value(line.get("result")),
+            "at": event.at, "action": text(event.action), "target": text(event.target), "is_dry_run": event.dry_run,
+            "finding": _value(event.finding), "why": text(event.why), "result": _value(event.result),
         })  # fmt: skip
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -114,32 +171,20 @@ class Actions:
         return list(reversed(self._latest))
 
 
-def downtime_told(told: Mapping[str, Any]) -> dict[str, float]:
-    """Return the rows of `downtime.json` in seconds.
+def downtime_rows(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rows of `downtime.json` that are present.
 
     Raises:
-        ValueError: One is there that is no time, or none is.
+        ValueError: A row is invalid, or all are missing.
     """
-    rows = {name: seconds(told[name], name) for name in DOWNTIME if name in told}
+    rows = {name: value for name, value in asdict(converted(values, DowntimeEntry)).items() if value is not None}
     if not rows:
-        raise ValueError(f"none of {', '.join(DOWNTIME)}")
-    incidents = told.get("num_incidents")
-    return rows | ({"num_incidents": float(incidents)} if isinstance(incidents, int) and 0 <= incidents < 1e9 else {})
-
-
-def seconds(value: object, name: str) -> float:
-    """Return a number of seconds from 0.
-
-    Raises:
-        ValueError: It is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e12:
-        raise ValueError(f"{name} is no number of seconds: {str(value)[:40]!r}")
-    return float(value)
+        raise ValueError("no row of a downtime budget")
+    return rows
 
 
 def text(value: object) -> str:
-    """Return a text cut to size, without letters that no text has; nothing for what is no text."""
+    """Return a text cut to size, without control characters; empty for other values."""
     if not isinstance(value, str):
         return ""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in value[:_MOST_TEXT])
@@ -153,35 +198,3 @@ def _value(value: object) -> str:
     if value is None or isinstance(value, dict):
         return "" if value is None else text(str(list(value)[:_MOST_EVIDENCE]))
     return text(str(value)) if not isinstance(value, int) or abs(value) < 1 << 63 else "a number too long"
-
-
-def _maybe_number(value: object) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e12
-    return float(value) if is_number else None  # type: ignore[arg-type]
-
-
-def _round(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else -1
-
-
-def _places(places: object) -> Iterable[tuple[str, list[int]]]:
-    for place in places[:_MOST_EVIDENCE] if isinstance(places, list) else []:
-        ranks = place.get("ranks") if isinstance(place, dict) else None
-        if isinstance(ranks, list):
-            own = [rank for rank in ranks[:_MOST_EVIDENCE] if isinstance(rank, int) and 0 <= rank < 1 << 20]
-            yield text(place.get("kind")), own
-
-
-def _ranks(places: object) -> set[int]:
-    return {rank for _, ranks in _places(places) for rank in ranks}
-
-
-def _cells(places: object) -> list[tuple[int, int]]:
-    """Return the links that places name as links."""
-    found: list[tuple[int, int]] = []
-    for kind, ranks in _places(places):
-        if kind.startswith("link") and len(ranks) == 2:
-            found.append((ranks[0], ranks[1]))
-            if kind == "link both ways":
-                found.append((ranks[1], ranks[0]))
-    return found

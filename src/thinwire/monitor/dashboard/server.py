@@ -36,16 +36,18 @@ from thinwire.monitor.prometheus_text import CONTENT_TYPE, metrics_text
 from thinwire.transport.admission import PendingConnections
 
 PERIOD_S = 0.5
-# Nobody has looked for so long: reading stops until somebody does.
+# Polling stops after so long without a client.
 _IDLE_S = 30.0
 
 
 class Feed:
-    """One thread reads the run; any number of others wait for what is new.
+    """Changes of a run's snapshot: one thread polls the run, and any number of others wait for news.
+
+    Polling pauses while no client has asked for `_IDLE_S`.
 
     Args:
-        follower: Of the run.
-        period_s: Time between two looks at the files.
+        follower: The run's follower.
+        period_s: Time between two polls.
     """
 
     def __init__(self, follower: RunFollower, *, period_s: float = PERIOD_S) -> None:
@@ -60,7 +62,7 @@ class Feed:
         self._thread.start()
 
     def close(self) -> None:
-        """Let all that wait go."""
+        """Wake all that wait."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -71,14 +73,14 @@ class Feed:
         return self._is_closed
 
     def after(self, version: int, *, wait_s: float) -> tuple[int, str]:
-        """Wait for what is newer than a version, and return the latest version and one JSON object.
+        """Wait for sections newer than `version`, and return the latest version and one JSON object.
 
         Args:
-            version: What the asker has; 0 for nothing.
-            wait_s: How long to wait.
+            version: Version that the caller has; 0 for none.
+            wait_s: Longest wait.
 
         Returns:
-            The same version and an empty text where nothing came in time.
+            The same version and an empty text if nothing changed in time.
         """
         with self._changed:
             self._wanted_s = time.monotonic()
@@ -99,18 +101,18 @@ class Feed:
             try:
                 is_behind = self._follower.poll()
                 self._take({**self._follower.sections(), "fault": ""})
-            except Exception as error:  # whatever files hold, those who look are told, and the next look is made
+            except Exception as error:  # whatever the files hold: report it, and poll again
                 self._take({"fault": f"The folder could not be read: {type(error).__name__}: {error}"[:500]})
             if not is_behind:
                 time.sleep(self._period_s)
 
     def _take(self, sections: dict[str, Any]) -> None:
-        told = {name: json.dumps(value, separators=(",", ":"), allow_nan=False) for name, value in sections.items()}
+        texts = {name: json.dumps(value, separators=(",", ":"), allow_nan=False) for name, value in sections.items()}
         with self._changed:
-            changed = [name for name, text in told.items() if self._sections.get(name, (0, ""))[1] != text]
+            changed = [name for name, text in texts.items() if self._sections.get(name, (0, ""))[1] != text]
             if changed:
                 self._version += 1
-                self._sections |= {name: (self._version, told[name]) for name in changed}
+                self._sections |= {name: (self._version, texts[name]) for name in changed}
                 self._changed.notify_all()
 
 
@@ -122,9 +124,9 @@ class DashboardPage:
     """The page.
 
     Attributes:
-        before: What stands before the run's state.
-        after: What stands after it.
-        policy: The Content-Security-Policy that it is sent with.
+        before: HTML before the run's state.
+        after: HTML after it.
+        policy: The Content-Security-Policy header.
     """
 
     before: str
@@ -132,7 +134,7 @@ class DashboardPage:
     policy: str
 
     def holding(self, state: str) -> bytes:
-        """Return the page as UTF-8 with a run's state in it, so that it is there at once and a saved copy shows it.
+        """Return the page as UTF-8 with a run's state in it, so that a saved copy shows it too.
 
         Args:
             state: One JSON object, or nothing.
@@ -143,7 +145,7 @@ class DashboardPage:
 
 @cache
 def dashboard_page() -> DashboardPage:
-    """Put the parts of the page together; nothing in it depends on a run."""
+    """Return the page from its parts; nothing in it depends on a run."""
     folder = files("thinwire.monitor.dashboard") / "page"
     style = (folder / "page.css").read_text(encoding="utf-8")
     script = "\n".join((folder / name).read_text(encoding="utf-8") for name in _SCRIPTS)
@@ -243,7 +245,7 @@ class DashboardServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is; with the token where one is needed."""
+        """URL of the page, with the token if one is needed."""
         host = f"[{self.listens_at}]" if ":" in self.listens_at else self.listens_at
         ending = "" if self.token is None else f"?token={self.token}"
         return f"http://{host}:{self.server_port}/{ending}"
@@ -313,7 +315,7 @@ class DashboardServer(ThreadingHTTPServer):
             self._streams.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a browser that goes in the middle of an answer is no news."""
+        """Log nothing: browsers often leave during a response."""
 
     def is_known_host(self, told: str) -> bool:
         """Return whether a Host header can only be one that the user typed: an address, or a name of this machine."""
@@ -456,7 +458,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(f"{words}\n".encode(), "text/plain; charset=utf-8", {}, status=status)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: requests hold the token."""
+        """Log nothing: requests hold the token."""
 
 
 def _tokens_of(query: str) -> list[str]:

@@ -2,69 +2,76 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from msgspec import Meta
 
 from thinwire.errors import DataError
 from thinwire.files import open_regular
 from thinwire.monitor.dashboard.chart_data import Curve
 from thinwire.monitor.dashboard.findings_reader import Actions, Findings, text
 from thinwire.monitor.dashboard.window import RankWindow, room_for
-from thinwire.monitor.runlog.reader import check_header, parse_line, parse_object
-from thinwire.monitor.runlog.records import TransferEnd
-from thinwire.monitor.runlog.run_folder import EvaluationMetrics, StepMetrics, parse
+from thinwire.monitor.runlog.reader import check_header, converted, parse_line, parse_object
+from thinwire.monitor.runlog.records import Count, Direction, Rank, TransferEnd
+from thinwire.monitor.runlog.run_folder import (
+    ErrorMetrics,
+    EvaluationMetrics,
+    StepMetrics,
+    WarningMetrics,
+    parse_metrics,
+)
 from thinwire.monitor.runlog.tailer import JsonlTailer
 
-_MOST_NAMED = 12
+_MOST_QUOTED = 12
+_MOST_OBJECT_BYTES = 256 * 1024
+_MOST_MEMBERS, _MOST_MESSAGES, _MOST_ROUNDS = 512, 30, 24
+_Finite = Annotated[float, Meta(ge=-1e15, le=1e15)]
 
 
 class RejectedLines:
-    """Counts what was refused.
+    """Rejected lines and files: counted, and the first few quoted.
 
     Attributes:
-        count: How many lines or files.
+        count: Number of lines and files.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._named: list[str] = []
+        self._quoted: list[str] = []
 
     def add(self, where: str, reason: str) -> None:
-        """Count one, and name it where it is among the first.
+        """Count one, and quote it if it is among the first.
 
         Args:
             where: The file and line.
-            reason: Why.
+            reason: Reason of the rejection.
         """
         self.count += 1
-        if len(self._named) < _MOST_NAMED:
-            self._named.append(f"{where}: {reason[:300]}")
+        if len(self._quoted) < _MOST_QUOTED:
+            self._quoted.append(f"{where}: {reason[:300]}")
 
-    def told(self) -> list[str]:
-        """Return those that were named, and how many were not."""
-        left = self.count - len(self._named)
-        return [*self._named, *([f"{left} more"] if left else [])]
-
-
-_MOST_BYTES = 256 * 1024
+    def quoted(self) -> list[str]:
+        """Return the quoted ones, and the number of the others."""
+        left = self.count - len(self._quoted)
+        return [*self._quoted, *([f"{left} more"] if left else [])]
 
 
 class ObjectFile:
-    """Follows one such file.
+    """A file that holds one JSON object and is written whole: read again only when it changed.
 
     Args:
-        path: The file; it may come later.
-        refused: Told of what cannot be read.
+        path: The file; it may be created later.
+        refused: Receives the errors.
 
     Attributes:
-        value: What it holds; none while it is not there or holds no object.
-        changed_at: When it was written, seconds since 1970; none while it is not there.
+        value: The object; None while the file is missing or holds none.
+        changed_at: Time of the last write, seconds since 1970; None while the file is missing.
     """
 
     def __init__(self, path: Path, refused: RejectedLines) -> None:
@@ -75,14 +82,14 @@ class ObjectFile:
         self.changed_at: float | None = None
 
     def poll(self) -> bool:
-        """Read it where it changed, and return whether it did."""
+        """Read the file if it changed, and return whether it did."""
         try:
             with open_regular(self._path) as file:
                 found = os.fstat(file.fileno())
                 seen = (found.st_ino, found.st_mtime_ns, found.st_size)
                 if seen == self._seen:
                     return False
-                content = file.read(_MOST_BYTES + 1)
+                content = file.read(_MOST_OBJECT_BYTES + 1)
         except OSError:
             is_gone = self._seen is not None
             self._seen, self.value, self.changed_at = None, None, None
@@ -96,15 +103,56 @@ class ObjectFile:
         return True
 
 
-_MOST_MEMBERS, _MOST_SAID, _MOST_ROUNDS = 512, 30, 24
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberEntry:
+    """A line of the coordinator's journal about a member; secrets in the line are not taken."""
+
+    replica: Rank
+    host: str = ""
+    standing: str = ""
+    step: Count = 0
+    loss: _Finite = 0.0
+    tokens_s: _Finite = 0.0
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaveEntry:
+    """A line of the coordinator's journal about a member that left."""
+
+    replica: Rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundEntry:
+    """A line of `rounds-replica-N.jsonl`."""
+
+    round: Count
+    fragment: Count
+    launch_step: Count
+    at_s: _Finite
+    members: list[Rank]
+    is_counted: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEntry:
+    """A line of `transfers-replica-N.jsonl`."""
+
+    kind: str
+    peer: Rank
+    direction: Direction
+    wire_bytes: Count
+    finished_s: _Finite
+    error: str = ""
 
 
 class CoordinatorLog:
-    """Who takes part, as the coordinator wrote it; it holds what only replicas may know, and nothing of that is kept.
+    """Members of an elastic run and their state, from the coordinator's journal.
 
     Attributes:
-        members: By replica: host, standing, and how it did when its standing last changed.
-        is_finished: Whether the coordinator wrote that the job is over.
+        members: By replica: host, membership state, and its progress when that last changed.
+        is_finished: Whether the run is over.
         is_there: Whether there was any line.
     """
 
@@ -116,37 +164,36 @@ class CoordinatorLog:
         self.members: dict[int, dict[str, Any]] = {}
         self.is_finished = False
         self.is_there = False
-        self._said: deque[str] = deque(maxlen=_MOST_SAID)
+        self._messages: deque[str] = deque(maxlen=_MOST_MESSAGES)
 
     def take(self, line: dict[str, Any]) -> None:
-        """Take a line in.
+        """Add a line.
 
         Raises:
-            ValueError: It holds what the coordinator does not write.
+            ValueError: A field is missing or invalid.
         """
         self.is_there = True
         match line.get("what"):
             case "member":
-                number = _replica(line.get("replica"))
-                if number not in self.members and len(self.members) >= _MOST_MEMBERS:
+                entry = converted(line, MemberEntry)
+                if entry.replica not in self.members and len(self.members) >= _MOST_MEMBERS:
                     self.members.pop(next(iter(self.members)))
-                self.members[number] = {
-                    "replica": number, "host": text(line.get("host")), "standing": text(line.get("standing")),
-                    "step": int(_number(line.get("step"))), "loss": _number(line.get("loss")),
-                    "tokens_per_s": _number(line.get("tokens_s")), "is_paused": line.get("paused") is True,
+                self.members[entry.replica] = {
+                    "replica": entry.replica, "host": text(entry.host), "standing": text(entry.standing),
+                    "step": entry.step, "loss": entry.loss, "tokens_per_s": entry.tokens_s, "is_paused": entry.paused,
                 }  # fmt: skip
             case "gone":
-                own = self.members.get(_replica(line.get("replica")))
+                own = self.members.get(converted(line, LeaveEntry).replica)
                 if own is not None and own["standing"] != "done":
                     own["standing"] = "gone"
             case "finding":
-                self._said.append(text(line.get("text")))
+                self._messages.append(text(line.get("text")))
             case "finished":
                 self.is_finished = True
 
-    def said(self) -> list[str]:
-        """Return what the coordinator noted, the latest first."""
-        return list(reversed(self._said))
+    def messages(self) -> list[str]:
+        """Return the coordinator's messages, the latest first."""
+        return list(reversed(self._messages))
 
 
 class AppliedRounds:
@@ -161,37 +208,20 @@ class AppliedRounds:
         self._rounds.clear()
 
     def take(self, line: dict[str, Any]) -> None:
-        """Take a line in.
+        """Add a line.
 
         Raises:
-            ValueError: It is no line about a round.
+            ValueError: A field is missing or invalid.
         """
-        members = line.get("members")
-        if not isinstance(members, list):
-            raise ValueError("members is no list")
+        entry = converted(line, RoundEntry)
         self._rounds.append({
-            "round": int(_number(line.get("round"))), "fragment": int(_number(line.get("fragment"))),
-            "launch_step": int(_number(line.get("launch_step"))), "at": _number(line.get("at_s")),
-            "members": [_replica(one) for one in members[:_MOST_MEMBERS]], "is_counted": line.get("is_counted") is True,
-            "told_by": self._replica,
+            "round": entry.round, "fragment": entry.fragment, "launch_step": entry.launch_step, "at": entry.at_s,
+            "members": entry.members[:_MOST_MEMBERS], "is_counted": entry.is_counted, "reported_by": self._replica,
         })  # fmt: skip
 
     def rounds(self) -> list[dict[str, Any]]:
         """Return them, the latest first."""
         return list(reversed(self._rounds))
-
-
-def _replica(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 20:
-        raise ValueError(f"no number of a replica: {str(value)[:40]!r}")
-    return value
-
-
-def _number(value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or abs(value) > 1e15:  # type: ignore[arg-type]
-        raise ValueError(f"no number: {str(value)[:40]!r}")
-    return float(value)  # type: ignore[arg-type]
 
 
 RECENT_S = 10.0
@@ -203,7 +233,7 @@ Cell = tuple[int, int]
 
 @dataclass(slots=True)
 class _Traffic:
-    """One direction between two replicas, as one of them tells it."""
+    """One direction between two replicas, as one of them reports it."""
 
     num_bytes: int = 0
     messages: int = 0
@@ -215,7 +245,7 @@ class LinkTotals:
     """Sums over all transfers that one replica wrote, by (from, to).
 
     Args:
-        rank: Who wrote.
+        rank: The rank that wrote them.
 
     Attributes:
         latest_s: The latest time of all, on this replica's clock.
@@ -251,7 +281,7 @@ class LinkTotals:
         link.num_bytes += num_bytes
         link.recent.append((done_s, num_bytes))
 
-    def told(self) -> dict[Cell, dict[str, Any]]:
+    def rows(self) -> dict[Cell, dict[str, Any]]:
         """Return each link's sums and its rates: over all, and over the latest seconds of this replica's clock."""
         whole_s = max(self.latest_s - self.earliest_s, 1e-3)
         recent_s = min(RECENT_S, whole_s)
@@ -266,13 +296,13 @@ class LinkTotals:
         return found
 
 
-def links_told(totals: Mapping[int, LinkTotals]) -> dict[str, Any]:
-    """Join what all replicas tell: the sender's word on a link, the receiver's where the sender's is not there."""
+def link_table(totals: Mapping[int, LinkTotals]) -> dict[str, Any]:
+    """Join the totals of all replicas: a link's sender counts; its receiver if the sender's are missing."""
     joined: dict[Cell, dict[str, Any]] = {}
     for rank, own in sorted(totals.items()):
-        for cell, told in own.told().items():
+        for cell, row in own.rows().items():
             if cell[0] == rank or cell not in joined:
-                joined[cell] = {**told, "told_by": rank}
+                joined[cell] = {**row, "reported_by": rank}
     busiest = sorted(joined.values(), key=lambda link: -link["bytes"])
     shown = sorted(busiest[:_MOST_SHOWN], key=lambda link: (link["from"], link["to"]))
     return {"links": shown, "num_left_out": len(busiest) - len(shown), "recent_s": RECENT_S}
@@ -281,7 +311,7 @@ def links_told(totals: Mapping[int, LinkTotals]) -> dict[str, Any]:
 _MOST_EVALUATIONS = 1000
 _MOST_WARNINGS = 10
 _MOST_TEXT = 500
-# One that is alive writes a line an interval, but evaluating and compiling take their time between two.
+# A live replica writes a line an interval, but evaluating and compiling take time between two.
 _LEAST_SILENCE_S, _INTERVALS = 60.0, 3.0
 
 
@@ -293,12 +323,12 @@ class Replica:
 
     Attributes:
         number: The replica.
-        last: Its latest line about steps; none before the first.
+        last: Its latest line about steps; None before the first.
         loss: Its training loss by step.
         speed: Its tokens per second, by seconds of its training.
         evaluations: Its parts of the latest evaluations, by step.
         warnings: The latest, with their steps.
-        error: Its last words; empty while it goes on.
+        error: The error with which it ended; empty while it goes on.
     """
 
     def __init__(self, number: int) -> None:
@@ -306,7 +336,7 @@ class Replica:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all lines: the file is read anew."""
+        """Forget all lines: the file is read again."""
         self.last: StepMetrics | None = None
         self.loss = Curve()
         self.speed = Curve()
@@ -315,29 +345,23 @@ class Replica:
         self.error = ""
         self._interval_s = 0.0
 
-    def take(self, told: dict[str, Any]) -> tuple[StepMetrics, StepMetrics | None] | None:
-        """Take a line in, and return it with the one before it where it is about steps.
+    def take(self, values: dict[str, Any]) -> tuple[StepMetrics, StepMetrics | None] | None:
+        """Add a line; return a line about steps together with the one before it.
 
         Raises:
-            ValueError: It is no line of metrics.
+            DataError: It is no line of metrics.
         """
-        try:
-            match told.get("kind"):
-                case "step":
-                    return self._take_step(parse(StepMetrics, told, source="the line"))
-                case "eval":
-                    part = parse(EvaluationMetrics, told, source="the line")
-                    self.evaluations[part.step] = part
-                    if len(self.evaluations) > _MOST_EVALUATIONS:
-                        self.evaluations.pop(next(iter(self.evaluations)))
-                case "error":
-                    self.error = str(told.get("message", "unknown error"))[:_MOST_TEXT]
-                case "warning":
-                    self.warnings.append((int(told.get("step", 0)), str(told.get("message", ""))[:_MOST_TEXT]))
-                case other:
-                    raise ValueError(f"a line of the unknown kind {str(other)[:40]!r}")
-        except (DataError, TypeError) as error:
-            raise ValueError(str(error)) from None
+        match parse_metrics(values, source="the line"):
+            case StepMetrics() as line:
+                return self._take_step(line)
+            case EvaluationMetrics() as part:
+                self.evaluations[part.step] = part
+                if len(self.evaluations) > _MOST_EVALUATIONS:
+                    self.evaluations.pop(next(iter(self.evaluations)))
+            case ErrorMetrics(message=message):
+                self.error = message[:_MOST_TEXT]
+            case WarningMetrics(step=step, message=message):
+                self.warnings.append((step, message[:_MOST_TEXT]))
         return None
 
     def _take_step(self, line: StepMetrics) -> tuple[StepMetrics, StepMetrics | None]:
@@ -351,11 +375,11 @@ class Replica:
 
     @property
     def silence_s(self) -> float:
-        """Seconds without a word after which it is taken to be away, where it writes at its intervals only."""
+        """Seconds without a line after which it counts as silent, if it writes at its log intervals only."""
         return max(_LEAST_SILENCE_S, _INTERVALS * self._interval_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the page shows of its latest line."""
+        """Return the row of the page, from its latest line."""
         line = self.last
         if line is None:
             return {"replica": self.number, "error": self.error}
@@ -379,22 +403,22 @@ class _Keeper(Protocol):
 
 
 class Sources:
-    """All that was read of a run's files of lines.
+    """Contents of a run's JSONL files.
 
     Args:
         folder: The run's folder.
 
     Attributes:
         replicas: By number, from the metrics.
-        links: By the rank that wrote.
+        links: By the rank that wrote them.
         windows: The latest records, by rank.
         rounds: By replica, of elastic runs.
-        journal: Of the coordinator.
+        journal: The coordinator's.
         findings: From `findings.jsonl`.
         actions: From `actions.jsonl`.
-        refused: What was not taken.
+        refused: Rejected lines.
         num_left_out: Files of more ranks than are followed.
-        changes: Counts what was read.
+        changes: Number of polls that read something.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -415,37 +439,35 @@ class Sources:
         """Read what is new, a piece of each file, and return whether more is there."""
         self._find()
         for name, file in list(self._files.items()):
-            is_anew, lines = file.poll()
+            is_restarted, lines = file.poll()
             take, kept = self._taker(name)
-            if is_anew and not self._is_rotated(name):
+            if is_restarted and not self._is_rotated(name):
                 for keeper in kept:
                     keeper.restart()
-            self.changes += bool(lines) or is_anew
+            self.changes += bool(lines) or is_restarted
             for number, line in lines:
                 try:
                     self._take(name, number, line, take)
                 except (ValueError, DataError) as error:
                     self.refused.add(f"{name}:{number}", str(error))
-                except (KeyError, TypeError, OverflowError):
-                    self.refused.add(f"{name}:{number}", "fields are missing or of a wrong type")
         return any(file.is_behind for file in self._files.values())
 
     def _is_rotated(self, name: str) -> bool:
-        """Return whether a file is new because its recorder put the one before it aside: that is no new beginning."""
+        """Return whether a file is new because its recorder rotated it."""
         return name.startswith("records-rank") and (self._folder / f"{name.removesuffix('.jsonl')}.old.jsonl").exists()
 
     def has(self, start: str) -> bool:
-        """Return whether a file whose name begins so is there."""
+        """Return whether there is a file whose name begins with `start`."""
         return any(name.startswith(start) and file.changed_at is not None for name, file in self._files.items())
 
     def changed_at(self, rank: int | None = None) -> float | None:
-        """Return when a rank's files were last written to, or any file; none where there is none."""
+        """Return the time of the last write to a rank's files, or to any file; None if there is none."""
         end = "" if rank is None else f"-{rank}.jsonl"
         return max((file.changed_at for name, file in self._files.items() if name.endswith(end) and file.changed_at is
                     not None), default=None)  # fmt: skip
 
     def _find(self) -> None:
-        """Note the files that are there and were not; names are matched, never made from what files say."""
+        """Find new files; names are matched, never made from the contents of files."""
         numbered: list[tuple[int, str]] = []
         try:
             with os.scandir(self._folder) as entries:
@@ -472,12 +494,12 @@ class Sources:
         self.num_left_out = len(left_out)
 
     def _taker(self, name: str) -> tuple[_Take, list[_Keeper]]:
-        """Return who takes the lines of a file, and who is to forget when it is read anew."""
+        """Return the receiver of a file's lines, and what to reset when the file is read again."""
         if (match := _NAMED.fullmatch(name)) is None:
-            told: Mapping[str, Findings | Actions | CoordinatorLog] = {
+            takers: Mapping[str, Findings | Actions | CoordinatorLog] = {
                 "findings.jsonl": self.findings, "actions.jsonl": self.actions, "coordinator.jsonl": self.journal,
             }  # fmt: skip
-            return told[name].take, [told[name]]
+            return takers[name].take, [takers[name]]
         number = int(match[2])
         if match[1] == "rounds-replica":
             applied = self.rounds.setdefault(number, AppliedRounds(number))
@@ -504,7 +526,7 @@ class Sources:
             return
         rank = int(name.removesuffix(".jsonl").rpartition("-")[2])
         window = self.windows[rank]
-        if not window.is_recorded:  # what was taken from the metrics is told better here
+        if not window.is_recorded:  # records are more exact than metrics
             window.restart()
             window.is_recorded = True
         record = parse_line(line)
@@ -513,7 +535,7 @@ class Sources:
             self._count(rank, record)
 
     def _count(self, rank: int, end: TransferEnd) -> None:
-        """Count a transfer that nobody else tells of, once it is over."""
+        """Count a transfer that only the recorder reports, once it has ended."""
         if end.done_s is not None or end.error:
             self.links.setdefault(rank, LinkTotals(rank)).add(
                 peer=end.peer, is_sent=end.direction == "sent", num_bytes=end.num_bytes,
@@ -526,15 +548,10 @@ class Sources:
             window.add_steps(*found, room=room_for(len(self.windows)))
 
     def _take_transfer(self, links: LinkTotals, window: RankWindow, line: dict[str, Any]) -> None:
+        transfer = converted(line, TransferEntry)
         links.add(
-            peer=_whole(line["peer"]), is_sent=line["direction"] == "sent", num_bytes=_whole(line["wire_bytes"]),
-            done_s=float(line["finished_s"]), failed=bool(line.get("error")),
+            peer=transfer.peer, is_sent=transfer.direction == "sent", num_bytes=transfer.wire_bytes,
+            done_s=transfer.finished_s, failed=bool(transfer.error),
         )  # fmt: skip
-        if line["kind"] == "round" and not window.is_recorded:
+        if transfer.kind == "round" and not window.is_recorded:
             window.add_transfer(line, room=room_for(len(self.windows)))
-
-
-def _whole(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 53:
-        raise ValueError(f"no whole number from 0: {str(value)[:40]!r}")
-    return value

@@ -1,4 +1,4 @@
-"""The latest records of each rank in fixed memory: what the delay matrix and the timeline are made of."""
+"""Window of the latest records of each rank in fixed memory, for the delay matrix and the timeline."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _MOST_ARRIVALS, _MOST_FLOWS, _FIRST_FLOWS = 8, 256, 64
 
 
 class RankWindow:
-    """The latest records of one rank, whoever wrote them: its recorder, or the lines of its metrics and transfers.
+    """The latest records of one rank, from its recorder, or from the lines of its metrics and transfers.
 
     Args:
         rank: The rank.
 
     Attributes:
-        is_recorded: Whether they come from a recorder, which tells of what goes on and not only of what is over.
+        is_recorded: Whether they come from a recorder, which reports open operations too.
     """
 
     def __init__(self, rank: int) -> None:
@@ -56,7 +56,7 @@ class RankWindow:
         self._parts: dict[tuple[int, int, str], int] = defaultdict(int)
 
     def add(self, record: Record, *, room: int) -> None:
-        """Take a record in; the oldest of its kind go where there are more than `room`.
+        """Add a record; the oldest of its kind go where there are more than `room`.
 
         Raises:
             ValueError: It is another rank's, or there are too many communicators.
@@ -85,25 +85,23 @@ class RankWindow:
             if record.peer in self._arrivals or len(self._arrivals) < room:
                 self._arrivals.setdefault(record.peer, deque(maxlen=_MOST_ARRIVALS)).append(record)
         elif isinstance(record, Flow):
-            _keep_ends(self._flows, record, room=room)
+            _keep_first_and_latest(self._flows, record, room=room)
         else:
-            _keep_ends(self._probes, record, room=room)
+            _keep_first_and_latest(self._probes, record, room=room)
 
-    def add_transfer(self, told: dict[str, Any], *, room: int) -> None:
-        """Take in a line of a run's transfers.
+    def add_transfer(self, line: dict[str, Any], *, room: int) -> None:
+        """Add a line of a run's transfers.
 
         Raises:
             ValueError: It holds what cannot be.
-            KeyError: A field is missing.
-            TypeError: A field is of a wrong type.
         """
         if len(self._parts) > 8 * room:  # rounds that are long over
             for key in list(self._parts)[: 4 * room]:
                 del self._parts[key]
-        self.add(end_of(told, self.rank, self._parts), room=room)
+        self.add(end_of(line, self.rank, self._parts), room=room)
 
     def add_steps(self, line: StepMetrics, before: StepMetrics | None, *, room: int) -> None:
-        """Take in a line of a run's metrics: what lies between it and the one before, the waiting at its end."""
+        """Add the work between a line of metrics and the one before, with the waiting at its end."""
         begin_s = before.time_s if before is not None else 0.0
         if line.time_s > begin_s:
             work_s = (line.time_s - begin_s) * min(1.0, max(0.0, line.compute_fraction))
@@ -133,12 +131,12 @@ class RankWindow:
 
 
 def room_for(num_ranks: int) -> int:
-    """Return how many records of a kind each of so many ranks may keep."""
+    """Return the number of records of a kind that each of `num_ranks` may keep."""
     return max(_LEAST_A_RANK, MOST_RECORDS // max(1, num_ranks))
 
 
 def joined(windows: list[RankWindow]) -> Records:
-    """Return the records of all ranks; a communicator that ranks tell of differently is taken as the first tells it."""
+    """Return the records of all ranks; if they contradict each other about a communicator, the first rank counts."""
     records = Records()
     if not any(window.is_recorded for window in windows):
         ranks = tuple(sorted(window.rank for window in windows))
@@ -157,8 +155,8 @@ def _begin(record: Any) -> float:
     return float(record.started_s if isinstance(record, Span) else record.posted_s)
 
 
-def _keep_ends(kept: dict[int, list[_OfWires]], record: _OfWires, *, room: int) -> None:
-    """Keep the first ones too: what is slow for long is not compared with itself."""
+def _keep_first_and_latest(kept: dict[int, list[_OfWires]], record: _OfWires, *, room: int) -> None:
+    """Keep the first ones too, so that a long slowdown is not compared with itself."""
     if record.peer not in kept and len(kept) >= room:
         return
     own = kept.setdefault(record.peer, [])
@@ -169,7 +167,7 @@ def _keep_ends(kept: dict[int, list[_OfWires]], record: _OfWires, *, room: int) 
 
 def _keep(kept: dict[Any, Any], key: Any, record: Record, *, room: int) -> None:
     known = kept.get(key)
-    # what is said again replaces what was said; what is done is not undone by a line of the same that comes late
+    # a later line replaces an earlier one; a late line does not undo the end of an operation
     is_newer = known is None or known.done_s is None or _begin(record) > _begin(known)
     if is_newer or getattr(record, "done_s", None) is not None:
         kept.pop(key, None)

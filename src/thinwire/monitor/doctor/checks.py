@@ -39,7 +39,7 @@ from thinwire.version import __version__
 
 
 class Verdict(StrEnum):
-    """How a check ended; `WRONG` alone makes the command fail."""
+    """Result of a check; only `WRONG` makes the command fail."""
 
     OK = "ok"
     WARNING = "warning"
@@ -109,7 +109,7 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builds:
-    """What is installed.
+    """Installed versions and backends.
 
     Attributes:
         python: Its version.
@@ -341,7 +341,7 @@ def _timed(action: Callable[[], object]) -> float:
 
 # RFC 8200: what every IPv6 link carries. VPNs go down to it, and below it is a mistake.
 LEAST_MTU = 1280
-LookUp = Callable[[str], Sequence[str]]
+FindAddresses = Callable[[str], Sequence[str]]
 _BRIDGES = re.compile(r"^(docker|br-|virbr|lxcbr|lxdbr|cni|podman|veth|cbr|flannel|cali)")
 _PRIVATE_NETWORKS = re.compile(r"^(wg|tun|tap|utun|tailscale|zt|ppp|nebula)")
 _REACH_S = 5.0
@@ -364,7 +364,7 @@ class Chosen:
     is_asked: bool
 
 
-def look_up(name: str) -> list[str]:
+def ipv4_addresses(name: str) -> list[str]:
     """Return the IPv4 addresses of a name.
 
     Raises:
@@ -374,7 +374,7 @@ def look_up(name: str) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def check_own_name(hostname: str, *, find: LookUp = look_up) -> Check:
+def check_own_name(hostname: str, *, find: FindAddresses = ipv4_addresses) -> Check:
     """See what this host's own name resolves to; programs that go by it advertise that.
 
     Args:
@@ -437,7 +437,7 @@ def _no_route(target: str | None, addresses: Mapping[str, Sequence[str]]) -> Che
 
 
 def check_own_address(chosen: Chosen, *, target: str | None) -> Check:
-    """Judge the address that the others would be told.
+    """Check the address that the other hosts receive.
 
     Args:
         chosen: What was chosen.

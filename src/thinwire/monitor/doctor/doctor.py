@@ -1,4 +1,4 @@
-"""`thinwire doctor`: everything that goes wrong in practice before a run starts, looked at in order."""
+"""Checks of `thinwire doctor`: common causes of failed starts, in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_PACKET_BYTES = 65_535  # of IPv4; the loopback interface says one more
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patient:
-    """What is looked at.
+    """Settings of the checks.
 
     Attributes:
         target: HOST:PORT, or the string to join a run by; None for this host alone.
@@ -45,12 +45,12 @@ class Patient:
 
 
 def examine(patient: Patient, *, ask: Ask | None = None) -> Iterator[Check]:
-    """Look at this machine, its network, and the way to another host; checks come as they are done.
+    """Check this machine, its network, and the path to another host; yield each check as it is done.
 
     Nothing is changed. A port is opened for a moment, and files are written that have no name.
 
     Args:
-        patient: What is looked at.
+        patient: Settings.
         ask: Asks the other host for its version and clock.
 
     Raises:

@@ -20,7 +20,7 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from thinwire.errors import ThinwireError
-from thinwire.monitor.doctor.checks import LEAST_MTU, Check, LookUp, look_up, ok, skipped, warning, wrong
+from thinwire.monitor.doctor.checks import LEAST_MTU, Check, FindAddresses, ipv4_addresses, ok, skipped, warning, wrong
 from thinwire.transport.addresses import Address, firewall_hint
 from thinwire.units import format_seconds
 from thinwire.version import __version__
@@ -41,7 +41,7 @@ _IP_MTU_DISCOVER, _IP_PMTUDISC_DO, _IP_MTU = 10, 2, 14
 
 
 class Failure(StrEnum):
-    """How a connection failed."""
+    """Kinds of a failed connection."""
 
     REFUSED = "refused"
     TIMED_OUT = "timed out"
@@ -66,7 +66,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Info:
-    """What a host that answers says of itself.
+    """Reply of another host about itself.
 
     Attributes:
         version: Its thinwire.
@@ -101,7 +101,7 @@ def parse_target(text: str) -> tuple[str, int]:
     return host, port
 
 
-def check_name(host: str, *, find: LookUp = look_up) -> tuple[Check, str | None]:
+def check_name(host: str, *, find: FindAddresses = ipv4_addresses) -> tuple[Check, str | None]:
     """Resolve the other host's name.
 
     Args:
@@ -246,10 +246,10 @@ def check_store(address: Address, *, is_store: bool) -> Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathSize:
-    """What is known of the packets that a path carries.
+    """Packet sizes that a path carries.
 
     Attributes:
-        path_bytes: The largest packet that the kernel takes the path to carry; None where it does not tell.
+        path_bytes: The largest packet that the kernel takes the path to carry; None if unknown.
         is_large_answered: Whether the other host answered a packet of the interface's full size; None: not tried.
         is_small_answered: The same for a small packet.
     """

@@ -20,7 +20,8 @@ from typing import Any
 
 from thinwire.errors import DataError
 from thinwire.monitor.nccl.values import Timing
-from thinwire.monitor.runlog.reader import MOST_RANKS, Records, numbered_lines, parse_object, short, text, whole
+from thinwire.monitor.runlog.reader import Records, numbered_lines, parse_object, short, text, whole
+from thinwire.monitor.runlog.records import MOST_RANKS
 from thinwire.untested import warn_untested
 
 _MARK = b'"inspector_output_format_version"'

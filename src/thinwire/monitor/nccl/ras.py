@@ -18,7 +18,8 @@ from typing import Any
 
 from thinwire.errors import DataError
 from thinwire.monitor.nccl.values import CommunicatorState, Member, Process, Snapshot
-from thinwire.monitor.runlog.reader import MOST_LINE_BYTES, MOST_RANKS, Records, numbered_lines, short, text, whole
+from thinwire.monitor.runlog.reader import MOST_LINE_BYTES, Records, numbered_lines, short, text, whole
+from thinwire.monitor.runlog.records import MOST_RANKS
 from thinwire.untested import warn_untested
 
 HEADER = re.compile(r"^NCCL version \S+ compiled with CUDA", re.MULTILINE)

@@ -90,7 +90,7 @@ class FlowLines:
 
 
 class FlowSource(Protocol):
-    """What the kernel knows of a connection that this rank sends over."""
+    """Kernel counters of a connection that this rank sends over."""
 
     @property
     def sent_bytes(self) -> int:
@@ -185,7 +185,7 @@ _LONG_S, _MOST_LONG = 0.002, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a rank is, as it tells the others.
+    """Host, clock and addresses of a rank, as it reports them to the others.
 
     Attributes:
         host: What its host is called.
@@ -199,7 +199,7 @@ class RankPlace:
     addresses: tuple[str, ...] = ()
     port: int = 0
 
-    def to_word(self) -> str:
+    def to_text(self) -> str:
         """Return a text of at most `TEXT_BYTES` bytes."""
         word = f"{self.host}\n{self.clock}\n{self.port}\n"
         for address in self.addresses:
@@ -208,12 +208,12 @@ class RankPlace:
         return word
 
     @classmethod
-    def of_word(cls, word: str) -> RankPlace:
-        """Read what another rank told; what is no port and no address counts for nothing.
+    def from_text(cls, word: str) -> RankPlace:
+        """Return a place that another rank reported; invalid ports and addresses are left out.
 
         Example:
             >>> place = RankPlace(host="a", clock="b", addresses=("192.0.2.1", "192.0.2.2"), port=80)
-            >>> RankPlace.of_word(place.to_word()) == place
+            >>> RankPlace.from_text(place.to_text()) == place
             True
         """
         host, clock, port, addresses = (*word.split("\n"), "", "", "")[:4]

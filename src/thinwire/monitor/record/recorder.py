@@ -1,7 +1,7 @@
-"""A rank's flight recorder: what it has posted, what is done, what it computes and that it lives, on disk as it runs.
+"""Flight recorder of a rank: posted and finished operations, computing and heartbeats, on disk as it runs.
 
-The training thread and those of the transport only put events into a queue of fixed length. A thread of the
-recorder's own turns them into records four times a second, and writes what is posted even where it never ends.
+The training thread and those of the transport only put events into a queue of fixed length. A thread of the recorder
+turns them into records four times a second, and writes posted operations even if they never end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEAT_S = 0.5
 MOST_EVENTS = 1 << 15
 MOST_OPEN = 1 << 12
 _MOST_ERROR = 400
-# So long a disk that does not answer may keep a rank from ending.
+# A disk that does not answer delays the end of a rank by at most this.
 _CLOSE_S = 10.0
 _PHASES = 4
 
@@ -39,61 +39,60 @@ _Key = tuple[Direction, int, int, int]
 
 
 class Forward(Protocol):
-    """Takes a rank's lines to another host."""
+    """Sends a rank's lines to another host."""
 
     def add(self, lines: list[str]) -> None:
         """Take lines; must be quick."""
         ...
 
     def turn(self) -> None:
-        """Send what may be sent now; called every `TURN_S`; must be quick."""
+        """Send what the rate allows; called every `TURN_S`; must be quick."""
         ...
 
     def finish(self) -> None:
-        """Send the rest, as far as that does not take long."""
+        """Send the rest, within a short time."""
         ...
 
 
 class ConnectionReading(FlowSource, Protocol):
-    """What is known of a connection."""
+    """Counters of a connection."""
 
     @property
     def received_bytes(self) -> int:
-        """What has come over it."""
+        """Bytes received over it."""
         ...
 
     @property
     def has_signs(self) -> bool:
-        """Whether signs of life come over it by themselves."""
+        """Whether heartbeats come over it by themselves."""
         ...
 
 
 class Followed(Protocol):
-    """Carries messages."""
+    """A transport to follow."""
 
     @property
     def log(self) -> TransferLog:
-        """What it carried."""
+        """Log of its transfers."""
         ...
 
 
 class Recorder:
     """Writes `records-rank-N.jsonl` of one rank, see `thinwire.monitor.runlog.writer`.
 
-    Memory is bounded: so many events wait at most, and so many transfers and rounds are open at most; the oldest are
-    forgotten. While the disk is full, lines are kept in memory; a disk that fails otherwise ends the recording, not the
-    run.
+    Memory is bounded: beyond `MOST_EVENTS` waiting events and `MOST_OPEN` open operations the oldest are dropped. While
+    the disk is full, lines are kept in memory; a disk that fails otherwise ends the recording, not the run.
 
     Args:
         run_dir: The run's folder.
-        rank: This rank; where a replica is many ranks, the replica's number at the one that leads.
-        most_bytes: How long the files may be.
-        clock: Seconds that only grow; the transport's times must be of the same.
-        warn: Told why nothing is recorded any more.
-        forward: Takes the lines to where all ranks' records are judged; None where they are here.
+        rank: This rank; for a replica of several ranks, the replica's number at its leading rank.
+        most_bytes: Bound on the files.
+        clock: Monotonic seconds, the same as the transport's.
+        warn: Receives the reason why the recording ended or waits.
+        forward: Sends the lines to the host that diagnoses all ranks; None if that is this host.
 
     Attributes:
-        num_dropped: Events that there was no room for.
+        num_dropped: Events dropped from the full queue.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Recorder:
         self._warn = warn
         self._events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._open: dict[_Key | int, TransferEnd | Operation] = {}
-        self._untold: set[_Key | int] = set()
+        self._unwritten: set[_Key | int] = set()
         self._flows = PeerFlows(rank)
         self._beat_s = -BEAT_S
         self._reading: Callable[[int], ConnectionReading | None] = lambda peer: None
@@ -128,11 +127,11 @@ class Recorder:
         self._thread.start()
 
     def follow(self, transport: Followed, engine: RoundEngine) -> None:
-        """Record all rounds of an engine and their messages from here on.
+        """Record all rounds of an engine and their messages from now on.
 
         Args:
-            transport: What carries them. Where it has a `reading` of each connection, what comes meanwhile is recorded.
-            engine: Whose rounds.
+            transport: Carries them. If it has `reading`, bytes received meanwhile are recorded too.
+            engine: The engine.
         """
         transport.log.add_post_sink(self.add)
         transport.log.add_sink(self.add)
@@ -147,7 +146,7 @@ class Recorder:
         """Ignore it; see `RoundObserver`."""
 
     def add(self, event: Event) -> None:
-        """Take an event in, from any thread; nothing is written here."""
+        """Queue an event, from any thread; nothing is written here."""
         if len(self._events) == MOST_EVENTS:
             self.num_dropped += 1
         self._events.append(event)
@@ -156,15 +155,15 @@ class Recorder:
         self, step: int, *, started_s: float, done_s: float, loss: float | None = None,
         forward_s: float | None = None, backward_s: float | None = None,
     ) -> None:  # fmt: skip
-        """Record a stretch of this rank's own work.
+        """Record a span of this rank's own work.
 
         Args:
             step: The inner step.
-            started_s: When it began, on the recorder's clock.
-            done_s: When it would have been done if nothing had been waited for.
-            loss: Of the step, where it is known.
-            forward_s: Seconds that its forward passes took, where they were timed.
-            backward_s: Seconds that its backward passes took, where they were timed.
+            started_s: Begin, on the recorder's clock.
+            done_s: End, less the time of waiting.
+            loss: Loss of the step, if known.
+            forward_s: Seconds of its forward passes, if timed.
+            backward_s: Seconds of its backward passes, if timed.
         """
         self.add(Span(
             rank=self._rank, kind="compute", step=step, started_s=_rounded(started_s),
@@ -174,10 +173,10 @@ class Recorder:
         ))  # fmt: skip
 
     def close(self, *, error: str = "") -> None:
-        """Say goodbye and write no more; closing twice is fine.
+        """Write the last heartbeat and no more; closing twice is fine.
 
         Args:
-            error: Why this rank ends, where the fault is its own.
+            error: Why this rank ends, if the fault is its own.
         """
         if self._stop.is_set():
             return
@@ -203,14 +202,14 @@ class Recorder:
                 self._beat_s = now_s
 
     def _turn(self, beat: Beat | None) -> None:
-        """Write down what came since the last turn, and what is open and was not told yet."""
+        """Write the events since the last turn, and open operations that were not written yet."""
         lines: list[str] = []
         while self._events:
             record = self._take(self._events.popleft())
             if record is not None:
                 lines.append(to_line(record))
-        lines += [to_line(self._open[key]) for key in self._untold]
-        self._untold.clear()
+        lines += [to_line(self._open[key]) for key in self._unwritten]
+        self._unwritten.clear()
         if beat is not None:
             wires: list[Record] = [*self._arrivals(beat.at_s), *self._flows.records(beat.at_s, self._reading)]
             lines += [*map(to_line, wires), to_line(beat)]
@@ -221,7 +220,7 @@ class Recorder:
             self._forward.turn()
 
     def _arrivals(self, now_s: float) -> Iterator[Arrival]:
-        """Yield what has come from those from whom a message has been open for a beat and longer."""
+        """Yield the bytes received from peers whose message has been open for a beat or longer."""
         waited_for = {
             key[1] for key, one in self._open.items()
             if isinstance(key, tuple) and key[0] == "received" and one.posted_s <= now_s - BEAT_S
@@ -248,7 +247,7 @@ class Recorder:
         self._warn(f"rank {self._rank} records nothing any more: {error.strerror or error}")
 
     def _take(self, event: Event) -> Record | None:
-        """Return the record of what has ended; note what has begun."""
+        """Return the record of an ended operation, and note a begun one."""
         if isinstance(event, Span):
             return event
         if isinstance(event, RoundMark):
@@ -285,12 +284,12 @@ class Recorder:
 
     def _note(self, key: _Key | int, record: TransferEnd | Operation) -> None:
         self._open[key] = record
-        self._untold.add(key)
+        self._unwritten.add(key)
         if len(self._open) > MOST_OPEN:
             self._forget(next(iter(self._open)))
 
     def _forget(self, key: _Key | int) -> TransferEnd | Operation | None:
-        self._untold.discard(key)
+        self._unwritten.discard(key)
         return self._open.pop(key, None)
 
     def _end(
@@ -306,7 +305,7 @@ class Recorder:
 
 
 def own_fault(error: Exception) -> str:
-    """Return why a rank ends in words, empty where it ends because it lost others or was told to.
+    """Return the error of a rank that ends by its own fault; empty if it lost others or was stopped.
 
     Example:
         >>> own_fault(ValueError("no number")), own_fault(TransportError("replica 1 was lost"))
@@ -316,9 +315,9 @@ def own_fault(error: Exception) -> str:
 
 
 def _key_of(event: Posted | Transfer) -> _Key | None:
-    """Return what both ends of a round's message know it by, None for other messages.
+    """Return the key that both ends of a round's message know, None for other messages.
 
-    A round's own messages are told apart by fragment and phase, parts that replicas ask each other for by their owner.
+    Fragment and phase identify a round's own messages, the owner identifies parts that replicas fetch.
     """
     if event.kind == "round":
         return event.direction, event.peer, event.round_id, event.fragment * _PHASES + event.phase

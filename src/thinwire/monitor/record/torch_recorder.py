@@ -1,8 +1,7 @@
 """Record any job of torch.distributed, in one line: `thinwire.watch("runs/watch")`.
 
-Each rank appends what it calls to a file of its own; `thinwire diagnose runs/watch` says who did not come, is late,
-calls something else or has stopped. A call is on disk before it is made, so that it is there also where gloo ends the
-process in the middle of it.
+Each rank appends its calls to a file; `thinwire diagnose runs/watch` names ranks that are missing, late, desynchronised
+or stopped. A call is on disk before it is made, so that it is there even if gloo ends the process during the call.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Watching:
 
     @property
     def num_passed_by(self) -> int:
-        """Calls that were not recorded: on a GPU (with `gpu_calls` some of them), or a receive from whoever comes."""
+        """Calls that were not recorded: on a GPU (with `gpu_calls` some of them), or a receive from any rank."""
         return self._groups.num_passed_by
 
     @property
@@ -149,7 +148,7 @@ class Watching:
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> None:
         """Write down a group, see `Watcher.group`."""
         self._names[number] = name
-        self._tell_communicator(name, ranks)
+        self._write_communicator(name, ranks)
 
     def posted(self, call: GroupCall) -> None:
         """Write down a call before it is made, and what has ended since the last one: one write for both."""
@@ -240,10 +239,10 @@ class Watching:
         ends = (self._rank, call.peer) if call.kind == "send" else (call.peer, self._rank)
         name = f"{group} {ends[0]}->{ends[1]}" + (f" tag {call.tag}" if call.tag else "")
         if name not in self._communicators:
-            self._tell_communicator(name, ends)
+            self._write_communicator(name, ends)
         return name
 
-    def _tell_communicator(self, name: str, ranks: tuple[int, ...]) -> None:
+    def _write_communicator(self, name: str, ranks: tuple[int, ...]) -> None:
         places = [self._places[rank] for rank in ranks]
         hosts, clocks = tuple(place.host for place in places), tuple(place.clock for place in places)
         line = to_line(Communicator(communicator=name, ranks=ranks, hosts=hosts, clocks=clocks))
@@ -290,12 +289,12 @@ def watch(
     file = record_writer(run_dir, rank=rank, most_bytes=most_bytes)
     door = open_probe_port() if probe_wires else None
     try:
-        words = all_gather_text(own_place(port=0 if door is None else door.getsockname()[1]).to_word())
+        words = all_gather_text(own_place(port=0 if door is None else door.getsockname()[1]).to_text())
     except BaseException:
         if door is not None:
             door.close()
         raise
     return Watching(
-        file, rank=rank, places=[RankPlace.of_word(word) for word in words], store=store_port(), door=door,
+        file, rank=rank, places=[RankPlace.from_text(word) for word in words], store=store_port(), door=door,
         is_polled=calls_on_gpus if gpu_calls else never_polled,
     )  # fmt: skip

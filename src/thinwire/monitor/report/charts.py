@@ -194,7 +194,7 @@ class ChartSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """Lines on two axes; `marker` is a value of x with the words at its dashed line, `empty` stands for no data."""
+    """Lines on two axes; `marker` is a value of x and the label of its dashed line, `empty` the text for no data."""
 
     title: str
     x: Axis

@@ -94,7 +94,7 @@ def compare_runs(paths: Sequence[Path]) -> Comparison:
     first = records[0].finished()
     rows = tuple(_row(name, record, first.val_loss) for name, record in zip(names, records, strict=True))
     runs = dict(zip(names, records, strict=True))
-    return Comparison(rows=rows, notes=tuple(_notes(runs)), runs=runs)
+    return Comparison(rows=rows, notes=tuple(_remarks(runs)), runs=runs)
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
@@ -134,7 +134,7 @@ def _row(name: str, run: RunRecord, reference: float) -> Row:
     )
 
 
-def _notes(runs: Mapping[str, RunRecord]) -> list[str]:
+def _remarks(runs: Mapping[str, RunRecord]) -> list[str]:
     """Name what differs besides the method, so that a gap is not taken for the method's."""
     (first, reference), *others = runs.items()
     notes = []

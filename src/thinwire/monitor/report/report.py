@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.files import write_whole
-from thinwire.monitor.dashboard.findings_reader import Actions, Findings, downtime_told
+from thinwire.monitor.dashboard.findings_reader import Actions, Findings, downtime_rows
 from thinwire.monitor.dashboard.sources import ObjectFile, RejectedLines
 from thinwire.monitor.report import figures
 from thinwire.monitor.report.charts import CHART, PAGE, escape
@@ -93,7 +93,7 @@ def write_page(path: Path, content: str) -> None:
     write_whole(path, content)
 
 
-_NOTHING = "Nobody wrote down a finding: nothing broke, or nobody judged the run while it went on."
+_NOTHING = "No finding was written: nothing broke, or the run had no live diagnosis."
 _ROWS = {
     "post_checkpoint_s": "work done again since the last checkpoint",
     "detection_s": "until the fault was noticed",
@@ -103,7 +103,7 @@ _ROWS = {
 
 
 def trouble(folder: Path) -> list[str]:
-    """Return a section on what broke as parts of HTML; the files are untrusted, and what cannot be read is told.
+    """Return a section on faults as parts of HTML; the files are untrusted, and rejected lines are listed.
 
     Args:
         folder: The run's folder, with `findings.jsonl`, `actions.jsonl` and `downtime.json` where they were written.
@@ -124,7 +124,7 @@ def trouble(folder: Path) -> list[str]:
         ]  # fmt: skip
         parts += ["<h3>What was done</h3>", grid(head, rows)]
     parts += _lost(folder / "downtime.json", refused)
-    return [*parts, *(f'<p class="note">{escape(f"Not read: {words}")}</p>' for words in refused.told())]
+    return [*parts, *(f'<p class="note">{escape(f"Not read: {words}")}</p>' for words in refused.quoted())]
 
 
 def _read(path: Path, told: Findings | Actions, refused: RejectedLines) -> None:
@@ -160,7 +160,7 @@ def _lost(path: Path, refused: RejectedLines) -> list[str]:
     if file.value is None:
         return []
     try:
-        told = downtime_told(file.value)
+        told = downtime_rows(file.value)
     except ValueError as error:
         refused.add(path.name, str(error))
         return []

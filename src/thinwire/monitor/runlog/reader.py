@@ -1,13 +1,16 @@
-"""Files of records, read as what strangers wrote: each line is checked, and what is refused is counted and named."""
+"""Reader of files of records: untrusted lines become checked records; refused lines are counted and quoted."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from thinwire.errors import DataError
 from thinwire.monitor.nccl.values import NcclRecords
@@ -28,10 +31,11 @@ from thinwire.monitor.runlog.records import (
 
 MOST_LINE_BYTES = 256 * 1024
 MOST_RECORDS = 4_000_000
-MOST_RANKS = 1 << 20
 _MOST_WHOLE = 1 << 53
-_MOST_SECONDS = 1e12
+Value = TypeVar("Value")
+AnyRecord = TypeVar("AnyRecord", bound=Record)
 _MOST_TEXT = 500
+_NO_NUMBERS = ("nan", "inf", "-inf")
 _MOST_NAMED = 20
 # So many later operations of a rank must be done before one that is not counts as given up.
 _LATER_DONE = 3
@@ -39,12 +43,12 @@ _LATER_DONE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A line that was not taken.
+    """A line that was refused.
 
     Attributes:
         source: Its file.
         line: Its number, from 1.
-        reason: Why.
+        reason: Reason of the refusal.
     """
 
     source: str
@@ -54,23 +58,23 @@ class Refusal:
 
 @dataclass(slots=True)
 class Records:
-    """What was read of one job, from any number of files.
+    """Records of one job, from any number of files.
 
     Attributes:
         communicators: By name.
-        operations: In the order they were read.
+        operations: In the order of the files.
         transfers: Ends of transfers.
-        spans: Work.
-        beats: Signs of life.
-        arrivals: How much had come while messages were open.
-        flows: How the connections between hosts did.
-        probes: How long bytes took that were sent only to be timed.
-        nccl: What NCCL's own tools wrote.
-        num_lines: Lines looked at, without headers.
-        num_refused: Lines not taken.
+        spans: Work of ranks.
+        beats: Heartbeats.
+        arrivals: Bytes received while messages were open.
+        flows: Kernel counters of connections between hosts.
+        probes: Timed bursts.
+        nccl: Output of NCCL's own tools.
+        num_lines: Lines read, without headers.
+        num_refused: Lines refused.
         refusals: The first of them.
-        reasons: How often each reason was given.
-        removed: Replicas that were removed from the run while it went on: they are judged no more.
+        reasons: Number of refusals by reason.
+        removed: Replicas that were removed from the run while it went on; the diagnosis leaves them out.
     """
 
     communicators: dict[str, Communicator] = field(default_factory=dict)
@@ -89,7 +93,7 @@ class Records:
     removed: frozenset[int] = frozenset()
 
     def add(self, record: Record) -> None:
-        """Take one record in.
+        """Add one record.
 
         Raises:
             ValueError: It contradicts what is known, or there are too many.
@@ -108,7 +112,7 @@ class Records:
 
     @property
     def num_records(self) -> int:
-        """How many records there are, without communicators."""
+        """Number of records, without communicators."""
         own = len(self.operations) + len(self.transfers) + len(self.spans)
         of_wires = len(self.arrivals) + len(self.flows) + len(self.probes)
         return own + len(self.beats) + of_wires + len(self.nccl)
@@ -128,7 +132,7 @@ class Records:
         return self.num_refused / self.num_lines if self.num_lines else 0.0
 
     def of_members(self) -> Records:
-        """Return the records without those of removed replicas, and without what others wrote of them."""
+        """Return the records without those of removed replicas and those of others about them."""
         if not self.removed:
             return self
         found = replace(self, communicators={}, removed=frozenset())
@@ -145,9 +149,9 @@ class Records:
         return found
 
     def refuse(self, source: str, line: int, reason: str) -> None:
-        """Count a line that is not taken, and name it where it is among the first."""
+        """Count a refused line, and keep the first few."""
         self.num_refused += 1
-        # a reason tells of values after the colon: they would make every reason another one
+        # values follow the colon: they would make every reason another one
         self.reasons[reason.partition(":")[0]] += 1
         if len(self.refusals) < _MOST_NAMED:
             self.refusals.append(Refusal(source=source, line=line, reason=reason))
@@ -176,14 +180,14 @@ def without_given_up(operations: Sequence[Operation]) -> list[Operation]:
     ]
 
 
-def _united(known: Communicator, told: Communicator) -> Communicator:
-    """Return a communicator with the members that two records of it name: a rank may know itself only.
+def _united(known: Communicator, other: Communicator) -> Communicator:
+    """Return the union of two records of a communicator: a rank may know itself only.
 
     Raises:
         ValueError: They contradict each other.
     """
     places = _places(known)
-    for rank, place in _places(told).items():
+    for rank, place in _places(other).items():
         if places.setdefault(rank, place) != place:
             raise ValueError(f"a communicator of this name has other members: rank {rank} is somewhere else")
     ranks = tuple(sorted(places))
@@ -229,7 +233,7 @@ def read_into(records: Records, path: Path) -> None:
 
 
 def take_line(records: Records, line: bytes | None, *, source: str, number: int) -> None:
-    """Take one line in, or refuse it."""
+    """Add the record of one line, or refuse the line."""
     records.num_lines += 1
     try:
         records.add(parse_line(line))
@@ -265,13 +269,15 @@ def check_header(line: bytes | None, path: Path) -> None:
         DataError: It is none of this version.
     """
     try:
-        told = parse_object(line)
+        values = parse_object(line)
     except ValueError as error:
         raise DataError(f"{path} is no file of records: its first line: {error}") from error
-    if told.get("format") != FORMAT:
+    if values.get("format") != FORMAT:
         raise DataError(f'{path} is no file of records: its first line has no "format": "{FORMAT}"')
-    if told.get("version") != VERSION:
-        raise DataError(f"{path} holds records of version {short(told.get('version'))}; this thinwire reads {VERSION}")
+    if values.get("version") != VERSION:
+        raise DataError(
+            f"{path} holds records of version {short(values.get('version'))}; this thinwire reads {VERSION}"
+        )
 
 
 def parse_object(line: bytes | None) -> dict[str, Any]:
@@ -283,12 +289,12 @@ def parse_object(line: bytes | None) -> dict[str, Any]:
     if line is None:
         raise ValueError(f"longer than {MOST_LINE_BYTES} bytes")
     try:
-        told = json.loads(line)
+        values = json.loads(line)
     except (ValueError, RecursionError):
         raise ValueError("no JSON; the file may be cut off here") from None
-    if not isinstance(told, dict):
+    if not isinstance(values, dict):
         raise ValueError("no JSON object")
-    return told
+    return values
 
 
 def parse_line(line: bytes | None) -> Record:
@@ -303,26 +309,47 @@ def parse_line(line: bytes | None) -> Record:
         >>> parse_line(b'{"record":"beat","rank":-1,"at_s":2.5}')
         Traceback (most recent call last):
             ...
-        ValueError: rank is no whole number from 0 to 1048575: -1
+        ValueError: rank is invalid: Expected `int` >= 0; value -1
     """
-    told = parse_object(line)
-    name = told.pop("record", None)
+    fields = parse_object(line)
+    name = fields.get("record")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(f"no kind of record: {short(name)}")
-    values = {}
-    for one in fields(kind):
-        if one.name in told:
-            values[one.name] = _CHECKS[one.name](one.name, told.pop(one.name))
-        elif one.default is MISSING:
-            raise ValueError(f"{one.name} is missing")
-    record = kind(**values)
-    _check_whole(record)
+    return record_of(kind, fields)
+
+
+def record_of(kind: type[AnyRecord], fields: dict[str, Any]) -> AnyRecord:
+    """Return a record of untrusted fields.
+
+    Raises:
+        ValueError: A field is missing or invalid, or fields contradict each other.
+    """
+    if fields.get("loss") in _NO_NUMBERS:  # JSON lacks them
+        fields["loss"] = float(fields["loss"])
+    record = converted(fields, kind)
+    _check_together(record)
     return record
 
 
-def _check_whole(record: Record) -> None:
-    """Check what the fields say together."""
+def converted(fields: Mapping[str, Any], kind: type[Value]) -> Value:
+    """Return a JSON object as a value of a dataclass; unknown fields are left out.
+
+    Raises:
+        ValueError: A field is missing, of a wrong type or out of its bounds; names field, bounds and value.
+    """
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).partition(" - at `$.")
+        if missing := re.search(r"required field `(\w+)`", text):
+            raise ValueError(f"{missing[1]} is missing") from None
+        name = re.split(r"\W", path)[0]
+        raise ValueError(f"{name} is invalid: {text}; value {short(fields.get(name))}") from None
+
+
+def _check_together(record: Record) -> None:
+    """Check the relations between the fields of a record."""
     if isinstance(record, Communicator):
         if len(record.ranks) != len(record.hosts) or len(record.clocks) not in (0, len(record.ranks)):
             raise ValueError("hosts or clocks are not as many as ranks")
@@ -334,8 +361,6 @@ def _check_whole(record: Record) -> None:
     if isinstance(record, Beat | Arrival | Flow | Probe):
         return
     begin = record.started_s if isinstance(record, Span) else record.posted_s
-    if isinstance(record, Span) and (record.started_s is None or record.done_s is None):
-        raise ValueError("a span has no end")
     started_s = begin if record.started_s is None else record.started_s
     if started_s < begin or (record.done_s is not None and record.done_s < started_s):
         raise ValueError("times run backwards; a clock was set, or the line is forged")
@@ -348,50 +373,6 @@ def whole(name: str, found: object, *, least: int = 0, most: int = _MOST_WHOLE) 
     return found
 
 
-def _rank(name: str, found: object) -> int:
-    return whole(name, found, most=MOST_RANKS - 1)
-
-
-def _or_unknown(name: str, found: object) -> int:
-    return whole(name, found, least=-1)
-
-
-def _seconds(name: str, found: object) -> float:
-    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) <= _MOST_SECONDS:
-        raise ValueError(f"{name} is no number of seconds: {short(found)}")
-    return float(found)
-
-
-def _maybe_seconds(name: str, found: object) -> float | None:
-    return None if found is None else _seconds(name, found)
-
-
-def _length(name: str, found: object) -> float:
-    length_s = _seconds(name, found)
-    if length_s < 0:
-        raise ValueError(f"{name} is less than nothing: {short(found)}")
-    return length_s
-
-
-def _maybe_length(name: str, found: object) -> float | None:
-    length_s = _maybe_seconds(name, found)
-    if length_s is not None and length_s < 0:
-        raise ValueError(f"{name} is less than nothing: {short(found)}")
-    return length_s
-
-
-def _loss(name: str, found: object) -> float | None:
-    if found is None:
-        return None
-    if isinstance(found, str) and found in ("nan", "inf", "-inf"):
-        return float(found)
-    if isinstance(found, float):
-        return found
-    if isinstance(found, bool) or not isinstance(found, int) or abs(found) > _MOST_WHOLE:
-        raise ValueError(f"{name} is no number: {short(found)}")
-    return float(found)
-
-
 def text(name: str, found: object) -> str:
     """Return a text; ValueError where it is none, or longer than 500 letters."""
     if not isinstance(found, str) or len(found) > _MOST_TEXT:
@@ -399,45 +380,10 @@ def text(name: str, found: object) -> str:
     return found
 
 
-def _flag(name: str, found: object) -> bool:
-    if not isinstance(found, bool):
-        raise ValueError(f"{name} is neither true nor false: {short(found)}")
-    return found
-
-
-def _direction(name: str, found: object) -> str:
-    if found not in ("sent", "received"):
-        raise ValueError(f"{name} is neither sent nor received: {short(found)}")
-    return str(found)
-
-
-def _ranks(name: str, found: object) -> tuple[int, ...]:
-    if not isinstance(found, list):
-        raise ValueError(f"{name} is no list: {short(found)}")
-    return tuple(_rank(name, one) for one in found)
-
-
-def _texts(name: str, found: object) -> tuple[str, ...]:
-    if not isinstance(found, list):
-        raise ValueError(f"{name} is no list: {short(found)}")
-    return tuple(text(name, one) for one in found)
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "communicator": text, "ranks": _ranks, "hosts": _texts, "clocks": _texts,
-    "rank": _rank, "peer": _rank, "direction": _direction, "sequence": whole, "operation": whole, "part": whole,
-    "kind": text, "dtype": text, "count": _or_unknown, "round": _or_unknown, "num_bytes": whole, "retries": whole,
-    "step": whole, "error": text, "loss": _loss, "is_last": _flag, "has_signs": _flag,
-    "forward_s": _maybe_length, "backward_s": _maybe_length, "num_beside": whole,
-    "busy_s": _length, "held_s": _length, "silence_s": _maybe_length, "unanswered": whole, "took_s": _length,
-    "posted_s": _seconds, "started_s": _maybe_seconds, "done_s": _maybe_seconds, "at_s": _seconds,
-}  # fmt: skip
-
-
 def short(found: object) -> str:
     """Return a value as text of at most 60 letters, whatever it is."""
     try:
-        told = repr(found)
+        values = repr(found)
     except (RecursionError, ValueError):  # nested too deep, or a number with too many digits
-        told = f"a {type(found).__name__} of too many parts"
-    return told if len(told) <= 60 else told[:57] + "..."
+        values = f"a {type(found).__name__} of too many parts"
+    return values if len(values) <= 60 else values[:57] + "..."

@@ -11,29 +11,39 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 FORMAT = "thinwire-records"
 VERSION = 1
+MOST_RANKS = 1 << 20
 
+# Bounds of what a line may hold; the reader refuses the rest.
 Direction = Literal["sent", "received"]
+Rank = Annotated[int, Meta(ge=0, lt=MOST_RANKS)]
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+CountOrUnknown = Annotated[int, Meta(ge=-1, le=1 << 53)]
+Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Duration = Annotated[float, Meta(ge=0, le=1e12)]
+Text = Annotated[str, Meta(max_length=500)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
-    """Ranks that take part in the same operations.
+    """A group of ranks that take part in the same operations.
 
     Attributes:
         communicator: Its name, the same on all ranks.
         ranks: Its members.
         hosts: The host of each member, in the same order.
-        clocks: The clock of each member; empty where ranks of a host share one and hosts do not.
+        clocks: The clock of each member; empty if each host has one.
     """
 
-    communicator: str
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    clocks: tuple[str, ...] = ()
+    communicator: Text
+    ranks: tuple[Rank, ...]
+    hosts: tuple[Text, ...]
+    clocks: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,28 +51,28 @@ class Operation:
     """One rank's part in one operation of a communicator.
 
     Attributes:
-        communicator: Whose operation.
-        rank: Who writes.
-        sequence: Counts this rank's operations in this communicator, from 0.
-        kind: What it does, such as `all_reduce`.
-        dtype: Of its elements; empty where unknown.
-        count: Elements; -1 where unknown, or where ranks may differ.
-        posted_s: When the rank asked for it.
-        started_s: When it began; none where unknown.
-        done_s: When it was done; none while it is not.
-        round: The round that it belongs to; -1 where there are none.
+        communicator: The communicator.
+        rank: The rank that wrote it.
+        sequence: Number of this rank's operation in this communicator, from 0.
+        kind: Such as `all_reduce`.
+        dtype: Of its elements; empty if unknown.
+        count: Elements; -1 if unknown, or if ranks may differ.
+        posted_s: Time of the call.
+        started_s: Begin of the work; None if unknown.
+        done_s: End; None while it is open.
+        round: The round that it belongs to; -1 if there are no rounds.
     """
 
-    communicator: str
-    rank: int
-    sequence: int
-    kind: str
-    dtype: str = ""
-    count: int = -1
-    posted_s: float
-    started_s: float | None = None
-    done_s: float | None = None
-    round: int = -1
+    communicator: Text
+    rank: Rank
+    sequence: Count
+    kind: Text
+    dtype: Text = ""
+    count: CountOrUnknown = -1
+    posted_s: Seconds
+    started_s: Seconds | None = None
+    done_s: Seconds | None = None
+    round: CountOrUnknown = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,141 +81,140 @@ class TransferEnd:
 
     Attributes:
         communicator: The communicator of its operation.
-        rank: Who writes.
+        rank: The rank that wrote it.
         peer: The other end.
         direction: Seen from `rank`.
-        operation: The operation's sequence number, or the round's number where rounds may overtake each other.
-        part: Which of the messages between these two in this operation.
+        operation: The operation's sequence number, or the round's number if rounds may overtake each other.
+        part: Index among the messages between these two in this operation.
         num_bytes: Its size.
-        posted_s: When this end was ready for it.
-        started_s: When it could begin at this end; none where that was when it was posted, or is unknown.
-        done_s: When it was done at this end; none while it is not, or failed.
-        retries: How often it was tried again.
-        error: What went wrong, or an empty text.
+        posted_s: This end was ready for it.
+        started_s: It could begin at this end; None if that was `posted_s`, or is unknown.
+        done_s: End at this end; None while it is open, or if it failed.
+        retries: Number of retries.
+        error: Error message, or an empty text.
     """
 
-    communicator: str
-    rank: int
-    peer: int
+    communicator: Text
+    rank: Rank
+    peer: Rank
     direction: Direction
-    operation: int
-    part: int = 0
-    num_bytes: int
-    posted_s: float
-    started_s: float | None = None
-    done_s: float | None = None
-    retries: int = 0
-    error: str = ""
+    operation: Count
+    part: Count = 0
+    num_bytes: Count
+    posted_s: Seconds
+    started_s: Seconds | None = None
+    done_s: Seconds | None = None
+    retries: Count = 0
+    error: Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A stretch of a rank's own work.
+    """A span of a rank's own work.
 
     Attributes:
-        rank: Who writes.
+        rank: The rank that wrote it.
         kind: `compute` for work between two exchanges, `step` for a whole step.
         step: Its number.
-        started_s: When it began.
-        done_s: When it was done.
-        loss: The loss of the step; none where unknown.
-        forward_s: Seconds of it that the forward passes took; none where they were not timed.
-        backward_s: Seconds of it that the backward passes took; none where they were not timed.
+        started_s: Begin.
+        done_s: End.
+        loss: The loss of the step; None if unknown.
+        forward_s: Seconds of the forward passes; None if not timed.
+        backward_s: Seconds of the backward passes; None if not timed.
     """
 
-    rank: int
-    kind: str
-    step: int
-    started_s: float
-    done_s: float
+    rank: Rank
+    kind: Text
+    step: Count
+    started_s: Seconds
+    done_s: Seconds
     loss: float | None = None
-    forward_s: float | None = None
-    backward_s: float | None = None
+    forward_s: Duration | None = None
+    backward_s: Duration | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A rank's recorder is alive, whatever the rank itself waits for.
+    """A heartbeat: the rank's recorder is alive, whatever the rank itself waits for.
 
     Attributes:
-        rank: Who writes.
-        at_s: When.
-        is_last: Whether the rank says goodbye: it ends, and its silence means nothing from here on.
-        error: Why it ends, where that is a fault of its own; empty at the end of its work, or where it lost others. Of
-            one that has not ended: why a call of it has failed.
+        rank: The rank that wrote it.
+        at_s: Time of the heartbeat.
+        is_last: Whether the rank ends, so that its silence from here on means nothing.
+        error: Why it ends, if that is a fault of its own; empty at the end of its work, or if it lost others. Without
+            `is_last`: why a call has failed.
     """
 
-    rank: int
-    at_s: float
+    rank: Rank
+    at_s: Seconds
     is_last: bool = False
-    error: str = ""
+    error: Text = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
-    """How much has come over a connection, while a message that is to come over it is open.
+    """Bytes received over a connection while a message over it is open.
 
     Attributes:
-        rank: Who writes, and receives.
+        rank: The rank that wrote it, and receives.
         peer: The other end.
-        at_s: When.
-        num_bytes: What the kernel has received since the connection was made, of all messages and with their frames.
-        has_signs: Whether a sign of life comes over it once a second while it is well.
+        at_s: Time of the reading.
+        num_bytes: Bytes that the kernel has received since the connection was made, frames included.
+        has_signs: Whether a healthy connection carries a heartbeat once a second.
     """
 
-    rank: int
-    peer: int
-    at_s: float
-    num_bytes: int
+    rank: Rank
+    peer: Rank
+    at_s: Seconds
+    num_bytes: Count
     has_signs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """What a kernel knows of all connections from a rank to another host.
+    """Kernel counters of all connections from a rank to another host.
 
     Attributes:
-        rank: Who writes, and sends.
+        rank: The rank that wrote it, and sends.
         peer: A rank of that host: the only one, or the lowest.
-        at_s: When.
-        num_bytes: That the other end has acknowledged so far.
-        busy_s: For how long so far there was something to send, or that was not acknowledged.
-        held_s: For how much of that the other end's process did not read, so that no more could be sent.
-        silence_s: Since anything has come from there, of a wire over which something comes at least once a second while
-            it is well; none where that is not known.
-        unanswered: How often in a row the same was sent again without an answer.
+        at_s: Time of the reading.
+        num_bytes: Bytes that the other end has acknowledged so far.
+        busy_s: Seconds so far with something to send or not yet acknowledged.
+        held_s: Of these, seconds in which the other end's process did not read, so that no more could be sent.
+        silence_s: Seconds since the last byte from there, of a connection that carries something once a second while
+            it is well; None if unknown.
+        unanswered: Retransmissions in a row without an answer.
     """
 
-    rank: int
-    peer: int
-    at_s: float
-    num_bytes: int
-    busy_s: float
-    held_s: float = 0.0
-    silence_s: float | None = None
-    unanswered: int = 0
+    rank: Rank
+    peer: Rank
+    at_s: Seconds
+    num_bytes: Count
+    busy_s: Duration
+    held_s: Duration = 0.0
+    silence_s: Duration | None = None
+    unanswered: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A burst of bytes to another host, sent only to be timed.
+    """A timed burst of bytes to another host.
 
     Attributes:
-        rank: Who writes, and sent it.
-        peer: The lowest rank of that host, which answered when all had come.
-        at_s: When it began.
+        rank: The rank that wrote and sent it.
+        peer: The lowest rank of that host, which answered after the last byte.
+        at_s: Begin.
         num_bytes: Its size.
-        took_s: Until the answer.
-        num_beside: Bytes of the job that crossed the same host's access meanwhile, at one end or the other, whichever
-            is more.
+        took_s: Seconds until the answer.
+        num_beside: Bytes of the job over the same host's access meanwhile, at the end with more of them.
     """
 
-    rank: int
-    peer: int
-    at_s: float
-    num_bytes: int
-    took_s: float
-    num_beside: int = 0
+    rank: Rank
+    peer: Rank
+    at_s: Seconds
+    num_bytes: Count
+    took_s: Duration
+    num_beside: Count = 0
 
 
 Record = Communicator | Operation | TransferEnd | Span | Beat | Arrival | Flow | Probe
@@ -224,7 +233,7 @@ _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def header_line() -> str:
-    """Return the first line of a file of records, without the line's end.
+    """Return the first line of a file of records, without newline.
 
     Example:
         >>> header_line()
@@ -234,25 +243,25 @@ def header_line() -> str:
 
 
 def to_line(record: Record) -> str:
-    """Write a record as one JSON line without the line's end; what has its default value is left out.
+    """Return a record as one JSON line without newline; fields with their default value are left out.
 
     Example:
         >>> to_line(Beat(rank=2, at_s=1.5))
         '{"record":"beat","rank":2,"at_s":1.5}'
     """
-    told: dict[str, Any] = {"record": _NAMES[type(record)]}
+    values: dict[str, Any] = {"record": _NAMES[type(record)]}
     for field in fields(record):
         value = getattr(record, field.name)
         if value != field.default:
-            told[field.name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
-    return json.dumps(told, separators=(",", ":"), allow_nan=False)
+            values[field.name] = str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(values, separators=(",", ":"), allow_nan=False)
 
 
 class RecordRing:
     """The latest records of one rank, a fixed number of each kind, so that memory does not grow with the run.
 
     Args:
-        capacity: How many of each kind are kept.
+        capacity: Records kept of each kind.
 
     Example:
         >>> ring = RecordRing(capacity=2)
@@ -269,7 +278,7 @@ class RecordRing:
         self.num_dropped = 0
 
     def add(self, record: Record) -> None:
-        """Keep a record; the oldest of its kind falls out where there are too many."""
+        """Keep a record; a full ring drops the oldest of its kind."""
         ring = self._rings[type(record)]
         self.num_dropped += len(ring) == ring.maxlen
         ring.append(record)

@@ -7,11 +7,11 @@ refused with file, line and remedy.
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +20,16 @@ from thinwire.events import Transfer
 from thinwire.monitor import flight_recorder
 from thinwire.monitor.nccl import inspector as nccl_inspector
 from thinwire.monitor.nccl import ras as nccl_ras
-from thinwire.monitor.runlog.reader import MOST_RANKS, Records, numbered_lines, parse_line, parse_object, read_into
-from thinwire.monitor.runlog.records import Communicator, Operation, Span, TransferEnd, to_line
+from thinwire.monitor.runlog.reader import (
+    Records,
+    converted,
+    numbered_lines,
+    parse_object,
+    read_into,
+    record_of,
+    short,
+)
+from thinwire.monitor.runlog.records import MOST_RANKS, Communicator, Operation, Span, TransferEnd
 
 CONFIG = "config.json"
 SUMMARY = "summary.json"
@@ -29,12 +37,12 @@ _METRICS = re.compile(r"metrics-replica-([0-9]{1,6})\.jsonl")
 _LONGEST_S = 1e9  # 32 years: no run takes that long, and no damaged time makes a reader count windows for ever
 _LARGEST_NUMBER = 1e300  # a hostile file must not turn sums into infinities
 
-Value = TypeVar("Value", bound="StepMetrics | EvaluationMetrics | Summary | Transfer | _WarningMetrics")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What one replica wrote at one log interval.
+    """Metrics of one replica over one log interval.
 
     Attributes:
         step: Inner steps done.
@@ -78,14 +86,29 @@ class EvaluationMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WarningMetrics:
+class WarningMetrics:
+    """A warning of a replica, valid from `step` on."""
+
     step: int
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorMetrics:
+    """The error with which a replica ended."""
+
+    message: str = "unknown error"
+
+
+MetricsLine = StepMetrics | EvaluationMetrics | WarningMetrics | ErrorMetrics
+_METRICS_LINES: dict[str, type[MetricsLine]] = {
+    "step": StepMetrics, "eval": EvaluationMetrics, "warning": WarningMetrics, "error": ErrorMetrics,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a finished run says of itself; byte counts and rates are those of one replica."""
+    """Summary of a finished run; byte counts and rates are those of one replica."""
 
     method: str
     replicas: int
@@ -105,21 +128,12 @@ class Summary:
     allreduce_bytes: float = 0.0
     times_fewer_bytes: float | None = None
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any], *, source: str = SUMMARY) -> Summary:
-        """Check and take the fields that a reader needs, and leave the others.
-
-        Raises:
-            DataError: A field is missing or of a wrong type; names it.
-        """
-        return parse(cls, values, source=source)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRecord:
     """One replica's metrics and transfers, in order.
 
-    `warnings` are steps and what was said after them; `error` is its last words when it failed.
+    `warnings` are pairs of step and message; `error` is the message of a replica that failed.
     """
 
     steps: tuple[StepMetrics, ...] = ()
@@ -130,7 +144,7 @@ class ReplicaRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """All that a run's folder says.
+    """Contents of a run's folder.
 
     Attributes:
         path: The folder.
@@ -191,7 +205,7 @@ def read_run(path: Path) -> RunRecord:
         config=_read_object(path / CONFIG),
         replicas=replicas,
         evaluations=tuple(join_evaluations(parts)),
-        summary=None if raw is None else Summary.from_json(raw, source=str(path / SUMMARY)),
+        summary=None if raw is None else parse(Summary, raw, source=str(path / SUMMARY)),
         raw_summary=raw or {},
     )
 
@@ -219,18 +233,35 @@ def join_evaluations(parts: Iterable[EvaluationMetrics]) -> list[EvaluationMetri
 
 
 def parse(kind: type[Value], values: Mapping[str, Any], *, source: str) -> Value:
-    """Make a value of `kind` from a JSON object, each field checked and unknown ones left out.
+    """Return a JSON object as a value of `kind`; whole floats count as integers, unknown fields are left out.
 
     Raises:
         DataError: A field is missing or of a wrong type; names it and `source`.
     """
-    taken: dict[str, Any] = {}
-    for entry in fields(kind):
-        if entry.name in values:
-            taken[entry.name] = _checked(values[entry.name], str(entry.type), f"{entry.name!r} in {source}")
-        elif entry.default is MISSING:
-            raise DataError(f"{source} lacks {entry.name!r}; it was not written by a finished write of thinwire")
-    return kind(**taken)
+    try:
+        return converted({name: _number(value) for name, value in values.items()}, kind)
+    except ValueError as error:
+        raise DataError(f"{source}: {error}; the file is damaged, or not a run's") from error
+
+
+def parse_metrics(values: Mapping[str, Any], *, source: str) -> MetricsLine:
+    """Return a line of a replica's metrics.
+
+    Raises:
+        DataError: It is of an unknown kind, or a field is missing or of a wrong type.
+    """
+    name = values.get("kind")
+    kind = _METRICS_LINES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise DataError(f"{source} is a line of the unknown kind {short(name)}; this file is not a run's metrics")
+    return parse(kind, values, source=source)
+
+
+def _number(value: Any) -> Any:
+    """Return a whole float as an integer, and other values as they are."""
+    if isinstance(value, int | float) and _LARGEST_NUMBER < abs(value) < math.inf:
+        raise ValueError(f"numbers may be at most {_LARGEST_NUMBER:g}, got {short(value)}")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -254,20 +285,17 @@ def _read_replica(path: Path, number: int) -> tuple[ReplicaRecord, list[Evaluati
     evaluations: list[EvaluationMetrics] = []
     warnings: list[tuple[int, str]] = []
     error = ""
-    for where, line in read_lines(path / f"metrics-replica-{number}.jsonl"):
-        match line.get("kind"):
-            case "step":
-                steps.append(parse(StepMetrics, line, source=where))
+    for where, values in read_lines(path / f"metrics-replica-{number}.jsonl"):
+        match parse_metrics(values, source=where):
+            case StepMetrics() as line:
+                steps.append(line)
                 error = ""  # a resumed run goes on after an error
-            case "eval":
-                evaluations.append(parse(EvaluationMetrics, line, source=where))
-            case "error":
-                error = str(line.get("message", "unknown error"))
-            case "warning":
-                told = parse(_WarningMetrics, line, source=where)
-                warnings.append((told.step, told.message))
-            case other:
-                raise DataError(f"{where} is a line of the unknown kind {other!r}; this file is not a run's metrics")
+            case EvaluationMetrics() as line:
+                evaluations.append(line)
+            case WarningMetrics(step=step, message=message):
+                warnings.append((step, message))
+            case ErrorMetrics(message=error):
+                pass
     transfers = path / f"transfers-replica-{number}.jsonl"
     records = [_transfer(line, where) for where, line in read_lines(transfers)] if transfers.is_file() else []
     record = ReplicaRecord(steps=tuple(_latest(steps)), transfers=tuple(records), warnings=tuple(warnings), error=error)
@@ -305,28 +333,9 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _object(content: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no JSON: {error}; the file is damaged, or it is not a run's") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{where} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _checked(value: Any, kind: str, what: str) -> Any:
-    """Return `value` if its type is `kind` (the text of an annotation), whole floats taken as integers."""
-    if value is None and "None" in kind:
-        return None
-    if kind in ("str", "Direction"):
-        if isinstance(value, str) and (kind == "str" or value in ("sent", "received")):
-            return value
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        finite = abs(value) <= _LARGEST_NUMBER
-        if kind == "int" and finite and value == int(value):
-            return int(value)
-        if kind != "int" and (finite or not isinstance(value, int)):
-            return float(value)
-    raise DataError(f"{what} must be a {kind}, got {str(value)[:60]!r}; the file is damaged, or it is not a run's")
+        return parse_object(content)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}; the file is damaged, or not a run's") from error
 
 
 _TRANSFERS = re.compile(r"transfers-replica-([0-9]{1,6})\.jsonl")
@@ -406,14 +415,14 @@ def _take_transfers(records: Records, path: Path, rank: int) -> None:
     for number, line in numbered_lines(path):
         records.num_lines += 1
         try:
-            told = parse_object(line)
-            if told.get("kind") != "round":
+            values = parse_object(line)
+            if values.get("kind") != "round":
                 continue
-            end = end_of(told, rank, parts)
+            end = end_of(values, rank, parts)
             records.add(end)
             rounds[end.operation].append(end)
-        except (ValueError, KeyError, TypeError) as error:
-            records.refuse(path.name, number, str(error) if isinstance(error, ValueError) else "fields are missing")
+        except ValueError as error:
+            records.refuse(path.name, number, str(error))
     for sequence, round in enumerate(sorted(rounds)):
         records.add(operation_of(rounds[round], sequence=sequence))
 
@@ -428,31 +437,28 @@ def operation_of(ends: Sequence[TransferEnd], *, sequence: int) -> Operation:
     )  # fmt: skip
 
 
-def end_of(told: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], int]) -> TransferEnd:
-    """Return a line of transfers as an end, checked as every record is.
+def end_of(line: dict[str, Any], rank: int, parts: dict[tuple[int, int, str], int]) -> TransferEnd:
+    """Return a line of transfers as one end of a transfer, checked as every record is.
 
     Args:
-        told: The line's object.
+        line: The line's object.
         rank: The replica that wrote it.
-        parts: Counts its messages by round, peer and direction; is counted up.
+        parts: Number of its messages by round, peer and direction; is counted up.
 
     Raises:
-        ValueError: It holds what cannot be.
-        KeyError: A field is missing.
-        TypeError: A field is of a wrong type.
+        ValueError: A field is missing or invalid.
     """
-    peer, round, direction = int(told["peer"]), int(told["round_id"]), str(told["direction"])
-    part = parts[round, peer, direction] % _MOST_PARTS
-    parts[round, peer, direction] += 1
-    error = str(told.get("error", ""))[:500]
-    made = TransferEnd(
-        communicator=ROUNDS, rank=rank, peer=peer, direction="sent" if direction == "sent" else "received",
-        operation=round, part=part, num_bytes=int(told["wire_bytes"]), posted_s=float(told["started_s"]),
-        done_s=None if error else float(told["finished_s"]), error=error,
-    )  # fmt: skip
-    checked = parse_line(to_line(made).encode())
-    assert isinstance(checked, TransferEnd)
-    return checked
+    error = str(line.get("error", ""))[:500]
+    fields = {
+        "communicator": ROUNDS, "rank": rank, "peer": line.get("peer"), "direction": line.get("direction"),
+        "operation": line.get("round_id"), "num_bytes": line.get("wire_bytes"), "posted_s": line.get("started_s"),
+        "done_s": None if error else line.get("finished_s"), "error": error,
+    }  # fmt: skip
+    end = record_of(TransferEnd, fields)
+    key = end.operation, end.peer, end.direction
+    part = parts[key] % _MOST_PARTS
+    parts[key] += 1
+    return replace(end, part=part)
 
 
 def _take_metrics(records: Records, path: Path, rank: int) -> None:
@@ -461,21 +467,22 @@ def _take_metrics(records: Records, path: Path, rank: int) -> None:
     for number, line in numbered_lines(path):
         records.num_lines += 1
         try:
-            told = parse_object(line)
-            if told.get("kind") != "step":
+            values = parse_object(line)
+            if values.get("kind") != "step":
                 continue
-            time_s, step = float(told["time_s"]), int(told["step"])
-            if time_s < last_s or step <= last_step:
+            step = parse(StepMetrics, values, source="the line")
+            if not step.time_s >= last_s or step.step <= last_step:
                 raise ValueError("steps run backwards")
-            # what was waited for the wire is no work
-            work_s = (time_s - last_s) * min(1.0, max(0.0, float(told["compute_fraction"]))) / (step - last_step)
-            span = Span(
-                rank=rank, kind="compute", step=step, started_s=last_s, done_s=last_s + work_s, loss=float(told["loss"])
-            )
-            records.add(parse_line(to_line(span).encode()))
-            last_s, last_step = time_s, step
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            records.refuse(path.name, number, str(error) if type(error) is ValueError else "fields are missing")
+            # waiting for the network is no work
+            work_s = (step.time_s - last_s) * min(1.0, max(0.0, step.compute_fraction)) / (step.step - last_step)
+            fields = {
+                "rank": rank, "kind": "compute", "step": step.step, "started_s": last_s, "done_s": last_s + work_s,
+                "loss": step.loss,
+            }  # fmt: skip
+            records.add(record_of(Span, fields))
+            last_s, last_step = step.time_s, step.step
+        except (ValueError, DataError) as error:
+            records.refuse(path.name, number, str(error))
 
 
 RECORDS = "records-rank-*.jsonl"

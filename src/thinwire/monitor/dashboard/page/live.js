@@ -28,7 +28,7 @@ function tick() {
     say("announcement", known.fault || LOST);
   }
   else if (location.protocol === "file:") say("connection", "A saved copy: as the run was when it was saved.");
-  else if (run && isNumber(run.changed_at)) say("connection", run.state === "finished" ? "The run is over." : `Live; ${run.steps ? `step ${run.step} of ${run.steps}` : `step ${run.step}`}.`);
+  else if (run && isNumber(run.changed_at)) say("connection", run.state === "finished" ? "The run has finished." : `Live; ${run.steps ? `step ${run.step} of ${run.steps}` : `step ${run.step}`}.`);
   for (const span of document.querySelectorAll("[data-since]")) {
     const words = ago(serverNow() - Number(span.getAttribute("data-since")));
     if (Number(span.getAttribute("data-since")) > 0 && span.textContent !== words) span.textContent = words;

@@ -265,7 +265,7 @@ function showElastic(elastic) {
     moment(one.at, Date.now())]);
   show("elastic-rounds", table("The latest rounds that replicas of this host applied.",
     [["Round"], ["Fragment", "number"], ["Launched at step", "number"], ["Made by replicas"], ["Own part counted"], ["Applied"]], rows));
-  show("elastic-said", elastic.said.map((words) => make("li", {}, words)));
+  show("elastic-messages", elastic.messages.map((message) => make("li", {}, message)));
 }
 
 function showNotes(notes) {
