@@ -39,7 +39,7 @@ from thinwire.monitor.active_test.wire_tests import (
     quickest_ring,
 )
 from thinwire.monitor.findings import Finding
-from thinwire.transport.lossy_rendezvous import PartialJob
+from thinwire.transport.connect import PartialJob
 
 _LEAST_S, _MOST_S = 0.05, 0.3
 _LATER = 10.0
@@ -110,7 +110,7 @@ class _Leader:
         self._gathering, self._rank, self._tell = gathering, rank, tell
         self._expect = expect_bits_per_s
         self._number = 0
-        stations = gathering.stations
+        stations = gathering.endpoints
         self._alive = sorted(stations)
         hosts = [stations[rank].hostname if rank in stations else "" for rank in range(gathering.world_size)]
         kernels = [stations[rank].host if rank in stations else "" for rank in range(gathering.world_size)]
@@ -154,7 +154,7 @@ class _Leader:
         """Let the others end."""
         self._number += 1
         plan = {"do": "end", "num_findings": num_findings}
-        self._gathering.board.leave(f"plan/{self._number}", json.dumps(plan))
+        self._gathering.rendezvous.post(f"plan/{self._number}", json.dumps(plan))
 
     def _is_open(self, cell: Cell) -> bool:
         found = self._found.pairs.get(cell)
@@ -168,11 +168,11 @@ class _Leader:
     def _ask(self, plan: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Let all ranks do a plan, and return what they say; who goes silent takes no part any more."""
         self._number += 1
-        board, number = self._gathering.board, self._number
+        board, number = self._gathering.rendezvous, self._number
         text = json.dumps(plan)
-        board.leave(f"plan/{number}", text)
+        board.post(f"plan/{number}", text)
         self._rank.do(json.loads(text), number)
-        texts = board.collect(f"said/{number}", self._alive)
+        texts = board.collect_responsive(f"said/{number}", self._alive)
         silent = [rank for rank in self._alive if rank not in texts]
         absent = {**self._found.absent, **dict.fromkeys(silent, f"fell silent during {plan['do']}")}
         self._found = replace(self._found, absent=absent)
@@ -267,7 +267,7 @@ class _Leader:
                 before = best.get((source, destination))
                 if flow is not None and (before is None or flow.seconds < before.seconds):
                     best[source, destination] = flow
-            if not set(self._gathering.stations) <= set(self._alive):
+            if not set(self._gathering.endpoints) <= set(self._alive):
                 break
         late = {cell: Flow(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)}
         return {**late, **{cell: flow for cell, flow in best.items() if cell in late}}

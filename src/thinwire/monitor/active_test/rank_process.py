@@ -20,7 +20,7 @@ from thinwire.monitor.active_test.wire_tests import (
     together,
 )
 from thinwire.transport.addresses import Address, clock_name
-from thinwire.transport.lossy_rendezvous import PartialJob
+from thinwire.transport.connect import PartialJob
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _NUMBERS = 1 << 16
@@ -31,7 +31,7 @@ class ActiveRank:
     """Does what the plans say, and says what came out."""
 
     def __init__(self, gathering: PartialJob) -> None:
-        self._own, self._board, self._transport = gathering.rank, gathering.board, gathering.transport
+        self._own, self._board, self._transport = gathering.rank, gathering.rendezvous, gathering.transport
         self._gathering = gathering
 
     def obey(self) -> int:
@@ -56,7 +56,7 @@ class ActiveRank:
             )
         self._board.promise(PATIENCE_S)
         note = does(plan, number * _NUMBERS)
-        self._board.leave(f"said/{number}/{self._own}", json.dumps(note))
+        self._board.post(f"said/{number}/{self._own}", json.dumps(note))
 
     def _hello(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
         return {"clock": clock_name(), "connected": list(self._gathering.connected)}
