@@ -51,10 +51,11 @@ from thinwire.sync import consistency_check
 from thinwire.training.checkpoints.global_state import MAGIC, GlobalState, pack, unpack
 from thinwire.transport import all_gather_json as notes
 from thinwire.transport import burst_probe as host_probes
-from thinwire.transport import lossy_rendezvous as board_module
+from thinwire.transport import connect as connect_module
 from thinwire.transport import message
 from thinwire.transport.addresses import RankEndpoint
 from thinwire.transport.base import Envelope, Kind
+from thinwire.transport.rendezvous import Rendezvous
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.connection import key_pair
 from thinwire.transport.wire.framing import (
@@ -178,14 +179,14 @@ def read_board(raw: bytes) -> None:
     """Meet over notes that are anything: the list of ranks, the notes of two others, a beat and a key, a line each."""
     lines = [*raw.split(b"\n"), b"", b"", b"", b"", b""][:5]
     store = dist.HashStore()  # type: ignore[attr-defined]
-    for key, text in zip(("present", "station/0", "station/2", "beat/0", "key"), lines, strict=True):
+    for key, text in zip(("present", "endpoint/0", "endpoint/2", "beat/0", "key"), lines, strict=True):
         store.set(key, text)
-    board = board_module.Board(store, rank=1, world_size=3, place="h:1")
+    board = Rendezvous(store, rank=1, world_size=3, place="h:1")
     own = RankEndpoint(rank=1, replica=1, hostname="h", host="h", address="10.0.0.1", port=1)
     board.is_silent(0)
     for read_one in (
-        board_module._introduce,
-        lambda own, board, deadline_s: board_module._shared_key(board, deadline_s=1),
+        connect_module._gather_endpoints,
+        lambda own, board, deadline_s: connect_module._shared_key(board, deadline_s=1),
     ):
         try:
             found = read_one(own, board, deadline_s=1.0)

@@ -134,7 +134,7 @@ def _start(arguments: Sequence[str], replicas: int) -> int:
 
 def _test(options: ActiveTestOptions) -> int:
     from thinwire.monitor.active_test.active_test import run_test
-    from thinwire.transport.lossy_rendezvous import connect_reachable
+    from thinwire.transport.connect import connect_reachable
 
     expect = None if options.expect is None else parse_rate(options.expect)
     gathering = connect_reachable(
@@ -146,7 +146,7 @@ def _test(options: ActiveTestOptions) -> int:
             gathering, budget_s=parse_seconds(options.budget), expect_bits_per_s=expect, report=_log,
             show=lambda outcome: _show(outcome, expect, as_json=options.json),
         )  # fmt: skip
-        gathering.board.part(gathering.stations)
+        gathering.rendezvous.leave(len(gathering.endpoints), wait_s=5.0)
     finally:
         gathering.transport.close()
     return FOUND if tested.num_findings else 0

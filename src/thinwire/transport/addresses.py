@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import json
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import psutil
 
 from thinwire.errors import ConnectError
@@ -22,17 +23,17 @@ from thinwire.errors import ConnectError
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK_NAMESPACE = Path("/proc/self/ns/net")
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_MAX_NOTE_BYTES = 4096
+_MAX_TEXT = 4096
 # Environment variable: names the file in which ranks of one host meet, in place of MASTER_ADDR and MASTER_PORT.
 RENDEZVOUS_FILE = "THINWIRE_RENDEZVOUS_FILE"
-_MOST_REASON = 200
-# RFC 5737: nobody's, so packets to it would leave by the default route
+_MAX_REASON = 200
+# RFC 5737: never assigned, so packets to it would leave by the default route
 ANYWHERE = "192.0.2.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a replica can be dialled.
+    """Address and port at which a replica is dialled.
 
     Attributes:
         host: Its IPv4 address.
@@ -43,9 +44,8 @@ class Address:
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEndpoint:
-    """Where one rank can be reached.
+class RankEndpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Address of one rank, as it introduces itself to the others.
 
     Attributes:
         rank: The rank.
@@ -62,43 +62,38 @@ class RankEndpoint:
     hostname: str
     host: str
     address: str
-    port: int
+    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
     secret: str = ""
 
     def to_json(self) -> str:
-        """Write the station as the note that the other ranks read."""
-        return json.dumps(asdict(self))
+        """Write the text that the other ranks read."""
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str, *, rank: int) -> RankEndpoint:
-        """Read the note of a rank; it comes from the network and is not trusted.
+        """Read the text of a rank; it comes from the network and is not trusted.
 
         Raises:
-            ConnectError: It is no station, or another rank's.
+            ConnectError: It is no endpoint, or another rank's.
         """
         try:
-            if len(text) > _MAX_NOTE_BYTES:
+            if len(text) > _MAX_TEXT:
                 raise ValueError(f"{len(text)} characters")
-            fields = json.loads(text)
-            station = cls(**fields)
-            ipaddress.IPv4Address(station.address)
-            kinds = (station.rank, int), (station.replica, int), (station.port, int)
-            texts = station.hostname, station.host, station.address, station.secret
-            if not all(type(value) is kind for value, kind in (*kinds, *((text, str) for text in texts))):
-                raise TypeError("a field has the wrong type")
+            found = msgspec.json.decode(text, type=cls)
+            ipaddress.IPv4Address(found.address)
             # names are shown in errors: a terminal must not obey them
-            if not all(text.isprintable() for text in texts):
+            if not all(name.isprintable() for name in (found.hostname, found.host, found.secret)):
                 raise ValueError("a field cannot be printed")
-            if station.rank != rank or not 0 < station.port < 65_536:
-                raise ValueError(f"rank {station.rank}, port {station.port}")
-        except (ValueError, TypeError, RecursionError) as error:
-            # the reason quotes the note
-            reason = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:_MOST_REASON])
+            if found.rank != rank:
+                raise ValueError(f"rank {found.rank}")
+        except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+            # the reason quotes the text
+            reason = "".join(letter if letter.isprintable() else "?" for letter in str(error)[:_MAX_REASON])
             raise ConnectError(
                 f"rank {rank} introduced itself in a way that this version does not understand ({reason}); run the "
                 f"same thinwire on all hosts, and give each run a MASTER_PORT of its own"
             ) from None
-        return station
+        return found
 
     def describe(self) -> str:
         """Name the rank and its host in an error's text."""
@@ -251,37 +246,37 @@ def own_address(*, address: str | None, interface: str | None, towards: str | No
 
 
 def listen(address: str, *, backlog: int) -> socket.socket:
-    """Listen on a free port of an address; the kernel answers connections, nobody needs to accept them."""
+    """Listen on a free port of an address; the kernel completes connections without an accept."""
     try:
         return socket.create_server((address, 0), backlog=backlog)
     except OSError as error:
         raise ConnectError(f"this host cannot listen on its address {address}: {error.strerror}") from None
 
 
-def first_unreachable(own: RankEndpoint, stations: Sequence[RankEndpoint], *, deadline_s: float) -> str:
+def first_unreachable(own: RankEndpoint, endpoints: Sequence[RankEndpoint], *, deadline_s: float) -> str:
     """Try every rank on another host and say what is wrong with the first that cannot be reached.
 
     Args:
         own: The rank that tries.
-        stations: All ranks.
+        endpoints: All ranks.
         deadline_s: Seconds allowed for each connection.
 
     Returns:
         An error's text naming both ends, the reason and the remedy; an empty text when all is well.
     """
-    for station in stations:
-        if station.host == own.host:
+    for endpoint in endpoints:
+        if endpoint.host == own.host:
             continue
-        if ipaddress.IPv4Address(station.address).is_loopback:
+        if ipaddress.IPv4Address(endpoint.address).is_loopback:
             return (
-                f"{station.describe()} advertises {station.address}, which host {own.hostname} cannot reach: it is a "
+                f"{endpoint.describe()} advertises {endpoint.address}, which host {own.hostname} cannot reach: it is a "
                 f"loopback address; pass interface=... or address=... there (--interface, --address), "
                 f"with an address that the others reach"
             )
-        reason = _why_not(station, deadline_s=deadline_s)
+        reason = _why_not(endpoint, deadline_s=deadline_s)
         if reason:
             return (
-                f"{own.describe()} cannot reach {station.describe()} at {station.address}, port {station.port}: "
+                f"{own.describe()} cannot reach {endpoint.describe()} at {endpoint.address}, port {endpoint.port}: "
                 f"{reason}; {firewall_hint()}; or pass interface=... or address=... "
                 f"(--interface, --address) with an address it can reach"
             )
@@ -296,9 +291,9 @@ def firewall_hint() -> str:
     )
 
 
-def _why_not(station: RankEndpoint, *, deadline_s: float) -> str:
+def _why_not(endpoint: RankEndpoint, *, deadline_s: float) -> str:
     try:
-        with socket.create_connection((station.address, station.port), timeout=deadline_s):
+        with socket.create_connection((endpoint.address, endpoint.port), timeout=deadline_s):
             return ""
     except TimeoutError:
         return f"the connection timed out after {deadline_s:g} s"

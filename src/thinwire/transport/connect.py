@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,8 @@ from thinwire.transport.addresses import (
 )
 from thinwire.transport.process_group import ProcessGroupTransport
 from thinwire.transport.recording import RecordingTransport
-from thinwire.transport.rendezvous import Meeting, open_file_store, open_store, prefixed
-from thinwire.transport.secret import Secret, need_pyzmq, read_secret
+from thinwire.transport.rendezvous import POLL_S, Rendezvous, open_file_store, open_store, prefixed
+from thinwire.transport.secret import SECRET_BYTES, Secret, need_pyzmq, read_secret
 from thinwire.transport.tcp_stats import LocalSockets
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 REACH_S = 5.0
+# Results of an active test travel over the rendezvous of a partial job.
+MAX_PARTIAL_TEXT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +71,26 @@ class JobPlace:
 
 
 class _Stores:
-    """The stores this process met the others in, kept until it ends.
+    """Stores of this process's jobs, kept until the process ends.
 
     A process may join, close and join again. A store that ended with its first group would leave a fast rank in the
-    old store while rank 0 opens the next; so it stays, and the meetings in it are numbered.
+    old store while rank 0 opens the next; so it stays, and each rendezvous in it has a number of its own.
     """
 
     def __init__(self) -> None:
         self._found: dict[str, Any] = {}
-        self._meetings: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def open(self, place: JobPlace, *, serve: bool, deadline_s: float) -> tuple[Any, str]:
-        """Return the store at a place and the prefix of its next meeting."""
+        """Return the store at a place and the prefix of its next rendezvous."""
         if place.name not in self._found:
             self._found[place.name] = (
                 open_file_store(place.rendezvous_file, world_size=place.world_size)
                 if place.rendezvous_file
                 else open_store(place.master_address, place.master_port, serve=serve, deadline_s=deadline_s)
             )
-        number = self._meetings[place.prefix]
-        self._meetings[place.prefix] += 1
+        number = self._counts[place.prefix]
+        self._counts[place.prefix] += 1
         return self._found[place.name], f"{place.prefix}/{number}"
 
 
@@ -259,14 +262,14 @@ def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: 
     interface = interface_of(address)
     if place.rendezvous_file:
         keep_nccl_on_loopback()
-    meeting, store, prefix = _meet(place, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
+    rendezvous, store, prefix = _meet(place, ranks_per_replica=ranks_per_replica, deadline_s=deadline_s)
     try:
         # No accept is needed: the kernel completes connections up to the backlog.
         with listen(address, backlog=place.world_size + 1) as listener:
-            own = _station(place, address, port=listener.getsockname()[1], ranks_per_replica=ranks_per_replica)
-            stations = _introduce(own, meeting, ranks_per_replica=ranks_per_replica)
+            own = _endpoint(place, address, port=listener.getsockname()[1], ranks_per_replica=ranks_per_replica)
+            endpoints = _exchange_endpoints(own, rendezvous, ranks_per_replica=ranks_per_replica)
     finally:
-        meeting.part()
+        rendezvous.leave(place.world_size)
     with gloo_on(interface), _naming_failures(address):
         # Both sides of a GPU replica: messages from host memory, the user's own collectives on the device.
         both = torch.cuda.is_available() and dist.is_nccl_available()
@@ -278,7 +281,7 @@ def _join(place: JobPlace, address: str, *, ranks_per_replica: int, deadline_s: 
             timeout=timedelta(seconds=deadline_s),
         )
         try:
-            sockets = LocalSockets({station.rank: station.address for station in stations})
+            sockets = LocalSockets({endpoint.rank: endpoint.address for endpoint in endpoints})
             return _own_group(
                 ranks_per_replica, interface, deadline_s=deadline_s, made_default=True, sockets=sockets
             )  # fmt: skip
@@ -292,42 +295,42 @@ def _join_by_wire(place: JobPlace, address: str, secret: Secret, *, deadline_s: 
     from thinwire.transport.wire.wire_transport import WireTransport
 
     end = time.monotonic() + deadline_s
-    meeting, _, _ = _meet(place, ranks_per_replica=1, deadline_s=deadline_s)
+    rendezvous, _, _ = _meet(place, ranks_per_replica=1, deadline_s=deadline_s)
     transport = WireTransport(replica=place.rank, num_replicas=place.world_size, secret=secret, address=address)
     try:
-        own = _station(place, address, port=transport.port, ranks_per_replica=1, secret=secret.fingerprint)
-        stations = _introduce(own, meeting, ranks_per_replica=1)
-        below = {s.rank: Address(host=s.address, port=s.port) for s in stations if s.rank < place.rank}
+        own = _endpoint(place, address, port=transport.port, ranks_per_replica=1, secret=secret.fingerprint)
+        endpoints = _exchange_endpoints(own, rendezvous, ranks_per_replica=1)
+        below = {s.rank: Address(host=s.address, port=s.port) for s in endpoints if s.rank < place.rank}
         try:
             transport.dial(below, deadline_s=max(0.0, end - time.monotonic()))
         except ConnectError as error:
-            meeting.fail(str(error))
-        meeting.leave("joined", "")
-        meeting.collect("joined")
+            rendezvous.fail(str(error))
+        rendezvous.post(f"joined/{place.rank}", "")
+        rendezvous.collect_all("joined")
     except BaseException:
         transport.close()
         raise
     finally:
-        meeting.part()
+        rendezvous.leave(place.world_size)
     return transport
 
 
-def _meet(place: JobPlace, *, ranks_per_replica: int, deadline_s: float) -> tuple[Meeting, Any, str]:
+def _meet(place: JobPlace, *, ranks_per_replica: int, deadline_s: float) -> tuple[Rendezvous, Any, str]:
     end = time.monotonic() + deadline_s
     serve = place.rank == 0 and not place.agent_serves_store
     store, prefix = stores.open(place, serve=serve, deadline_s=deadline_s)
-    meeting = Meeting(
-        prefixed(store, f"{prefix}/meeting"),
+    rendezvous = Rendezvous(
+        prefixed(store, f"{prefix}/rendezvous"),
         rank=place.rank,
         world_size=place.world_size,
         ranks_per_replica=ranks_per_replica,
         deadline_s=max(0.0, end - time.monotonic()),
         place=place.name,
     )
-    return meeting, store, prefix
+    return rendezvous, store, prefix
 
 
-def _station(place: JobPlace, address: str, *, port: int, ranks_per_replica: int, secret: str = "") -> RankEndpoint:
+def _endpoint(place: JobPlace, address: str, *, port: int, ranks_per_replica: int, secret: str = "") -> RankEndpoint:
     return RankEndpoint(
         rank=place.rank,
         replica=place.rank // ranks_per_replica,
@@ -339,31 +342,33 @@ def _station(place: JobPlace, address: str, *, port: int, ranks_per_replica: int
     )
 
 
-def _introduce(own: RankEndpoint, meeting: Meeting, *, ranks_per_replica: int) -> list[RankEndpoint]:
+def _exchange_endpoints(own: RankEndpoint, rendezvous: Rendezvous, *, ranks_per_replica: int) -> list[RankEndpoint]:
     """Exchange addresses and prove that every host reaches every other, before anything else is tried."""
-    meeting.leave("station", own.to_json())
-    stations = [RankEndpoint.from_json(note, rank=rank) for rank, note in enumerate(meeting.collect("station"))]
-    problem = _odd_one_out(stations, ranks_per_replica=ranks_per_replica) or first_unreachable(
-        own, stations, deadline_s=REACH_S
+    rendezvous.post(f"endpoint/{own.rank}", own.to_json())
+    endpoints = [
+        RankEndpoint.from_json(text, rank=rank) for rank, text in enumerate(rendezvous.collect_all("endpoint"))
+    ]
+    problem = _misconfigured(endpoints, ranks_per_replica=ranks_per_replica) or first_unreachable(
+        own, endpoints, deadline_s=REACH_S
     )
-    meeting.leave("verdict", problem)
-    for verdict in meeting.collect("verdict"):
+    rendezvous.post(f"verdict/{own.rank}", problem)
+    for verdict in rendezvous.collect_all("verdict"):
         if verdict:
             raise ConnectError(verdict)
-    return stations
+    return endpoints
 
 
-def _odd_one_out(stations: list[RankEndpoint], *, ranks_per_replica: int) -> str:
-    for station in stations:
-        if station.replica != station.rank // ranks_per_replica:
+def _misconfigured(endpoints: list[RankEndpoint], *, ranks_per_replica: int) -> str:
+    for endpoint in endpoints:
+        if endpoint.replica != endpoint.rank // ranks_per_replica:
             return (
-                f"rank {station.rank} takes itself for part of replica {station.replica}, expected "
-                f"{station.rank // ranks_per_replica}: give every rank the same ranks_per_replica"
+                f"rank {endpoint.rank} considers itself part of replica {endpoint.replica}, expected "
+                f"{endpoint.rank // ranks_per_replica}: give every rank the same ranks_per_replica"
             )
-        if station.secret != stations[0].secret:
+        if endpoint.secret != endpoints[0].secret:
             return (
-                f"rank {station.rank} on host {station.hostname} and rank 0 on host {stations[0].hostname} do not have "
-                f"the same secret; give every rank the same secret file (--secret), or none"
+                f"rank {endpoint.rank} on host {endpoint.hostname} and rank 0 on host {endpoints[0].hostname} do not "
+                f"have the same secret; give every rank the same secret file (--secret), or none"
             )
     return ""
 
@@ -419,3 +424,165 @@ def _naming_failures(where: str) -> Iterator[None]:
     except RuntimeError as error:
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConnectError(f"gloo could not join the ranks from {where}: {first_line}; {firewall_hint()}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialJob:
+    """A job of which some ranks or connections may be missing.
+
+    Attributes:
+        rank: This rank.
+        world_size: How many were expected.
+        rendezvous: Texts between its ranks.
+        endpoints: By rank; only of ranks that came.
+        transport: Between them; not all may be connected.
+        connected: Ranks that this rank is connected to.
+        connect_s: Seconds until the last of them was connected.
+    """
+
+    rank: int
+    world_size: int
+    rendezvous: Rendezvous
+    endpoints: Mapping[int, RankEndpoint]
+    transport: WireTransport
+    connected: tuple[int, ...] = field(default=())
+    connect_s: float = 0.0
+
+
+def connect_reachable(
+    *, interface: str | None = None, address: str | None = None, secret: Path | None = None, deadline_s: float = 60.0
+) -> PartialJob:
+    """Join the ranks of torchrun's environment; a rank that does not come or is not reached is left out.
+
+    `connect` refuses a job in which one host does not reach another; a test that looks for that fault must not. The
+    ranks agree over the store at MASTER_ADDR, which each must reach, and talk over an open `WireTransport`, whose
+    connections come up and fail one by one.
+
+    Args:
+        interface: Network interface whose address the others shall use.
+        address: Or that address.
+        secret: The job's secret, the same file on all hosts. Without one, rank 0 makes a key for this job and posts it
+            in the store, where any process that reaches the store can read it.
+        deadline_s: Seconds that ranks may come one after another.
+
+    Returns:
+        The same endpoints on all ranks; the caller closes the transport and leaves the rendezvous.
+
+    Raises:
+        MissingExtra: pyzmq is not installed.
+        ValueError: A bad argument, or an incomplete environment.
+        ConnectError: The store is not reached, or ranks hold other secrets.
+    """
+    from thinwire.transport.wire.wire_transport import WireTransport
+
+    if interface is not None and address is not None:
+        raise ValueError(f"give interface or address, not both, got interface={interface!r} and address={address!r}")
+    need_pyzmq()
+    own_secret = None if secret is None else read_secret(secret)
+    place = job_place()
+    if place is None:
+        raise ValueError("no other rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set; start by torchrun")
+    own_address = address_at(place, interface=interface, address=address)
+    serve = place.rank == 0 and not place.agent_serves_store
+    store, prefix = stores.open(place, serve=serve, deadline_s=deadline_s)
+    store.set_timeout(timedelta(seconds=deadline_s))
+    rendezvous = Rendezvous(
+        prefixed(store, f"{prefix}/partial"), rank=place.rank, world_size=place.world_size, place=place.name,
+        max_bytes=MAX_PARTIAL_TEXT_BYTES,
+    )  # fmt: skip
+    rendezvous.promise(deadline_s)
+    key = own_secret or _shared_key(rendezvous, deadline_s=deadline_s)
+    transport = WireTransport(
+        replica=place.rank, num_replicas=place.world_size, secret=key, address=own_address, is_open=True
+    )
+    try:
+        fingerprint = "" if own_secret is None else own_secret.fingerprint
+        own = _endpoint(place, own_address, port=transport.port, ranks_per_replica=1, secret=fingerprint)
+        endpoints = _gather_endpoints(own, rendezvous, deadline_s=deadline_s)
+        connected, connect_s = _dial_all(transport, endpoints, rank=place.rank)
+    except BaseException:
+        transport.close()
+        raise
+    return PartialJob(
+        rank=place.rank, world_size=place.world_size, rendezvous=rendezvous, endpoints=endpoints, transport=transport,
+        connected=connected, connect_s=connect_s,
+    )  # fmt: skip
+
+
+def _shared_key(rendezvous: Rendezvous, *, deadline_s: float) -> Secret:
+    if rendezvous.rank == 0:
+        rendezvous.post("key", secrets.token_bytes(SECRET_BYTES).hex())
+    try:
+        key = bytes.fromhex(_from_rank_0(rendezvous, "key", deadline_s=deadline_s))
+    except ValueError:
+        key = b""
+    if len(key) != SECRET_BYTES:
+        raise ConnectError("rank 0 posted a key that is none; run the same thinwire on all hosts")
+    return Secret(key=key)
+
+
+def _from_rank_0(rendezvous: Rendezvous, key: str, *, deadline_s: float) -> str:
+    """Return a text of rank 0, which may not have begun yet."""
+    end = time.monotonic() + deadline_s
+    while (text := rendezvous.read(key)) is None:
+        if time.monotonic() > end:
+            raise ConnectError(f"rank 0 did not begin within {deadline_s:g} s; start it, and see its log")
+        time.sleep(POLL_S)
+    return text
+
+
+def _gather_endpoints(own: RankEndpoint, rendezvous: Rendezvous, *, deadline_s: float) -> dict[int, RankEndpoint]:
+    """Return the endpoints of all ranks that came in time, as rank 0 saw it."""
+    rendezvous.post(f"endpoint/{own.rank}", own.to_json())
+    rendezvous.promise(2 * deadline_s)
+    if own.rank == 0:
+        end, present = time.monotonic() + deadline_s, {0}
+        while len(present) < rendezvous.world_size and time.monotonic() < end:
+            present |= {r for r in range(rendezvous.world_size) if rendezvous.read(f"endpoint/{r}") is not None}
+            time.sleep(POLL_S)
+        rendezvous.post("present", " ".join(map(str, sorted(present))))
+    _from_rank_0(rendezvous, "endpoint/0", deadline_s=deadline_s)
+    ranks = _present_ranks(rendezvous.wait_for("present", whom=0), world_size=rendezvous.world_size)
+    endpoints = {
+        rank: RankEndpoint.from_json(rendezvous.read(f"endpoint/{rank}") or "", rank=rank) for rank in sorted(ranks)
+    }
+    if own.rank not in endpoints:
+        raise ConnectError(
+            f"rank {own.rank} came after the others had begun; start all within {deadline_s:g} s (--deadline)"
+        )
+    if problem := _misconfigured(list(endpoints.values()), ranks_per_replica=1):
+        raise ConnectError(problem)
+    return endpoints
+
+
+def _present_ranks(text: str, *, world_size: int) -> list[int]:
+    """Read rank 0's list of the ranks that came.
+
+    Raises:
+        ConnectError: It is no such list, or lacks rank 0, which wrote it.
+    """
+    words = text.split()
+    # the length is checked first: Python refuses to convert thousands of digits
+    is_list = all(word.isascii() and word.isdecimal() and len(word) < 10 for word in words)
+    ranks = [int(word) for word in words] if is_list else []
+    if 0 not in ranks or any(rank >= world_size for rank in ranks):
+        raise ConnectError("rank 0 posted a list of ranks that is none; run the same thinwire on all hosts")
+    return ranks
+
+
+def _dial_all(
+    transport: WireTransport, endpoints: Mapping[int, RankEndpoint], *, rank: int
+) -> tuple[tuple[int, ...], float]:
+    """Dial all others; wait at most ten times as long as the slowest that answered took, and at least 5 s."""
+    others = sorted(set(endpoints) - {rank})
+    began_s, latest_s, count = time.monotonic(), 0.0, 0
+    for peer in others:
+        place = Address(host=endpoints[peer].address, port=endpoints[peer].port)
+        transport.add(peer, address=place if peer < rank else None)
+    while True:
+        connected = transport.wait_until_connected(others, deadline_s=0.1)
+        elapsed_s = time.monotonic() - began_s
+        if len(connected) > count:
+            count, latest_s = len(connected), elapsed_s
+        if len(connected) == len(others) or elapsed_s > max(REACH_S, 10 * latest_s):
+            return connected, latest_s

@@ -1,17 +1,18 @@
-"""Rendezvous of a run's ranks before there is a connection: JSON notes on a store that all of them reach.
+"""Rendezvous of a run's ranks before they are connected: short texts in a store that all of them reach.
 
-torch's own joining says "timed out" where a rank is missing. Here every rank leaves notes under its own number, so that
-who is missing has a name, and one rank's failure is told to all, so that every log holds the same reason.
+torch's own rendezvous reports "timed out" if a rank is missing. Here every rank posts texts under its own number, so
+that a missing rank is named, and one rank's failure reaches all, so that every log holds the same reason.
 """
 
 from __future__ import annotations
 
 import errno
 import ipaddress
+import math
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +22,11 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from thinwire.errors import ConnectError
 
 T = TypeVar("T")
+MAX_TEXT_BYTES = 1 << 16
+# A heartbeat may be late by this: the store answers in round trips, and processors are busy.
+GRACE_S = 5.0
 POLL_S = 0.05
-FAREWELL_S = 2.0
-MOST_NOTE_BYTES = 1 << 16
+_PROMISE_AGAIN_S, _PROMISED_S, _MAX_PROMISED_S = 1.0, 3.0, 3600.0
 
 
 def open_store(host: str, port: int, *, serve: bool, deadline_s: float) -> TCPStore:
@@ -98,16 +101,17 @@ def open_file_store(path: str, *, world_size: int) -> FileStore:
     return FileStore(path, world_size)
 
 
-class Meeting:
-    """The notes of all ranks.
+class Rendezvous:
+    """Texts that ranks post for each other, and heartbeats that tell a stopped rank from a busy one.
 
     Args:
-        store: A store that all ranks share and that holds no notes of an earlier meeting.
+        store: A store that all ranks share and that holds no texts of an earlier rendezvous.
         rank: This rank.
         world_size: How many ranks are expected.
-        ranks_per_replica: To name the replica of a missing rank.
-        deadline_s: Seconds each rank has to leave the note that is waited for.
         place: What the store is called in an error's text.
+        ranks_per_replica: To name the replica of a missing rank.
+        deadline_s: Seconds each rank has to post a text that `collect_all` waits for.
+        max_bytes: The most that a text may have.
     """
 
     def __init__(
@@ -116,88 +120,162 @@ class Meeting:
         *,
         rank: int,
         world_size: int,
-        ranks_per_replica: int,
-        deadline_s: float,
         place: str,
+        ranks_per_replica: int = 1,
+        deadline_s: float = math.inf,
+        max_bytes: int = MAX_TEXT_BYTES,
     ) -> None:
+        self.rank = rank
+        self.world_size = world_size
         self._store = store
-        self._rank = rank
-        self._world_size = world_size
+        self._place = place
         self._ranks_per_replica = ranks_per_replica
         self._deadline_s = deadline_s
-        self._place = place
+        self._max_bytes = max_bytes
+        self._num_heartbeats = 0
+        self._last_heartbeats: dict[int, tuple[str, float]] = {}  # the text, and when it was first seen here
 
-    def leave(self, topic: str, text: str) -> None:
-        """Leave this rank's note on a topic."""
-        self._ask(lambda: self._store.set(f"{topic}/{self._rank}", text))
-
-    def collect(self, topic: str) -> list[str]:
-        """Wait for the notes of all ranks on a topic and return them in order of rank.
+    def post(self, key: str, text: str) -> None:
+        """Post a text.
 
         Raises:
-            ConnectError: A rank left none in time, or another rank gave up.
+            ConnectError: The store does not answer.
+        """
+        self._call(lambda: self._store.set(key, text))
+
+    def read(self, key: str) -> str | None:
+        """Return a text, or None if it was not posted yet.
+
+        Raises:
+            ConnectError: The store does not answer, or the text is too long.
+        """
+        if not self._call(lambda: self._store.check([key])):
+            return None
+        raw: bytes = self._call(lambda: self._store.get(key))
+        if len(raw) > self._max_bytes:
+            raise ConnectError(
+                f"a text at {self._place} has {len(raw)} bytes, at most {self._max_bytes} are allowed; run the same "
+                f"thinwire on all hosts, and keep others away from that port"
+            )
+        text = raw.decode(errors="replace")
+        # any process that reaches the store can write there, and the text is shown: a terminal must not obey it
+        return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
+
+    def collect_all(self, topic: str) -> list[str]:
+        """Wait for the texts of all ranks on a topic, and return them in order of rank.
+
+        Raises:
+            ConnectError: A rank posted none in time, or another rank gave up.
         """
         end = time.monotonic() + self._deadline_s
-        absent = set(range(self._world_size))
-        while absent:
-            absent = {rank for rank in absent if not self._exists(f"{topic}/{rank}")}
-            if self._exists("failure"):
-                raise ConnectError(self._read("failure"))
-            if absent and time.monotonic() > end:
-                self.fail(self._missing(sorted(absent), topic))
-            time.sleep(POLL_S if absent else 0.0)
-        return [self._read(f"{topic}/{rank}") for rank in range(self._world_size)]
+        found: dict[int, str] = {}
+        while absent := [rank for rank in range(self.world_size) if rank not in found]:
+            for rank in absent:
+                if (text := self.read(f"{topic}/{rank}")) is not None:
+                    found[rank] = text
+            if (failure := self.read("failure")) is not None:
+                raise ConnectError(failure)
+            if len(found) < self.world_size:
+                if time.monotonic() > end:
+                    self.fail(self._missing([rank for rank in absent if rank not in found], topic))
+                time.sleep(POLL_S)
+        return [found[rank] for rank in range(self.world_size)]
 
     def fail(self, text: str) -> None:
-        """Tell every rank that the run cannot start, and raise it here.
+        """Let every rank know that the run cannot start, and raise it here.
 
         Raises:
             ConnectError: Always.
         """
-        self._ask(lambda: self._store.set("failure", text))
+        self.post("failure", text)
         raise ConnectError(text)
 
-    def part(self) -> None:
-        """Leave; rank 0, which may hold the store, lets the others read what they came for first."""
-        try:
-            left = self._store.add("parted", 1)
-            end = time.monotonic() + FAREWELL_S
-            while self._rank == 0 and left < self._world_size and time.monotonic() < end:
-                time.sleep(POLL_S)
-                left = self._store.add("parted", 0)
-        except RuntimeError:
-            return  # the store is gone, and so is everybody who could be waiting on it
+    def promise(self, seconds: float) -> None:
+        """Post a heartbeat: the next one follows within so many seconds."""
+        self._num_heartbeats += 1
+        self.post(f"beat/{self.rank}", f"{self._num_heartbeats} {seconds:.3f}")
 
-    def _exists(self, key: str) -> bool:
-        found: bool = self._ask(lambda: self._store.check([key]))
+    def is_silent(self, rank: int) -> bool:
+        """Return whether a rank's next heartbeat is overdue."""
+        now_s, text = time.monotonic(), self.read(f"beat/{rank}") or ""
+        last = self._last_heartbeats.get(rank)
+        if last is None or last[0] != text:
+            self._last_heartbeats[rank] = (text, now_s)
+            return False
+        return now_s - last[1] > _promised_s(text) + GRACE_S
+
+    def collect_responsive(self, topic: str, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the texts of ranks on a topic; ranks that go silent are left out."""
+        missing, found, promised_s = set(ranks), dict[int, str](), -math.inf
+        while missing:
+            for rank in sorted(missing):
+                text = self.read(f"{topic}/{rank}")
+                if text is not None:
+                    found[rank] = text
+                if text is not None or (rank != self.rank and self.is_silent(rank)):
+                    missing.discard(rank)
+            if missing:
+                promised_s = self._wait_a_little(promised_s)
         return found
 
-    def _read(self, key: str) -> str:
-        text: bytes = self._ask(lambda: self._store.get(key))
-        if len(text) > MOST_NOTE_BYTES:
-            raise ConnectError(
-                f"a note at {self._place} has {len(text)} bytes, at most {MOST_NOTE_BYTES} are allowed; run the same "
-                f"thinwire on all hosts, and keep others away from that port"
-            )
-        # whoever reaches the store can write there, and the text is shown: a terminal must not obey it
-        return "".join(letter if letter.isprintable() else "?" for letter in text.decode(errors="replace"))
+    def wait_for(self, key: str, *, whom: int) -> str:
+        """Return a text of a rank as soon as it is posted.
 
-    def _ask(self, question: Callable[[], T]) -> T:
+        Raises:
+            ConnectError: That rank went silent.
+        """
+        promised_s = -math.inf
+        while (text := self.read(key)) is None:
+            if self.is_silent(whom):
+                raise ConnectError(f"rank {whom}, which leads the test, has stopped; see its log")
+            promised_s = self._wait_a_little(promised_s)
+        return text
+
+    def leave(self, num_ranks: int, *, wait_s: float = 2.0) -> None:
+        """Leave; rank 0, which may serve the store, first waits until the others have read what they need."""
+        try:
+            left = self._store.add("left", 1)
+            end = time.monotonic() + wait_s
+            while self.rank == 0 and left < num_ranks and time.monotonic() < end:
+                time.sleep(POLL_S)
+                left = self._store.add("left", 0)
+        except RuntimeError:
+            return  # the store is gone, and so is every rank that could wait for it
+
+    def _wait_a_little(self, promised_s: float) -> float:
+        """Sleep, and post a heartbeat if the last one is a while ago; return when the last one was posted."""
+        if time.monotonic() - promised_s > _PROMISE_AGAIN_S:
+            self.promise(_PROMISED_S)
+            promised_s = time.monotonic()
+        time.sleep(POLL_S / 2)
+        return promised_s
+
+    def _call(self, question: Callable[[], T]) -> T:
         try:
             return question()
         except RuntimeError as error:
             raise ConnectError(
-                f"the meeting point {self._place} went away while the ranks were joining; see the log of rank 0"
+                f"the meeting point {self._place} does not answer any more; see the log of rank 0, and whether this "
+                f"host still reaches it"
             ) from error
 
     def _missing(self, ranks: list[int], topic: str) -> str:
         names = ", ".join(f"rank {rank} (replica {rank // self._ranks_per_replica})" for rank in ranks)
-        if topic == "station":
+        if topic == "endpoint":
             return (
-                f"{names} did not come to {self._place} within {self._deadline_s:g} s; {self._world_size} ranks are "
+                f"{names} did not come to {self._place} within {self._deadline_s:g} s; {self.world_size} ranks are "
                 f"expected: start each with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and see its log"
             )
         return f"{names} came, but did not answer within {self._deadline_s:g} s while joining; see its log"
+
+
+def _promised_s(text: str) -> float:
+    """Return the seconds that a heartbeat promises; a peer's text is untrusted."""
+    try:
+        seconds = float(text.split()[1])
+    except (IndexError, ValueError):
+        return 0.0
+    return min(seconds, _MAX_PROMISED_S) if seconds >= 0 else 0.0
 
 
 def prefixed(store: Any, prefix: str) -> Store:

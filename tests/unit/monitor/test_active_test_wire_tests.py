@@ -33,12 +33,13 @@ from thinwire.monitor.active_test.wire_tests import (
     rounds_of,
     seconds_of,
 )
-from thinwire.transport import lossy_rendezvous as boards
+from thinwire.transport import rendezvous as rendezvous_module
 from thinwire.transport.addresses import Address, RankEndpoint
 from thinwire.transport.base import Transport
+from thinwire.transport.connect import PartialJob
 from thinwire.transport.faulty import Fault, FaultyTransport
 from thinwire.transport.loopback import LoopbackTransport
-from thinwire.transport.lossy_rendezvous import Board, PartialJob
+from thinwire.transport.rendezvous import Rendezvous
 from thinwire.transport.secret import Secret
 from thinwire.transport.wire.wire_transport import WireTransport
 
@@ -152,7 +153,7 @@ def job(
         monkeypatch.setattr(ActiveRank, "_loopback", lambda rank, plan, number: {"rate": 1e9})
     monkeypatch.setattr(active_wires, "FIRST_DEADLINE_S", 0.4)
     monkeypatch.setattr(active_test, "FIRST_DEADLINE_S", 0.4)
-    monkeypatch.setattr(boards, "GRACE_S", 0.3)
+    monkeypatch.setattr(rendezvous_module, "GRACE_S", 0.3)
     monkeypatch.setattr(active_test, "_LEAST_S", 0.01)
     store = HashStore()
     here = [rank for rank in range(RANKS) if rank not in absent]
@@ -172,8 +173,8 @@ def job(
     try:
         gatherings = [
             PartialJob(
-                rank=rank, world_size=RANKS, stations=stations, transport=wrap(wires[rank]),  # type: ignore[arg-type]
-                board=Board(store, rank=rank, world_size=RANKS, place="here"),
+                rank=rank, world_size=RANKS, endpoints=stations, transport=wrap(wires[rank]),  # type: ignore[arg-type]
+                rendezvous=Rendezvous(store, rank=rank, world_size=RANKS, place="here"),
                 connected=wires[rank].wait_until_connected([peer for peer in here if peer != rank], deadline_s=10),
             )
             for rank in here
@@ -232,10 +233,10 @@ def test_a_rank_that_stops_or_never_came_is_named_and_the_others_go_on(monkeypat
 
 
 def test_a_rank_whose_leader_has_gone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boards, "GRACE_S", 0.1)
-    board = Board(HashStore(), rank=1, world_size=2, place="here")
+    monkeypatch.setattr(rendezvous_module, "GRACE_S", 0.1)
+    board = Rendezvous(HashStore(), rank=1, world_size=2, place="here")
     with pytest.raises(ConnectError, match="rank 0, which leads the test, has stopped"):
         board.wait_for("plan/1", whom=0)
-    board.leave("said/1/1", json.dumps({}))
-    assert board.collect("said/1", [0, 1]) == {1: "{}"}
+    board.post("said/1/1", json.dumps({}))
+    assert board.collect_responsive("said/1", [0, 1]) == {1: "{}"}
     assert threading.active_count() < 50

@@ -6,11 +6,11 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from thinwire.errors import ConnectError
 from thinwire.transport import addresses

@@ -47,7 +47,7 @@ from thinwire.monitor.active_test.wire_tests import (
 )
 from thinwire.monitor.findings import Finding
 from thinwire.transport.addresses import Address, clock_name
-from thinwire.transport.lossy_rendezvous import PartialJob
+from thinwire.transport.connect import PartialJob
 from thinwire.transport.secret import SECRET_BYTES, Secret
 
 _NUMBERS = 1 << 16
@@ -58,7 +58,7 @@ class ActiveRank:
     """Executes the plans of rank 0, and reports the results."""
 
     def __init__(self, gathering: PartialJob) -> None:
-        self._own, self._board, self._transport = gathering.rank, gathering.board, gathering.transport
+        self._own, self._board, self._transport = gathering.rank, gathering.rendezvous, gathering.transport
         self._gathering = gathering
 
     def follow_plans(self) -> int:
@@ -83,7 +83,7 @@ class ActiveRank:
             )
         self._board.promise(FIRST_DEADLINE_S)
         note = action(plan, number * _NUMBERS)
-        self._board.leave(f"result/{number}/{self._own}", json.dumps(note))
+        self._board.post(f"result/{number}/{self._own}", json.dumps(note))
 
     def _hello(self, plan: Mapping[str, Any], number: int) -> dict[str, Any]:
         return {"clock": clock_name(), "connected": list(self._gathering.connected)}
@@ -229,7 +229,7 @@ class _Leader:
         self._gathering, self._rank, self._log = gathering, rank, report
         self._expect = expect_bits_per_s
         self._number = 0
-        stations = gathering.stations
+        stations = gathering.endpoints
         self._alive = sorted(stations)
         hosts = [stations[rank].hostname if rank in stations else "" for rank in range(gathering.world_size)]
         kernels = [stations[rank].host if rank in stations else "" for rank in range(gathering.world_size)]
@@ -273,7 +273,7 @@ class _Leader:
         """Send the last plan."""
         self._number += 1
         plan = {"do": "end", "num_findings": num_findings}
-        self._gathering.board.leave(f"plan/{self._number}", json.dumps(plan))
+        self._gathering.rendezvous.post(f"plan/{self._number}", json.dumps(plan))
 
     def _is_open(self, cell: Cell) -> bool:
         found = self._found.pairs.get(cell)
@@ -287,11 +287,11 @@ class _Leader:
     def _ask(self, plan: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Send a plan to all ranks and return their results; silent ranks are left out from then on."""
         self._number += 1
-        board, number = self._gathering.board, self._number
+        board, number = self._gathering.rendezvous, self._number
         text = json.dumps(plan)
-        board.leave(f"plan/{number}", text)
+        board.post(f"plan/{number}", text)
         self._rank.do(json.loads(text), number)
-        texts = board.collect(f"result/{number}", self._alive)
+        texts = board.collect_responsive(f"result/{number}", self._alive)
         silent = [rank for rank in self._alive if rank not in texts]
         absent = {**self._found.absent, **dict.fromkeys(silent, f"fell silent during {plan['do']}")}
         self._found = replace(self._found, absent=absent)
@@ -386,7 +386,7 @@ class _Leader:
                 before = best.get((source, destination))
                 if flow is not None and (before is None or flow.seconds < before.seconds):
                     best[source, destination] = flow
-            if not set(self._gathering.stations) <= set(self._alive):
+            if not set(self._gathering.endpoints) <= set(self._alive):
                 break
         late = {
             cell: FlowTest(num_bytes=sizes[cell], seconds=limit_s) for cell in cells if set(cell) <= set(self._alive)
