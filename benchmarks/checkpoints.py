@@ -19,22 +19,22 @@ from typing import Any
 
 import torch
 
+from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.global_state import GlobalState
-from thinwire.training.checkpoints.state_files import StateFiles
 from thinwire.training.models import build_model
 
 
 class Timed:
     """Notes when each state was written."""
 
-    def __init__(self, files: StateFiles) -> None:
+    def __init__(self, files: CheckpointFiles) -> None:
         self._write = files.write
         self.spans: list[tuple[float, float]] = []
 
-    def __call__(self, state: GlobalState) -> None:
+    def __call__(self, *state: Any) -> None:
         began_s = time.perf_counter()
-        self._write(state)
+        self._write(*state)
         self.spans.append((began_s, time.perf_counter()))
 
 

@@ -12,6 +12,7 @@ import torch
 from thinwire.cli.checkpoints import main
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.global_state import GlobalState
+from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.run_identity import new_identity
 
 Output = pytest.CaptureFixture[str]
@@ -34,9 +35,9 @@ def test_steps_sizes_tokens_and_states_stand_in_a_table(tmp_path: Path, capsys: 
     write(tmp_path / "checkpoints", 100, 250)
     assert main([str(tmp_path)]) == 0
     head, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert head == ["step", "size", "tokens", "seen", "run", "state"]
+    assert head == ["step", "size", "tokens", "seen", "replica", "run", "state"]
     assert [row[0] for row in rows] == ["100", "250"]
-    assert rows[1][1] == "4.14" and rows[1][3:] == ["250", "k", "-", "complete,", "not", "verified"]
+    assert rows[1][1] == "4.14" and rows[1][3:] == ["250", "k", "all", "-", "complete,", "not", "verified"]
     assert main([str(tmp_path / "checkpoints"), "--verify"]) == 0
     assert capsys.readouterr().out.count(" verified") == 2
 
@@ -66,7 +67,14 @@ def test_a_program_gets_one_json_object(capsys: Output) -> None:
         first, second = told["checkpoints"]
         assert first["tokens"] is None
         assert second.pop("bytes") > 4000
-        assert second == {"step": 8, "tokens": 8000, "is_verified": is_verified, "problem": "", "run": None}
+        assert second == {
+            "step": 8,
+            "tokens": 8000,
+            "is_verified": is_verified,
+            "problem": "",
+            "run": None,
+            "replica": None,
+        }
 
 
 def test_the_run_that_wrote_a_checkpoint_stands_beside_it(tmp_path: Path, capsys: Output) -> None:
@@ -78,10 +86,22 @@ def test_the_run_that_wrote_a_checkpoint_stands_beside_it(tmp_path: Path, capsys
     assert json.loads(capsys.readouterr().out)["checkpoints"][0]["run"] == run.run
 
 
+def test_a_static_runs_checkpoints_are_listed_by_replica(tmp_path: Path, capsys: Output) -> None:
+    for replica in (0, 1):
+        identity = Identity(run="r", replica=replica, num_replicas=2, config_digest="d")
+        ReplicaCheckpoints(tmp_path, identity=identity).save({"w": torch.ones(9)}, step=30, drift_steps=0)
+    assert main([str(tmp_path), "--verify"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[-3:] for row in rows] == [["0", "r", "verified"], ["1", "r", "verified"]]
+    flip(tmp_path / "checkpoints" / "step-00000030" / "replica-1.safetensors")
+    assert main([str(tmp_path), "--verify"]) == 1
+    assert "replica-1.safetensors is damaged" in capsys.readouterr().out
+
+
 def test_a_folder_without_any_says_so_and_stdout_stays_empty(tmp_path: Path, capsys: Output) -> None:
     assert main([str(tmp_path)]) == 0
     told = capsys.readouterr()
-    assert told.out == "" and f"{tmp_path} holds no checkpoint of an elastic run" in told.err
+    assert told.out == "" and f"{tmp_path} holds no checkpoint" in told.err
     assert main([str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"place": str(tmp_path), "checkpoints": []}
 

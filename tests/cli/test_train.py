@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from thinwire.cli.main import main
-from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity
+from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig, config_text, resolve
 from thinwire.training.run_identity import new_identity, write_identity
 from thinwire.version import __version__
@@ -148,7 +148,7 @@ def stopped_run(tmp_path: Path) -> Path:
     for replica in (0, 1):
         identity = Identity(run=identity_of_run.run, replica=replica, num_replicas=2, config_digest=config.digest())
         for step in (10, 20):
-            Checkpoints(run, identity=identity).save({}, step=step, drift_steps=60)
+            ReplicaCheckpoints(run, identity=identity).save({}, step=step, drift_steps=60)
     return run
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_as_it_is(stopped_run: 
     (unreadable / "config.json").write_text('{"steps": "many"}')
     cases: list[tuple[list[str], int, str]] = [
         (["--resume", str(foreign)], 1, "is of another run: its config_digest"),
-        (["--resume", str(damaged)], 1, "replica-1.json or replica-1.safetensors beside it is corrupt"),
+        (["--resume", str(damaged)], 1, "replica-1.safetensors is damaged (its SHA-256 is wrong)"),
         (["--resume", str(unreadable)], 1, "steps must be int, got 'many'"),
         (["--resume", str(stopped_run), "--steps", "40"], 2, "--steps is 40, but"),
         (["--resume", str(stopped_run), "--lr=0.5"], 2, "a run goes on with its own options"),

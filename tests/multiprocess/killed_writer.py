@@ -19,17 +19,15 @@ from fsspec.implementations.local import LocalFileSystem
 
 import thinwire.files
 import thinwire.training.checkpoints.global_checkpoints as subject
-from thinwire.training.checkpoints import places, state_files, tensor_file
+from thinwire.training.checkpoints import checkpoint_files
 from thinwire.training.checkpoints.global_state import GlobalState, sha256
 
 WATCHED = {
     module.__file__
     for module in (
         thinwire.files,
-        places,
+        checkpoint_files,
         subject,
-        state_files,
-        tensor_file,
     )
 }
 
@@ -43,7 +41,7 @@ def state_of(step: int, **note: Any) -> GlobalState:
 def opened(kind: str, folder: Path, keep_last: int) -> subject.GlobalCheckpoints:
     checkpoints = subject.GlobalCheckpoints(folder, keep_last=keep_last)
     if kind == "url":
-        checkpoints._files = state_files.StateFiles(places.UrlPlace(LocalFileSystem(), str(folder)))
+        checkpoints._files = subject.global_files(checkpoint_files.UrlStorage(LocalFileSystem(), str(folder)))
     return checkpoints
 
 

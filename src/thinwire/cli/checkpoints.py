@@ -1,4 +1,4 @@
-"""`thinwire checkpoints PATH_OR_URL`: list and verification of an elastic run's checkpoints."""
+"""`thinwire checkpoints PATH_OR_URL`: list and verification of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json as json_format
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from rich.table import Table
@@ -17,10 +17,13 @@ from thinwire.cli.tables import plain, print_wide
 from thinwire.errors import CheckpointError
 from thinwire.units import format_bytes, format_count
 
+if TYPE_CHECKING:
+    from thinwire.training.checkpoints.checkpoint_files import CheckpointFiles
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsOptions:
-    """List an elastic run's checkpoints: step, size, tokens seen, and whether each is complete.
+    """List a run's checkpoints: step, size, tokens seen, and whether each is complete.
 
     The exit code is 1 where one is damaged or incomplete.
     """
@@ -44,6 +47,7 @@ class Listed:
         is_verified: Whether every file was read and is as it was written.
         problem: What is wrong with it, or an empty text.
         run: Id of the run that wrote it; None where it names none.
+        replica: The replica whose state it is; None for the state of an elastic run, which all replicas share.
     """
 
     step: int
@@ -52,6 +56,7 @@ class Listed:
     is_verified: bool
     problem: str
     run: str | None = None
+    replica: int | None = None
 
 
 @command("checkpoints")
@@ -62,16 +67,22 @@ def main(arguments: Sequence[str]) -> int:
         0, 1 where a checkpoint is damaged or the place cannot be read, 2 for wrong options.
     """
     options = parse_options(CheckpointsOptions, arguments, prog="thinwire checkpoints")
-    from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
+    from thinwire.training.checkpoints.checkpoint_files import open_storage
+    from thinwire.training.checkpoints.global_checkpoints import global_files
+    from thinwire.training.checkpoints.replica_checkpoints import replica_files
 
-    checkpoints = GlobalCheckpoints(_place(options.place))
-    found = [_listed(checkpoints, step, verify=options.verify) for step in checkpoints.steps()]
+    storage = open_storage(_place(options.place))
+    elastic = global_files(storage)
+    found = [_listed(elastic, step, verify=options.verify) for step in elastic.steps()]
+    for replica, files in replica_files(storage).items():
+        found += [_listed(files, step, verify=options.verify, replica=replica) for step in files.steps()]
+    found.sort(key=lambda one: one.step)
     if options.json:
-        print(json_format.dumps({"place": checkpoints.place, "checkpoints": [asdict(one) for one in found]}))
+        print(json_format.dumps({"place": storage.name, "checkpoints": [asdict(one) for one in found]}))
     elif found:
         print_wide(_table(found))
     else:
-        log(f"{printable(checkpoints.place)} holds no checkpoint of an elastic run", command="checkpoints")
+        log(f"{printable(storage.name)} holds no checkpoint", command="checkpoints")
     return int(any(one.problem for one in found))
 
 
@@ -85,12 +96,12 @@ def _place(text: str) -> str:
     return str(inner if inner.is_dir() else folder)
 
 
-def _listed(checkpoints: Any, step: int, *, verify: bool) -> Listed:
+def _listed(files: CheckpointFiles, step: int, *, verify: bool, replica: int | None = None) -> Listed:
     try:
-        found = checkpoints.describe(step)
+        found = files.describe(step)
     except CheckpointError as error:
-        return Listed(step=step, bytes=None, tokens=None, is_verified=False, problem=str(error))
-    problem = checkpoints.problem(step) if verify else ""
+        return Listed(step=step, bytes=None, tokens=None, is_verified=False, problem=str(error), replica=replica)
+    problem = files.problem(step) if verify else ""
     tokens = found.note.get("tokens")
     return Listed(
         step=step,
@@ -99,6 +110,7 @@ def _listed(checkpoints: Any, step: int, *, verify: bool) -> Listed:
         is_verified=verify and not problem,
         problem=problem,
         run=None if found.run is None else found.run["id"],
+        replica=replica,
     )
 
 
@@ -106,6 +118,7 @@ def _table(found: list[Listed]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("step", "size", "tokens seen"):
         table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("replica", no_wrap=True)
     table.add_column("run", no_wrap=True)
     table.add_column("state")
     for one in found:
@@ -113,6 +126,7 @@ def _table(found: list[Listed]) -> Table:
             str(one.step),
             "-" if one.bytes is None else format_bytes(one.bytes),
             "-" if one.tokens is None else format_count(one.tokens),
+            "all" if one.replica is None else str(one.replica),
             one.run or "-",
             plain(one.problem or ("verified" if one.is_verified else "complete, not verified")),
         )

@@ -14,7 +14,7 @@ from thinwire.version import __version__
 COMMANDS = {
     "train": "train one model on several replicas",
     "compare": "compare runs",
-    "checkpoints": "list an elastic run's checkpoints, and verify them",
+    "checkpoints": "list a run's checkpoints, and verify them",
     "methods": "list the methods",
     "bench": "compare methods on real sockets over thin wires",
     "probe": "measure the wires between hosts and each host's speed, as cluster.json",

@@ -21,7 +21,7 @@ from thinwire.errors import Stopped, ThinwireError, TransportError, WorkerFailed
 from thinwire.files import write_whole
 from thinwire.monitor.detect.hangs import HANGS
 from thinwire.monitor.runlog.writer import last_beat_s, write_obituary
-from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity, choose_step, look
+from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints, choose_step, verify_all
 from thinwire.training.config import TrainConfig
 from thinwire.training.run_identity import read_identity
 from thinwire.transport.addresses import RENDEZVOUS_FILE
@@ -100,7 +100,7 @@ def step_to_resume(config: TrainConfig) -> tuple[int, list[str]]:
         identity = Identity(
             run=run, replica=replica, num_replicas=config.num_replicas, config_digest=config.digest()
         )  # fmt: skip
-        found.append(look(Checkpoints(config.run_dir, identity=identity)))
+        found.append(verify_all(ReplicaCheckpoints(config.run_dir, identity=identity)))
     return choose_step(found)
 
 

@@ -18,7 +18,7 @@ from thinwire.monitor.record.recorder import Recorder
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.attempts import note_cost
 from thinwire.training.build import lr_factor
-from thinwire.training.checkpoints.checkpoint import Checkpoints
+from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import Watch
 from thinwire.training.metrics import Meter, ReplicaCounts
@@ -64,8 +64,8 @@ class Training:
 
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
-        held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: Checkpoints | None, device: torch.device,
-        watch: Watch | None = None, recorder: Recorder | None = None,
+        held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: ReplicaCheckpoints | None,
+        device: torch.device, watch: Watch | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.step = 0
         self._recorder = recorder

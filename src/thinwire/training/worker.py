@@ -15,7 +15,13 @@ from thinwire.files import write_whole
 from thinwire.monitor.record.recorder import Recorder, own_fault
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method, make_model, wanted_vocabulary
-from thinwire.training.checkpoints.checkpoint import Checkpoints, Found, Identity, choose_step, look
+from thinwire.training.checkpoints.replica_checkpoints import (
+    Found,
+    Identity,
+    ReplicaCheckpoints,
+    choose_step,
+    verify_all,
+)
 from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
@@ -198,16 +204,16 @@ class _Replica:
             recorder.close(error=why)
             meter.close()
 
-    def _checkpoints_of(self, run: RunIdentity) -> Checkpoints:
+    def _checkpoints_of(self, run: RunIdentity) -> ReplicaCheckpoints:
         identity = Identity(
             run=run.run, replica=self._transport.replica, num_replicas=self._transport.num_replicas,
             config_digest=self._config.digest(),
         )  # fmt: skip
-        return Checkpoints(self._config.run_dir, identity=identity)
+        return ReplicaCheckpoints(self._config.run_dir, identity=identity)
 
     def _open(self, warn: Callable[[str], None]) -> int:
         """Compare options and data, choose where to begin, and make the run's folder."""
-        found = look(self._checkpoints) if self._place.is_resumed else Found(good=(), bad={})
+        found = verify_all(self._checkpoints) if self._place.is_resumed else Found(good=(), bad={})
         note = {
             "options": _comparable(self._config),
             "corpus": self._corpus.sha256,

@@ -17,7 +17,7 @@ from thinwire.monitor.record.recorder import Recorder
 from thinwire.monitor.runlog.run_folder import read_files
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer
-from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity
+from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler
 from thinwire.training.loop import Training
@@ -63,7 +63,7 @@ def training_of(
     meter.train_step = lambda loss, tokens: seen(loss, tokens)  # type: ignore[method-assign]
     return Training(
         config, model=model, optimizer=optimizer, meter=meter, device=torch.device("cpu"), recorder=recorder,
-        checkpoints=Checkpoints(
+        checkpoints=ReplicaCheckpoints(
             run_dir, identity=Identity(run="r", replica=0, num_replicas=1, config_digest=config.digest())
         ),
         batches=Sampler(TOKENS, replica=0, num_replicas=1, batch_size=2, seq_len=SEQ_LEN, seed=0),

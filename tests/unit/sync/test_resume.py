@@ -16,7 +16,7 @@ from thinwire.methods import one_bit_adam, one_bit_lamb, zero_one_adam
 from thinwire.sync.method import Method
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method
-from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity
+from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler, validation_batches
 from thinwire.training.loop import Training
@@ -79,7 +79,7 @@ def run(config: TrainConfig, *, start: int = 0, stop: int | None = None) -> list
         optimizer = DistributedOptimizer(model, make_inner_optimizer(config, model), method=method, transport=transport)
         meter = Meter(config.run_dir, replica=transport.replica, log=transport.log)
         identity = Identity(run="r", replica=transport.replica, num_replicas=2, config_digest=config.digest())
-        checkpoints = Checkpoints(config.run_dir, identity=identity)
+        checkpoints = ReplicaCheckpoints(config.run_dir, identity=identity)
         training = Training(
             config, model=model, optimizer=optimizer, meter=meter, checkpoints=checkpoints, device=torch.device("cpu"),
             batches=Sampler(TOKENS, replica=transport.replica, num_replicas=2, batch_size=2, seq_len=8, seed=0),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from thinwire.errors import CheckpointError
-from thinwire.training.checkpoints.background_saves import BackgroundSaves
+from thinwire.training.checkpoints.global_checkpoints import BackgroundSaves
 from thinwire.training.checkpoints.global_state import GlobalState
 
 SOON_S = 120.0

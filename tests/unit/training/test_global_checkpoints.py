@@ -14,9 +14,9 @@ from torch import nn
 
 from tests.full_disk import file_size_limit
 from thinwire.errors import CheckpointError
+from thinwire.training.checkpoints.checkpoint_files import open_storage
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.global_state import GlobalState, sha256
-from thinwire.training.checkpoints.places import open_place
 
 FILES = ["checkpoint.json", "model.safetensors", "outer.safetensors"]
 numbers = itertools.count()
@@ -60,7 +60,7 @@ def is_same(first: GlobalState | None, second: GlobalState) -> bool:
 
 def change(url: str, step: int, file: str, damage: str) -> None:
     """Damage one file of a checkpoint, wherever it is."""
-    place = open_place(url)
+    place = open_storage(url)
     folder = f"step-{step:08d}"
     content = bytearray(b"".join(place.read(folder, file)))
     if damage == "missing":
@@ -81,7 +81,7 @@ def test_a_state_comes_back_bit_for_bit_from_every_place(url: str) -> None:
     assert is_same(again.latest().state, again.load(150)) and again.latest().warnings == ()
     assert again.describe(150).note["tokens"] == 64 * 150
     assert again.describe(150).num_bytes > state_of(150).num_bytes
-    assert sorted(open_place(url).sizes("step-00000150")) == FILES
+    assert sorted(open_storage(url).sizes("step-00000150")) == FILES
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -116,15 +116,15 @@ def test_where_nothing_verifies_the_run_does_not_begin_anew_in_silence(url: str)
     ("field", "value", "named"),
     [
         ("step", 4, "its step is 4, not 3"),
-        ("version", 1, "is of format version 1, and this thinwire reads 2"),
-        ("format", "thinwire-checkpoint", "its format is"),
+        ("version", 1, "is of format version 1, and this thinwire reads 3"),
+        ("format", "another-checkpoint", "its format is"),
         ("files", {}, "lacks a field"),
-        ("note", None, "lacks a field"),
-        ("note", {"a": float("nan")}, "holds no state: a note holds"),
+        ("state", None, "lacks a field"),
+        ("state", {"a": float("nan")}, "holds no state: a note holds"),
     ],
 )
 def test_a_json_that_says_something_else_is_refused(tmp_path: Path, field: str, value: Any, named: str) -> None:
-    from thinwire.training.checkpoints.checkpoint import body_sha256
+    from thinwire.training.checkpoints.checkpoint_files import body_sha256
 
     checkpoints = written(tmp_path, 3)
     path = tmp_path / "step-00000003" / "checkpoint.json"

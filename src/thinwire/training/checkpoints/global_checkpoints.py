@@ -1,22 +1,56 @@
 """Checkpoints of an elastic run: one state that replicas of any number go on from, and that plain PyTorch loads.
 
-At any instant, also where the writer is killed, a checkpoint either verifies or does not count. One process writes to a
-place at a time; any number may read.
+A step's folder holds `model.safetensors` (the global parameters by the model's names), `outer.safetensors` (the outer
+optimizer's state) and `checkpoint.json`; see `checkpoint_files`. One process writes to a place at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy as copying
+import threading
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from thinwire.errors import CheckpointError
-from thinwire.training.checkpoints.background_saves import BackgroundSaves
-from thinwire.training.checkpoints.checkpoint import reason_of
+from thinwire.training.checkpoints.checkpoint_files import (
+    CheckpointFiles,
+    Description,
+    ForeignCheckpoint,
+    Storage,
+    open_storage,
+    reason_of,
+)
 from thinwire.training.checkpoints.global_state import GlobalState
-from thinwire.training.checkpoints.places import open_place
-from thinwire.training.checkpoints.state_files import Description, ForeignCheckpoint, StateFiles
 from thinwire.training.run_identity import RunIdentity
+
+MODEL_FILE = "model.safetensors"
+OUTER_FILE = "outer.safetensors"
+JSON_FILE = "checkpoint.json"
+
+_Copies = dict[tuple[str, str], Tensor]
+
+
+def global_files(storage: Storage, *, run: RunIdentity | None = None) -> CheckpointFiles:
+    """Return the files of global states in a storage.
+
+    Args:
+        storage: The storage.
+        run: The run that reads and writes them: those of another one are refused. None reads every run's.
+    """
+
+    def foreign(body: Mapping[str, Any]) -> str:
+        return "" if run is None else run.foreign(body["run"])
+
+    return CheckpointFiles(
+        storage, json_file=JSON_FILE, tensor_files=(MODEL_FILE, OUTER_FILE),
+        header={"run": None if run is None else run.stamp()}, foreign=foreign,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,15 +77,15 @@ class GlobalCheckpoints:
         keep_every: Those whose step is a multiple of it stay too; None keeps no more.
         run: The run that writes and reads here: states of another run are refused. None, for a loop of your own, reads
             every run's.
-        on_warning: Is told in a line what went wrong with a save and what was left out, also by the thread that
-            writes. Without it, the next `save` or `wait` raises what went wrong.
+        on_warning: Takes a line for each save that failed or was left out, also from the thread that writes. Without
+            it, the next `save` or `wait` raises the failure.
 
     Attributes:
-        place: What the place is called in messages; without a URL's password.
+        place: Name of the place in messages; without a URL's password.
 
     Raises:
         ValueError: A number is out of its range, or the URL is of no known kind.
-        MissingExtra: The package for the URL is not installed; says which.
+        MissingExtra: The package for the URL is not installed; names it.
 
     Example:
         >>> checkpoints = GlobalCheckpoints("memory://example", keep_last=1)
@@ -72,10 +106,10 @@ class GlobalCheckpoints:
             raise ValueError(f"keep_last must be at least 1, got {keep_last}; a run goes on from what is kept")
         if keep_every is not None and keep_every < 1:
             raise ValueError(f"keep_every must be at least 1 step, got {keep_every}; None keeps the last only")
-        place = open_place(folder_or_url)
-        self.place = place.name
+        storage = open_storage(folder_or_url)
+        self.place = storage.name
         self._run = run
-        self._files = StateFiles(place, run=run)
+        self._files = global_files(storage, run=run)
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._saves = BackgroundSaves(self.write, on_warning=on_warning)
@@ -120,7 +154,8 @@ class GlobalCheckpoints:
                 other steps are untouched.
         """
         self._verified.discard(state.step)
-        self._files.write(state)
+        self._refuse_foreign()
+        self._files.write(state.step, {MODEL_FILE: state.parameters, OUTER_FILE: state.outer}, state.note)
         self._verified.add(state.step)
         try:
             self._prune(state.step)
@@ -131,7 +166,7 @@ class GlobalCheckpoints:
             ) from error
 
     def steps(self) -> list[int]:
-        """Return the steps whose checkpoints were brought to an end, in order, verified or not.
+        """Return the steps whose checkpoints were completed, in order, verified or not.
 
         Raises:
             CheckpointError: The place cannot be listed.
@@ -141,15 +176,13 @@ class GlobalCheckpoints:
     def problem(self, step: int) -> str:
         """Read all of a checkpoint and check its hashes; return what is wrong with it, or an empty text."""
         self._verified.discard(step)
-        try:
-            self._files.verify(step)
-        except CheckpointError as error:
-            return str(error)
-        self._verified.add(step)
-        return ""
+        problem = self._files.problem(step)
+        if not problem:
+            self._verified.add(step)
+        return problem
 
     def describe(self, step: int) -> Description:
-        """Read what a checkpoint says of itself; its files' sizes are checked, and their content is not.
+        """Read a checkpoint's JSON; its files' sizes are checked, and their content is not.
 
         Raises:
             CheckpointError: It is missing, incomplete or damaged; names the file.
@@ -162,7 +195,13 @@ class GlobalCheckpoints:
         Raises:
             CheckpointError: It is missing, incomplete or damaged; names the file.
         """
-        state = self._files.load(step)
+        tensors, note = self._files.load(step)
+        try:
+            state = GlobalState(step=step, parameters=tensors[MODEL_FILE], outer=tensors[OUTER_FILE], note=note)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self._files.path(step)} holds no state: {error}; {self._files.remedy(step)}"
+            ) from error
         self._verified.add(step)
         return state
 
@@ -174,7 +213,7 @@ class GlobalCheckpoints:
             CheckpointError: There are checkpoints and none verifies, or the place cannot be listed.
         """
         problems: list[str] = []
-        for step in self._files.newest_first():
+        for step in self._newest_first():
             try:
                 state = self.load(step)
             except ForeignCheckpoint:
@@ -182,11 +221,11 @@ class GlobalCheckpoints:
             except CheckpointError as error:
                 problems.append(str(error).partition(";")[0])
             else:
-                warnings = tuple(f"{told}; going on from step {step}" for told in problems)
+                warnings = tuple(f"{problem}; going on from step {step}" for problem in problems)
                 age = 0 if self._run is None else self._run.age(self.describe(step).run)
                 return Latest(state=state, warnings=warnings, age=age)
         if problems:
-            raise CheckpointError(f"{problems[0]}, and no earlier one is whole; mend it, or begin in another place")
+            raise CheckpointError(f"{problems[0]}, and no earlier one is whole; restore it, or begin in another place")
         return Latest(state=None)
 
     def readable_step(self, wanted: int = 0) -> int:
@@ -199,7 +238,7 @@ class GlobalCheckpoints:
             ForeignCheckpoint: One is of another run; names both.
             CheckpointError: The place cannot be listed.
         """
-        steps = self._files.newest_first()
+        steps = self._newest_first()
         for step in sorted(steps, key=lambda step: step != wanted):
             try:
                 self.describe(step)
@@ -236,13 +275,48 @@ class GlobalCheckpoints:
             if later > step:
                 self.remove(later)
 
+    def _refuse_foreign(self) -> None:
+        """Refuse a place in which another run keeps states: a later start could go on from the wrong one."""
+        for step in self.steps() if self._run is not None else ():
+            try:
+                self._files.body(step)
+            except ForeignCheckpoint:
+                raise
+            except CheckpointError:
+                continue  # a damaged one does not count, and is reported where it is read
+
+    def _newest_first(self) -> list[int]:
+        """Return the steps, the newest state first: by incarnation, then era, then step.
+
+        A run that goes back to an earlier checkpoint begins a new era; states of later steps may be of an older one.
+        A state whose JSON is damaged comes before the others, so that it is reported.
+
+        Raises:
+            ForeignCheckpoint: One is of another run.
+            CheckpointError: The place cannot be listed.
+        """
+        steps = self.steps()
+        steps.reverse()  # so that of several foreign ones the newest is named
+        return sorted(steps, key=self._order, reverse=True)
+
+    def _order(self, step: int) -> tuple[int, int, int]:
+        try:
+            body = self._files.body(step)
+        except ForeignCheckpoint:
+            raise
+        except CheckpointError:
+            return 1 << 62, 0, step
+        era = body["state"].get("era")
+        age = 0 if self._run is None else self._run.age(body["run"])
+        return age, era if type(era) is int else 0, step
+
     def _prune(self, just_written: int) -> None:
         folders = self._files.folders()
         oldest_kept = self._oldest_kept([step for step, is_complete in folders.items() if is_complete])
         for step, is_complete in folders.items():
             is_marked = self._keep_every is not None and step % self._keep_every == 0
             is_needless = step < oldest_kept and not is_marked
-            # what was not brought to an end is what a killed writer left
+            # a killed writer leaves incomplete ones
             if step != just_written and (is_needless or not is_complete):
                 self._verified.discard(step)
                 self._files.remove(step)
@@ -255,3 +329,140 @@ class GlobalCheckpoints:
             if whole == self._keep_last:
                 return step
         return 0
+
+
+class BackgroundSaves:
+    """Writes states in a thread, one at a time; the newest waits, and a failure does not end training.
+
+    Args:
+        write: Writes one state; raises CheckpointError where it cannot.
+        on_warning: Takes a line for each failed and each left-out save, from the writing thread or the caller's.
+            Without it, a failure is raised at the next call, and a left-out save is a Python warning.
+    """
+
+    def __init__(
+        self, write: Callable[[GlobalState], None], *, on_warning: Callable[[str], None] | None = None
+    ) -> None:
+        self._write = write
+        self._on_warning = on_warning
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._waiting: tuple[GlobalState, _Copies] | None = None
+        self._spare: _Copies = {}
+        self._failure: CheckpointError | None = None
+
+    def hand_over(self, state: GlobalState, *, copy: bool = True) -> None:
+        """Queue a state, in place of one that still waits.
+
+        Args:
+            state: What is written.
+            copy: Whether its tensors may change after this call, so that they are copied first.
+
+        Raises:
+            CheckpointError: An earlier one could not be written, and there is no `on_warning`; this one is written all
+                the same.
+        """
+        with self._changed:
+            left_out, self._waiting = self._waiting, None
+            buffers = left_out[1] if left_out else self._spare
+            if buffers is self._spare:
+                self._spare = {}
+        try:
+            handed = _copied(state, buffers) if copy else (state, {})
+        except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
+            self._fail(
+                CheckpointError(
+                    f"the checkpoint of step {state.step} is left out, since no memory is left for a copy of its "
+                    f"{state.num_bytes} bytes ({error}); free host memory, or save with copy=False"
+                )
+            )
+        else:
+            with self._changed:
+                self._waiting = handed
+                if self._thread is None:
+                    # no daemon: a program that ends has its last checkpoint written first
+                    self._thread = threading.Thread(target=self._run, name="thinwire-checkpoints")
+                    self._thread.start()
+        if left_out:
+            self._warn(
+                f"the checkpoint of step {left_out[0].step} is left out: an earlier one was still being written when "
+                f"that of step {state.step} came; save less often, or to a faster place"
+            )
+        self._raise_failure()
+
+    def wait(self, deadline_s: float | None = None) -> bool:
+        """Wait until nothing is left to write.
+
+        Args:
+            deadline_s: How long to wait at most; None waits for ever.
+
+        Returns:
+            Whether nothing is left to write.
+
+        Raises:
+            CheckpointError: One could not be written, and there is no `on_warning`.
+        """
+        with self._changed:
+            is_done = self._changed.wait_for(lambda: self._thread is None, timeout=deadline_s)
+        self._raise_failure()
+        return is_done
+
+    def _run(self) -> None:
+        try:
+            while (handed := self._take()) is not None:
+                state, copies = handed
+                try:
+                    self._write(state)
+                except CheckpointError as error:
+                    self._fail(error)
+                except Exception as error:  # a fault of the file system's own code, or of ours
+                    self._fail(CheckpointError(f"the checkpoint of step {state.step} could not be written: {error!r}"))
+                with self._changed:
+                    self._spare = copies or self._spare
+        except BaseException:
+            # `on_warning` has failed: waiting calls return, and the next state gets a thread of its own
+            with self._changed:
+                self._thread = None
+                self._changed.notify_all()
+            raise
+
+    def _take(self) -> tuple[GlobalState, _Copies] | None:
+        with self._changed:
+            handed, self._waiting = self._waiting, None
+            if handed is None:  # under the same lock, so that nothing is handed to a thread that ends
+                self._thread = None
+                self._changed.notify_all()
+            return handed
+
+    def _fail(self, error: CheckpointError) -> None:
+        if self._on_warning is None:
+            with self._changed:
+                self._failure = error
+        else:
+            self._warn(f"{error}; training goes on without it")
+
+    def _raise_failure(self) -> None:
+        with self._changed:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _warn(self, text: str) -> None:
+        if self._on_warning is None:
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+        else:
+            self._on_warning(text)
+
+
+def _copied(state: GlobalState, buffers: _Copies) -> tuple[GlobalState, _Copies]:
+    """Copy a state into the tensors of an earlier copy: fresh memory takes several times as long to fill."""
+    copies: _Copies = {}
+    groups: dict[str, dict[str, Tensor]] = {"parameters": {}, "outer": {}}
+    for group, members in groups.items():
+        for name, tensor in getattr(state, group).items():
+            old = buffers.pop((group, name), None)
+            if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
+                old = torch.empty(tensor.shape, dtype=tensor.dtype)
+            members[name] = copies[group, name] = old.copy_(tensor.detach())
+    note = copying.deepcopy(dict(state.note))
+    return GlobalState(step=state.step, note=note, **groups), copies

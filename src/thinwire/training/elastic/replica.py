@@ -25,8 +25,8 @@ from thinwire.files import write_whole
 from thinwire.monitor.record.recorder import Recorder, own_fault
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.build import make_inner_optimizer, make_method, make_model
+from thinwire.training.checkpoints.checkpoint_files import ForeignCheckpoint
 from thinwire.training.checkpoints.global_state import tensors_sha256
-from thinwire.training.checkpoints.state_files import ForeignCheckpoint
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches

@@ -6,17 +6,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
 
 from thinwire.errors import CheckpointError, MissingExtra
-from thinwire.training.checkpoints.global_state import GlobalState
-from thinwire.training.checkpoints.places import LocalPlace, Place, UrlPlace, open_place
-from thinwire.training.checkpoints.state_files import StateFiles
+from thinwire.training.checkpoints.checkpoint_files import (
+    CheckpointFiles,
+    LocalStorage,
+    Storage,
+    UrlStorage,
+    open_storage,
+    safetensors_chunks,
+)
+from thinwire.training.checkpoints.global_checkpoints import MODEL_FILE, OUTER_FILE, global_files
 
 
-def state_of(step: int) -> GlobalState:
-    return GlobalState(step=step, parameters={"w": torch.full((9,), float(step))})
+def write(files: CheckpointFiles, step: int) -> None:
+    files.write(step, {MODEL_FILE: {"w": torch.full((9,), float(step))}, OUTER_FILE: {}}, {})
 
 
 class Failing(LocalFileSystem):
@@ -44,11 +53,11 @@ class Failing(LocalFileSystem):
 )
 def test_whatever_a_store_raises_is_told_with_a_remedy(tmp_path: Path, error: Exception, named: str) -> None:
     store = Failing()
-    files = StateFiles(UrlPlace(store, str(tmp_path / "run")))
-    files.write(state_of(1))
+    files = global_files(UrlStorage(store, str(tmp_path / "run")))
+    write(files, 1)
     store.error = error
     with pytest.raises(CheckpointError, match=named):
-        files.write(state_of(2))
+        write(files, 2)
     assert files.steps() == [1] and list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "step-00000001"]
 
 
@@ -57,16 +66,19 @@ def test_a_url_without_its_package_says_what_to_install(monkeypatch: pytest.Monk
     with pytest.raises(
         MissingExtra, match="s3fs is not installed, and s3:// needs it; install it with: pip install s3fs"
     ):
-        open_place("s3://bucket/run")
+        open_storage("s3://bucket/run")
     monkeypatch.setitem(sys.modules, "paramiko", None)
     with pytest.raises(MissingExtra, match=r'sftp:// cannot be opened: .*"paramiko"'):
-        open_place("sftp://host/run")
+        open_storage("sftp://host/run")
     with pytest.raises(ValueError, match="zzz"):
-        open_place("zzz://bucket/run")
+        open_storage("zzz://bucket/run")
 
 
 def test_both_kinds_of_places_do_the_same(tmp_path: Path) -> None:
-    places: list[Place] = [LocalPlace(tmp_path / "a" / "b"), UrlPlace(LocalFileSystem(), str(tmp_path / "c" / "d"))]
+    places: list[Storage] = [
+        LocalStorage(tmp_path / "a" / "b"),
+        UrlStorage(LocalFileSystem(), str(tmp_path / "c" / "d")),
+    ]
     for place in places:
         assert place.folders() == []
         for text in (b"long before", b"now"):
@@ -82,3 +94,36 @@ def test_both_kinds_of_places_do_the_same(tmp_path: Path) -> None:
             place.sizes("x")
         with pytest.raises(FileNotFoundError):
             list(place.read("x", "f"))
+
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+]  # fmt: skip
+
+
+@given(
+    shapes=st.dictionaries(
+        st.text(st.characters(codec="utf-8"), min_size=1, max_size=4),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
+        max_size=5,
+    ),
+    chunk_bytes=st.integers(1, 40),
+)
+def test_the_files_are_what_safetensors_reads(
+    shapes: dict[str, tuple[torch.dtype, list[int]]], chunk_bytes: int
+) -> None:
+    tensors = {name: (torch.randn(shape) * 50).to(dtype) for name, (dtype, shape) in shapes.items()}
+    content = b"".join(safetensors_chunks(tensors, chunk_bytes=chunk_bytes))
+    again = safetensors.torch.load(content)
+    assert set(again) == set(tensors)
+    for name, tensor in tensors.items():
+        assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor)
+    assert b"".join(safetensors_chunks(dict(reversed(tensors.items())))) == content
+
+
+def test_what_a_safetensors_file_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="__metadata__"):
+        list(safetensors_chunks({"__metadata__": torch.ones(1)}))
+    with pytest.raises(ValueError, match="complex128"):
+        list(safetensors_chunks({"w": torch.ones(1, dtype=torch.complex128)}))

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.full_disk import file_size_limit
 from thinwire.errors import CheckpointError
-from thinwire.training.checkpoints.checkpoint import (
-    Checkpoints,
+from thinwire.training.checkpoints.replica_checkpoints import (
     Found,
     Identity,
+    ReplicaCheckpoints,
     choose_step,
     flatten_state,
-    look,
     unflatten_state,
+    verify_all,
 )
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -31,12 +31,12 @@ STATES = st.recursive(
 
 def checkpoints(
     run_dir: Path, *, replica: int = 0, num_replicas: int = 1, digest: str = "abc", run: str = "r"
-) -> Checkpoints:
+) -> ReplicaCheckpoints:
     identity = Identity(run=run, replica=replica, num_replicas=num_replicas, config_digest=digest)
-    return Checkpoints(run_dir, identity=identity)
+    return ReplicaCheckpoints(run_dir, identity=identity)
 
 
-def saved(run_dir: Path, *steps: int, **identity: Any) -> Checkpoints:
+def saved(run_dir: Path, *steps: int, **identity: Any) -> ReplicaCheckpoints:
     own = checkpoints(run_dir, **identity)
     for step in steps:
         own.save({"weights": torch.full((100,), float(step)), "step": step}, step=step, drift_steps=1000)
@@ -100,25 +100,29 @@ def test_any_damage_is_found_and_names_the_file(tmp_path: Path, suffix: str, dam
     else:
         content[len(content) // 2] ^= 1
         path.write_bytes({"flip": content, "cut": content[:-9], "empty": b""}[damage])
-    assert f"replica-0.{suffix}" in own.problem(5) or "corrupt" in own.problem(5)
+    assert f"replica-0.{suffix}" in own.problem(5) or "damaged" in own.problem(5)
     with pytest.raises(CheckpointError, match=r"replica-0\.(json|safetensors).*remove"):
         own.load(5)
 
 
 @pytest.mark.parametrize(
     ("identity", "field"),
-    [({"digest": "other"}, "config_digest"), ({"num_replicas": 2}, "num_replicas"), ({"run": "s"}, "run")],
+    [
+        ({"digest": "other"}, "its run config is 'abc', this one's 'other'"),
+        ({"num_replicas": 2}, "its replica of is '1', this one's 2"),
+        ({"run": "s"}, "its run id is 'r', this one's 's'"),
+    ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, identity: dict[str, Any], field: str) -> None:
     saved(tmp_path, 5)
-    assert f"is of another run: its {field}" in checkpoints(tmp_path, **identity).problem(5)
+    assert f"is not of this run: {field}" in checkpoints(tmp_path, **identity).problem(5)
 
 
 def test_another_step_or_replica_in_the_place_of_one_is_refused(tmp_path: Path) -> None:
     own = saved(tmp_path, 5, 6, num_replicas=2)
     for suffix in ("json", "safetensors"):
         file_of(tmp_path, 6, suffix).write_bytes(file_of(tmp_path, 5, suffix).read_bytes())
-    assert "its step is 5, this run's 6" in own.problem(6)
+    assert "its step is 5, not 6" in own.problem(6)
 
 
 def test_a_json_with_a_forged_content_is_refused(tmp_path: Path) -> None:
@@ -127,9 +131,9 @@ def test_a_json_with_a_forged_content_is_refused(tmp_path: Path) -> None:
     body = json.loads(path.read_text())
     body["step"] = 6
     path.write_text(json.dumps(body))
-    assert "corrupt" in own.problem(5)
+    assert "damaged" in own.problem(5)
     path.write_text("[" * 100_000)
-    assert "corrupt" in own.problem(5)
+    assert "damaged" in own.problem(5)
 
 
 def test_old_checkpoints_go_and_those_that_a_slower_replica_needs_stay(tmp_path: Path) -> None:
@@ -174,19 +178,19 @@ def test_a_partial_file_of_a_killed_writer_does_not_count(tmp_path: Path) -> Non
     folder.mkdir()
     (folder / ".replica-0.safetensors.partial").write_bytes(b"half")
     (folder / "replica-0.safetensors").write_bytes(b"half")
-    assert look(own) == Found(good=(1,), bad={})
+    assert verify_all(own) == Found(good=(1,), bad={})
 
 
 def test_the_newest_step_that_all_replicas_can_use_is_chosen() -> None:
     assert choose_step([Found(good=(10, 20, 30), bad={}), Found(good=(10, 20), bad={})]) == (20, [])
     assert choose_step([Found(good=(), bad={}), Found(good=(), bad={})]) == (0, [])
-    step, warnings = choose_step([Found(good=(10, 20), bad={}), Found(good=(10,), bad={20: "x is corrupt; remove it"})])
-    assert (step, warnings) == (10, ["x is corrupt; going on from step 10"])
+    step, warnings = choose_step([Found(good=(10, 20), bad={}), Found(good=(10,), bad={20: "x is damaged; remove it"})])
+    assert (step, warnings) == (10, ["x is damaged; going on from step 10"])
 
 
 def test_no_common_step_is_an_error_that_says_why() -> None:
-    with pytest.raises(CheckpointError, match="x is corrupt, and no earlier one is whole"):
-        choose_step([Found(good=(20,), bad={}), Found(good=(), bad={20: "x is corrupt; remove it"})])
+    with pytest.raises(CheckpointError, match="x is damaged, and no earlier one is whole"):
+        choose_step([Found(good=(20,), bad={}), Found(good=(), bad={20: "x is damaged; remove it"})])
     with pytest.raises(CheckpointError, match=r"replica 0: \[20\]; replica 1: \[10\]"):
         choose_step([Found(good=(20,), bad={}), Found(good=(10,), bad={})])
     with pytest.raises(CheckpointError, match="no checkpoint is there for all replicas"):
