@@ -183,7 +183,8 @@ class AllGather:
             # one copy to the host serves all sends; this replica sums its own decoded payload, not the exact tensor, so
             # that all members compute the same bits
             envelope, on_host, kept = delivery.sending(own, codec=codec, numel=numel), own.cpu(), {peers.me: own}
-            sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
+            for peer in peers.others:
+                sends += (transport.send(on_host, to=peer, envelope=envelope),)
         del tensor  # while the round is in flight, only its payload takes memory
         received = yield Wait(receives=receives, sends=sends)
         by_replica = dict(zip(sources, received, strict=True))
@@ -281,10 +282,10 @@ class TwoPhase:
         expected = delivery.receiving(codec, numel=sizes[me])
         receives = tuple(transport.receive(source=peer, envelope=expected) for peer in peers.others)
         coded = out.encode_shards(flat, bounds, step=delivery.step, seed=delivery.seed)
-        sends = tuple(
-            transport.send(coded[o].cpu(), to=o, envelope=delivery.sending(coded[o], codec=codec, numel=sizes[o]))
-            for o in peers.others
-        )
+        sends: tuple[Pending, ...] = ()
+        for owner in peers.others:
+            envelope = delivery.sending(coded[owner], codec=codec, numel=sizes[owner])
+            sends += (transport.send(coded[owner].cpu(), to=owner, envelope=envelope),)
         own = coded[me]
         del tensor, flat, coded  # while the round is in flight, only its payload takes memory
         received = yield Wait(receives=receives, sends=sends)
@@ -301,8 +302,9 @@ class TwoPhase:
             transport.receive(source=p, envelope=delivery.receiving(codec, numel=sizes[p], phase=1))
             for p in peers.others
         )
-        envelope, on_host = delivery.sending(own, codec=codec, numel=sizes[me], phase=1), own.cpu()
-        sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
+        envelope, on_host, sends = delivery.sending(own, codec=codec, numel=sizes[me], phase=1), own.cpu(), ()
+        for peer in peers.others:
+            sends += (transport.send(on_host, to=peer, envelope=envelope),)
         received = yield Wait(receives=receives, sends=sends)
         parts = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {me: own}
         whole = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)

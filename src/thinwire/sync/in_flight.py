@@ -302,6 +302,17 @@ def launch(
     except StopIteration as stop:
         on_arrival()
         return Arrived(stop.value, round=round)
+    return drive_exchange(
+        steps, first, round=round, deadline_s=deadline_s, in_background=in_background, num_bytes=num_bytes,
+        let_others=let_others, on_arrival=on_arrival,
+    )  # fmt: skip
+
+
+def drive_exchange(
+    steps: Steps, first: Wait, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0,
+    let_others: Callable[[], bool] = lambda: False, on_arrival: Callable[[], None] = lambda: None,
+) -> Background | Inline:  # fmt: skip
+    """Let a started exchange be driven; `first` is what it waits for first, and the rest as for `launch`."""
     if in_background:
         return Background(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, on_arrival=on_arrival)
     return Inline(
