@@ -16,8 +16,9 @@ import thinwire
 from thinwire.averaging.quorum_messages import read_part_header
 from thinwire.elastic.adaptive_timeout import Patience
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
-from thinwire.elastic.elastic_method import elastic, global_tensors, load_global_parameters, load_outer
+from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
+from thinwire.elastic.replica_state import global_tensors, load_global_parameters, load_outer
 from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of
 from thinwire.errors import Expelled, NonFiniteError
 from thinwire.sync.round_engine import RoundEngine

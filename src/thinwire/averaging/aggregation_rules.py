@@ -14,8 +14,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from thinwire.averaging.coordinate_sort import mean_around, mean_of, median_of, over_sorted_columns
-from thinwire.averaging.gram import combine, norms
+from thinwire.averaging.reductions import combine, mean_around, mean_of, median_of, norms, over_sorted_columns
 
 
 @runtime_checkable

@@ -17,13 +17,22 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from thinwire.averaging.aggregation_rules import Aggregate
-from thinwire.averaging.encode_stage import EncodeStage, Ramp, ShardedEncodeStage, codec_at, most_bytes
-from thinwire.averaging.exchange_state import ExchangeState
-from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
 from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic, TwoPhaseMessages
+from thinwire.averaging.payloads import (
+    EncodeStage,
+    ExchangeState,
+    Ramp,
+    ShardedEncodeStage,
+    check_finite,
+    codec_at,
+    decode,
+    mean_of,
+    most_bytes,
+)
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.error_feedback import SenderMemory
+from thinwire.errors import CheckpointError
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Pending
 
@@ -402,3 +411,56 @@ def code_for(code: Codec | Ramp, shapes: Shapes) -> Codec | Ramp:
 def laid_out(codec: Codec, shapes: Shapes) -> Codec:
     """Return the codec for vectors that are made of tensors of these shapes."""
     return codec.laid_out(shapes) if isinstance(codec, NeedsLayout) else codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoExchange:
+    """Send nothing. For the local steps of a method that does the inner step itself; its result is no mean."""
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundNoExchange:
+        """See `Exchange.bind`."""
+        return BoundNoExchange()
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """Return 0."""
+        return 0
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        return RoundTraffic(pattern=None, sent_bytes=0, num_messages=0)
+
+
+class BoundNoExchange:
+    """See `NoExchange`."""
+
+    @property
+    def has_memory(self) -> bool:
+        """Never."""
+        return False
+
+    def shared_hash(self, fragment: int) -> int:
+        """Nothing is remembered."""
+        return 0
+
+    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+        """Return a generator that ends at once."""
+        yield from ()
+        return Average(mean=tensor, reference_hashes={delivery.peers.me: delivery.reference_hash})
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """Return 0."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is remembered."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `BoundExchange.load_state_dict`."""
+        if state:
+            raise CheckpointError("the checkpoint holds state of an exchange that sends nothing")
+
+    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
+        """Nothing is remembered."""
+        self.load_state_dict(state)
+        return ()

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.encode_stage import codec_at
 from thinwire.averaging.exchange import LATE_STEP, AllGather, BoundExchange, Shapes, coding_passes, laid_out, numel_of
 from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic
 from thinwire.averaging.mixing import MixingGraph, mixing_row
+from thinwire.averaging.payloads import codec_at
 from thinwire.averaging.round_context import RoundContext, Steps
 from thinwire.codecs.base import Codec
 

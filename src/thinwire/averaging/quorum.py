@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from thinwire.averaging.aggregation_rules import WeightedMean
-from thinwire.averaging.encode_stage import EncodeStage
 from thinwire.averaging.exchange import BoundExchange, Shapes, coding_passes, laid_out, numel_of
-from thinwire.averaging.exchange_state import ExchangeState
-from thinwire.averaging.mean_of_payloads import decode, refuse_non_finite
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
+from thinwire.averaging.payloads import EncodeStage, ExchangeState, decode, refuse_non_finite
 from thinwire.averaging.quorum_messages import (
     PART_HEADER_BYTES,
     MeanHeader,

@@ -7,11 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.averaging.encode_stage import EncodeStage, Ramp, codec_at, most_bytes
 from thinwire.averaging.exchange import LATE_STEP, BoundExchange, Shapes, code_for, coding_passes, laid_out, numel_of
-from thinwire.averaging.exchange_state import ExchangeState
-from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
+from thinwire.averaging.payloads import (
+    EncodeStage,
+    ExchangeState,
+    Ramp,
+    check_finite,
+    codec_at,
+    decode,
+    mean_of,
+    most_bytes,
+)
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.codecs.error_feedback import SenderMemory, Shift

@@ -15,12 +15,10 @@ from typing import Protocol
 import torch
 
 from thinwire.averaging.aggregation_rules import WeightedMean
-from thinwire.averaging.encode_stage import EncodeStage, Ramp
 from thinwire.averaging.exchange import AllGather, BoundExchange, Exchange, Shapes, TwoPhase, laid_out
-from thinwire.averaging.exchange_state import ExchangeState
-from thinwire.averaging.gram import norms
-from thinwire.averaging.mean_of_payloads import decode
+from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode
 from thinwire.averaging.quorum_messages import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
+from thinwire.averaging.reductions import norms
 from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.errors import NonFiniteError

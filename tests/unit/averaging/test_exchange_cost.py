@@ -11,11 +11,11 @@ import torch
 import thinwire
 from thinwire.averaging import cost
 from thinwire.averaging.cost import measure_exchange, most_members, sent_bytes_of
-from thinwire.averaging.encode_stage import Ramp
 from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.mixing import Neighbours, RandomPairs, Ring
+from thinwire.averaging.payloads import Ramp
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Participation, Peers, Topology

@@ -15,10 +15,11 @@ import torch
 
 from thinwire.elastic.adaptive_local_steps import OwnPace
 from thinwire.elastic.coordinator_view import View
-from thinwire.elastic.elastic_method import elastic, global_tensors
+from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.invitation import read_invitation
 from thinwire.elastic.join import Seated, join
+from thinwire.elastic.replica_state import global_tensors
 from thinwire.elastic.rounds import bearable_steps, grace_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
