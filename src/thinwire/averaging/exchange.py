@@ -49,12 +49,12 @@ class BoundExchange(Protocol):
         """Whether the exchange keeps state from one round to the next."""
         ...
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return the generator that averages `tensor` over the peers.
 
         Args:
             tensor: Floating, `(numel,)`, the same size on all members.
-            delivery: Who takes part, and what the messages are.
+            context: Who takes part, and what the messages are.
 
         Raises:
             NonFiniteError: A replica sent NaN or infinity, and it must not or the codec cannot carry it.
@@ -173,32 +173,32 @@ class AllGather:
         ]
         return _BoundAllGather(self, stages)
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
-        return self.through(EncodeStage(self.codec), tensor, delivery)
+        return self.through(EncodeStage(self.codec), tensor, context)
 
-    def through(self, stage: EncodeStage, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def through(self, stage: EncodeStage, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return the generator of a round whose payloads pass a stage."""
-        numel, device, peers, transport = tensor.numel(), tensor.device, delivery.peers, delivery.transport
-        codec = stage.codec(delivery.step)
-        expected = delivery.receiving(codec, numel=numel)
+        numel, device, peers, transport = tensor.numel(), tensor.device, context.peers, context.transport
+        codec = stage.codec(context.step)
+        expected = context.receiving(codec, numel=numel)
         sources = [peer for peer in peers.senders if peer != peers.me]
         # posted before the (slow) encoding, so that messages of faster peers are accepted meanwhile
         receives = tuple(transport.receive(source=peer, envelope=expected) for peer in sources)
         sends: tuple[Pending, ...] = ()
         kept: dict[int, torch.Tensor] = {}
         if peers.me in peers.senders:
-            own = stage.encode(tensor, step=delivery.step, seed=delivery.seed)
+            own = stage.encode(tensor, step=context.step, seed=context.seed)
             # one copy to the host serves all sends; this replica sums its own decoded payload, not the exact tensor, so
             # that all members compute the same bits
-            envelope, on_host, kept = delivery.sending(own, codec=codec, numel=numel), own.cpu(), {peers.me: own}
+            envelope, on_host, kept = context.sending(own, codec=codec, numel=numel), own.cpu(), {peers.me: own}
             for peer in peers.others:
                 sends += (transport.send(on_host, to=peer, envelope=envelope),)
         del tensor  # while the round is in flight, only its payload takes memory
         received = yield Wait(receives=receives, sends=sends)
         by_replica = dict(zip(sources, received, strict=True))
         payloads = {peer: message.payload for peer, message in by_replica.items()} | kept
-        what, parts = delivery.describe(), {}
+        what, parts = context.describe(), {}
         if self.keeps_parts or self.aggregate is not None:
             parts = {
                 peer: decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
@@ -208,10 +208,10 @@ class AllGather:
             mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=what)
         else:
             mean = self.aggregate(torch.stack([parts[peer] for peer in peers.senders]))
-        if delivery.must_be_finite:
+        if context.must_be_finite:
             check_finite(mean, codec, payloads, what=what)
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
-        hashes[peers.me] = delivery.reference_hash
+        hashes[peers.me] = context.reference_hash
         return Average(mean=stage.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
@@ -271,29 +271,27 @@ class TwoPhase:
             stages.append({"out": ShardedEncodeStage(self.codec, out), "mean": EncodeStage(self.codec, mean)})
         return _BoundTwoPhase(self, stages)
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
-        return self.through(ShardedEncodeStage(self.codec), EncodeStage(self.codec), tensor, delivery)
+        return self.through(ShardedEncodeStage(self.codec), EncodeStage(self.codec), tensor, context)
 
-    def through(
-        self, out: ShardedEncodeStage, back: EncodeStage, tensor: torch.Tensor, delivery: RoundContext
-    ) -> Steps:
+    def through(self, out: ShardedEncodeStage, back: EncodeStage, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return the generator of a round whose parts pass the stage `out`, and their means the stage `back`."""
-        flat, device, peers, transport = tensor.reshape(-1), tensor.device, delivery.peers, delivery.transport
-        codec, what, me = out.codec(delivery.step), delivery.describe(), delivery.peers.me
+        flat, device, peers, transport = tensor.reshape(-1), tensor.device, context.peers, context.transport
+        codec, what, me = out.codec(context.step), context.describe(), context.peers.me
         if peers.absent:
             raise ValueError("TwoPhase() needs every member in every round, because each owns a shard; use AllGather()")
-        delivery = replace(delivery, spread_s=delivery.spread_s / 2)  # the second phase takes as long again
+        context = replace(context, spread_s=context.spread_s / 2)  # the second phase takes as long again
         shards = shard_bounds(flat.numel(), num_shards=len(peers.members), block=codec.block)
         bounds = dict(zip(peers.members, shards, strict=True))
         sizes = {owner: stop - start for owner, (start, stop) in bounds.items()}
         # phase 1: each member sends every owner its part of that shard (reduce-scatter)
-        expected = delivery.receiving(codec, numel=sizes[me])
+        expected = context.receiving(codec, numel=sizes[me])
         receives = tuple(transport.receive(source=peer, envelope=expected) for peer in peers.others)
-        coded = out.encode_shards(flat, bounds, step=delivery.step, seed=delivery.seed)
+        coded = out.encode_shards(flat, bounds, step=context.step, seed=context.seed)
         sends: tuple[Pending, ...] = ()
         for owner in peers.others:
-            envelope = delivery.sending(coded[owner], codec=codec, numel=sizes[owner])
+            envelope = context.sending(coded[owner], codec=codec, numel=sizes[owner])
             sends += (transport.send(coded[owner].cpu(), to=owner, envelope=envelope),)
         own = coded[me]
         del tensor, flat, coded  # while the round is in flight, only its payload takes memory
@@ -301,17 +299,17 @@ class TwoPhase:
         hashes = {peer: message.reference_hash for peer, message in zip(peers.others, received, strict=True)}
         payloads = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {me: own}
         shard = mean_of(codec, payloads, peers=peers, numel=sizes[me], device=device, what=what)
-        if delivery.must_be_finite:
+        if context.must_be_finite:
             check_finite(shard, codec, payloads, what=what)
 
         # a fresh stream: the mean must not be rounded with the draws that rounded the parts
-        own = back.encode(shard, step=delivery.step, seed=derive_seed(delivery.seed, "mean"))
+        own = back.encode(shard, step=context.step, seed=derive_seed(context.seed, "mean"))
         # phase 2: each owner sends the coded mean of its shard to all (all-gather)
         receives = tuple(
-            transport.receive(source=p, envelope=delivery.receiving(codec, numel=sizes[p], phase=1))
+            transport.receive(source=p, envelope=context.receiving(codec, numel=sizes[p], phase=1))
             for p in peers.others
         )
-        envelope, on_host, sends = delivery.sending(own, codec=codec, numel=sizes[me], phase=1), own.cpu(), ()
+        envelope, on_host, sends = context.sending(own, codec=codec, numel=sizes[me], phase=1), own.cpu(), ()
         for peer in peers.others:
             sends += (transport.send(on_host, to=peer, envelope=envelope),)
         received = yield Wait(receives=receives, sends=sends)
@@ -319,7 +317,7 @@ class TwoPhase:
         whole = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
         for owner, (start, stop) in bounds.items():
             whole[start:stop] = decode(codec, parts[owner].to(device), numel=sizes[owner], peer=owner, what=what)
-        return Average(mean=out.received(whole), reference_hashes=hashes | {me: delivery.reference_hash})
+        return Average(mean=out.received(whole), reference_hashes=hashes | {me: context.reference_hash})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""
@@ -376,18 +374,18 @@ def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, 
 class _BoundAllGather(ExchangeState):
     _spec: AllGather
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        return self._spec.through(self._stages[delivery.fragment]["out"], tensor, delivery)
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        return self._spec.through(self._stages[context.fragment]["out"], tensor, context)
 
 
 class _BoundTwoPhase(ExchangeState):
     _spec: TwoPhase
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        stages = self._stages[delivery.fragment]
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        stages = self._stages[context.fragment]
         out = stages["out"]
         assert isinstance(out, ShardedEncodeStage)
-        return self._spec.through(out, stages["mean"], tensor, delivery)
+        return self._spec.through(out, stages["mean"], tensor, context)
 
 
 def numel_of(shapes: Shapes) -> int:
@@ -442,10 +440,10 @@ class BoundNoExchange:
         """Nothing is remembered."""
         return 0
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return a generator that ends at once."""
         yield from ()
-        return Average(mean=tensor, reference_hashes={delivery.peers.me: delivery.reference_hash})
+        return Average(mean=tensor, reference_hashes={context.peers.me: context.reference_hash})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """Return 0."""

@@ -66,12 +66,12 @@ class BoundGossip:
         """Never: values are sent, and nothing is dropped from them."""
         return False
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
-        me, members = delivery.peers.me, delivery.peers.members
-        row = mixing_row(self._graph, round_id=delivery.round_id, me=me, alive=range(self._num_replicas))
+        me, members = context.peers.me, context.peers.members
+        row = mixing_row(self._graph, round_id=context.round_id, me=me, alive=range(self._num_replicas))
         assert tuple(row) == members, "the topology and the exchange must follow the same graph"
-        average = yield from self._inner.steps(tensor, delivery)
+        average = yield from self._inner.steps(tensor, context)
         # the inner mean weights all alike; the weighted one is summed again, in ascending order of the members
         mean = torch.zeros_like(average.mean)
         for member in members:

@@ -184,30 +184,30 @@ class _BoundElasticMean(ExchangeState):
         self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
         self._own_bad, self._others_bad = _BadParts(), _BadParts()
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
-        seat, codec = self._spec.seat, self._stages[delivery.fragment]["out"].codec(delivery.step)
+        seat, codec = self._spec.seat, self._stages[context.fragment]["out"].codec(context.step)
         assert seat is not None, "bound without a seat"
         numel, device, part, bad_parts = tensor.numel(), tensor.device, None, 0
-        if not seat.is_decided(delivery.round_id):
-            bad_parts, _ = self._own_bad.note(delivery.peers.me, delivery, is_finite=_is_finite(tensor))
-        if not seat.is_decided(delivery.round_id) and not bad_parts:
-            offer = PartHeader(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
-            part = with_part_header(offer, codec.encode(tensor, seed=delivery.seed).cpu())
+        if not seat.is_decided(context.round_id):
+            bad_parts, _ = self._own_bad.note(context.peers.me, context, is_finite=_is_finite(tensor))
+        if not seat.is_decided(context.round_id) and not bad_parts:
+            offer = PartHeader(num_tokens=context.num_tokens, num_steps=context.num_steps, has_part=True)
+            part = with_part_header(offer, codec.encode(tensor, seed=context.seed).cpu())
         del tensor  # while the round is in flight, only its payload takes memory
         proposed = seat.propose(
-            part, round_id=delivery.round_id, launch_step=delivery.step, reference_hash=delivery.reference_hash,
+            part, round_id=context.round_id, launch_step=context.step, reference_hash=context.reference_hash,
             most_bytes=PART_HEADER_BYTES + codec.payload_bytes(numel), bad_parts=bad_parts,
         )  # fmt: skip
         del part
         yield Wait(receives=(proposed,))
         found = proposed.agreed
         assert found is not None
-        mean, weights = self._mean(found.parts, codec, numel=numel, device=device, delivery=delivery)
-        me = delivery.peers.me
-        delivery.hear(Progress(step=found.step, closed_step=min(found.closed_step, found.step)), me in found.parts)
+        mean, weights = self._mean(found.parts, codec, numel=numel, device=device, context=context)
+        me = context.peers.me
+        context.hear(Progress(step=found.step, closed_step=min(found.closed_step, found.step)), me in found.parts)
         return Average(
-            mean=mean, reference_hashes={me: delivery.reference_hash}, members=tuple(found.parts), weights=weights,
+            mean=mean, reference_hashes={me: context.reference_hash}, members=tuple(found.parts), weights=weights,
             is_counted=me in found.parts,
         )  # fmt: skip
 
@@ -218,21 +218,21 @@ class _BoundElasticMean(ExchangeState):
         *,
         numel: int,
         device: torch.device,
-        delivery: RoundContext,
+        context: RoundContext,
     ) -> tuple[torch.Tensor, dict[int, float]]:
-        what = delivery.describe()
+        what = context.describe()
         decoded, weights, steps = {}, {}, {}
         for member, raw in parts.items():
             offer, coded = read_part_header(raw, step=None, what=f"{what} from replica {member}")
             vector = self._decoded(codec, coded.to(device), numel=numel, peer=member, what=what)
-            bad_parts, since = self._others_bad.note(member, delivery, is_finite=vector is not None)
+            bad_parts, since = self._others_bad.note(member, context, is_finite=vector is not None)
             if vector is None:
                 assert self._spec.seat is not None, "bound without a seat"
-                self._spec.seat.reject(member, round_id=delivery.round_id, bad_parts=bad_parts, since=since)
+                self._spec.seat.reject(member, round_id=context.round_id, bad_parts=bad_parts, since=since)
             if vector is not None and offer.weight > 0:
                 # no claim, however high, makes a part as long as one likes
                 decoded[member], weights[member] = vector, offer.weight
-                steps[member] = min(offer.num_steps, max(1, delivery.step))
+                steps[member] = min(offer.num_steps, max(1, context.step))
         if not decoded:  # no part is usable: nothing moves
             return torch.zeros(numel, dtype=torch.float32, device=device), {}
         self._shorten(decoded, steps, what=what)
@@ -241,7 +241,7 @@ class _BoundElasticMean(ExchangeState):
             for vector in decoded.values():  # in the order in which AllGather sums
                 total += vector
             return total.div_(len(decoded)), weights
-        return self._weighted(torch.stack(list(decoded.values())), weights, fragment=delivery.fragment), weights
+        return self._weighted(torch.stack(list(decoded.values())), weights, fragment=context.fragment), weights
 
     def _decoded(self, codec: Codec, coded: torch.Tensor, *, numel: int, peer: int, what: str) -> torch.Tensor | None:
         try:
@@ -290,16 +290,16 @@ class _BadParts:
             int, dict[int, tuple[int, int]]
         ] = {}  # by replica and fragment: how many, and the first round
 
-    def note(self, replica: int, delivery: RoundContext, *, is_finite: bool) -> tuple[int, int]:
+    def note(self, replica: int, context: RoundContext, *, is_finite: bool) -> tuple[int, int]:
         """Take in a part; return how many bad ones there are of all fragments, and the round of the first."""
         found = self._found.setdefault(replica, {})
         if is_finite:
-            found.pop(delivery.fragment, None)
+            found.pop(context.fragment, None)
             if not found:
                 del self._found[replica]
-            return 0, delivery.round_id
-        count, first = found.get(delivery.fragment, (0, delivery.round_id))
-        found[delivery.fragment] = count + 1, first
+            return 0, context.round_id
+        count, first = found.get(context.fragment, (0, context.round_id))
+        found[context.fragment] = count + 1, first
         return sum(count for count, _ in found.values()), min(first for _, first in found.values())
 
 

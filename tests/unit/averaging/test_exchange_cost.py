@@ -162,11 +162,11 @@ class Deaf(AllGather):
     def bind(self, shapes: Any, *, replica: int, num_replicas: int) -> Any:
         return self
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        peers: Peers = delivery.peers
-        expected = delivery.receiving(bfloat16(), numel=tensor.numel())
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        peers: Peers = context.peers
+        expected = context.receiving(bfloat16(), numel=tensor.numel())
         awaited = (0, 3) if peers.me else ()
-        receives = tuple(delivery.transport.receive(source=peer, envelope=expected) for peer in awaited)
+        receives = tuple(context.transport.receive(source=peer, envelope=expected) for peer in awaited)
         yield Wait(receives=receives, sends=())
         return Average(mean=tensor, reference_hashes={})
 

@@ -154,8 +154,8 @@ def mean_of(
     seat = FixedSeat(parts, rejected=[] if rejected is None else rejected)
     exchange = ElasticMean(codec=float32(), seat=seat, preserve_norm=preserve_norm, find=found.append)
     bound = exchange.with_directions([[True]]).bind([[torch.Size([numel])]], replica=0, num_replicas=3)
-    delivery = RoundContext(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
-    steps = bound.steps(torch.zeros(numel), delivery)
+    context = RoundContext(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
+    steps = bound.steps(torch.zeros(numel), context)
     next(steps)
     try:
         steps.send([])
