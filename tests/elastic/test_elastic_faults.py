@@ -58,14 +58,12 @@ class Worker:
         self.failure: BaseException | None = None
         self.council.transfers = Patience(least_s=0.3, most_s=1.0)
         self.model = build()
-        self.driver = ElasticDriver(
-            self.resident.seat.known_step, patience_steps=patience_steps, tolerates_overdue=bears
-        )
+        self.driver = ElasticDriver(self.resident.seat.known_step, grace_steps=patience_steps, tolerates_overdue=bears)
         self.driver.observers.append(self)
         method = thinwire.methods.streaming_diloco(sync_interval=interval, overlap_steps=1, num_fragments=2)
         self.optimizer = thinwire.DistributedOptimizer(
             self.model, torch.optim.SGD(self.model.parameters(), lr=0.05),
-            method=elastic(method, seat=self.resident.seat, find=self.findings.append),
+            method=elastic(method, session=self.resident.seat, find=self.findings.append),
             transport=SeatTransport(self.replica), catch_up=self.driver,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -180,8 +180,8 @@ def assembled(
     )
     transport: Any = SeatTransport(replica)
     optimizer = thinwire.DistributedOptimizer(
-        model, inner, method=elastic(method, seat=seat, pieces=crew), transport=transport,
-        catch_up=ElasticDriver(seat.known_step, patience_steps=STEPS),
+        model, inner, method=elastic(method, session=seat, pieces=crew), transport=transport,
+        catch_up=ElasticDriver(seat.known_step, grace_steps=STEPS),
     )  # fmt: skip
     return model, optimizer
 

@@ -32,12 +32,11 @@ from thinwire.averaging.payloads import (
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.error_feedback import SenderMemory
-from thinwire.errors import CheckpointError
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Pending
 
 Shapes = Sequence[torch.Size]
-# A step after every warm-up: codes that change with the step have reached their last one.
+# A step after every warm-up: codecs that change with the step have reached their last one.
 LATE_STEP = 2**31
 
 
@@ -180,6 +179,7 @@ class AllGather:
     def through(self, stage: EncodeStage, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return the generator of a round whose payloads pass a stage."""
         numel, device, peers, transport = tensor.numel(), tensor.device, context.peers, context.transport
+        # the codec of the launch step, which is the same on all members, whenever each of them decodes
         codec = stage.codec(context.step)
         expected = context.receiving(codec, numel=numel)
         sources = [peer for peer in peers.senders if peer != peers.me]
@@ -200,6 +200,7 @@ class AllGather:
         payloads = {peer: message.payload for peer, message in by_replica.items()} | kept
         what, parts = context.describe(), {}
         if self.keeps_parts or self.aggregate is not None:
+            # all parts in memory at once; the plain mean decodes one at a time
             parts = {
                 peer: decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
                 for peer in peers.senders
@@ -210,6 +211,7 @@ class AllGather:
             mean = self.aggregate(torch.stack([parts[peer] for peer in peers.senders]))
         if context.must_be_finite:
             check_finite(mean, codec, payloads, what=what)
+        # the engine compares them: members with different global values must not average (see `check_hashes`)
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
         hashes[peers.me] = context.reference_hash
         return Average(mean=stage.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
@@ -268,6 +270,7 @@ class TwoPhase:
             start, stop = shard_bounds(numel, num_shards=num_replicas, block=block)[replica]
             out = self.memory.bind(numel) if self.memory else None
             mean = self.owner_memory.bind(stop - start) if self.owner_memory else None
+            # the sender's residual covers the whole vector, the owner's only its own shard
             stages.append({"out": ShardedEncodeStage(self.codec, out), "mean": EncodeStage(self.codec, mean)})
         return _BoundTwoPhase(self, stages)
 
@@ -314,6 +317,7 @@ class TwoPhase:
             sends += (transport.send(on_host, to=peer, envelope=envelope),)
         received = yield Wait(receives=receives, sends=sends)
         parts = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {me: own}
+        # the own shard is decoded too: the exact mean would give this replica other bits than its peers
         whole = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
         for owner, (start, stop) in bounds.items():
             whole[start:stop] = decode(codec, parts[owner].to(device), numel=sizes[owner], peer=owner, what=what)
@@ -415,9 +419,9 @@ def laid_out(codec: Codec, shapes: Shapes) -> Codec:
 class NoExchange:
     """Send nothing. For the local steps of a method that does the inner step itself; its result is no mean."""
 
-    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundNoExchange:
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         """See `Exchange.bind`."""
-        return BoundNoExchange()
+        return _BoundNoExchange(self, [{} for _ in shapes])
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """Return 0."""
@@ -428,37 +432,7 @@ class NoExchange:
         return RoundTraffic(pattern=None, sent_bytes=0, num_messages=0)
 
 
-class BoundNoExchange:
-    """See `NoExchange`."""
-
-    @property
-    def has_memory(self) -> bool:
-        """Never."""
-        return False
-
-    def shared_hash(self, fragment: int) -> int:
-        """Nothing is remembered."""
-        return 0
-
+class _BoundNoExchange(ExchangeState):
     def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
-        """Return a generator that ends at once."""
-        yield from ()
+        yield from ()  # a generator like the others, that waits for nothing
         return Average(mean=tensor, reference_hashes={context.peers.me: context.reference_hash})
-
-    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """Return 0."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is remembered."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `BoundExchange.load_state_dict`."""
-        if state:
-            raise CheckpointError("the checkpoint holds state of an exchange that sends nothing")
-
-    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
-        """Nothing is remembered."""
-        self.load_state_dict(state)
-        return ()

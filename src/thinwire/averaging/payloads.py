@@ -58,6 +58,7 @@ def codec_at(code: Codec | Ramp, step: int) -> Codec:
 def most_bytes(code: Codec | Ramp, numel: int) -> int:
     """Return the most payload bytes that `numel` elements take, at any step."""
     codecs = [codec for _, codec in code.codecs] if isinstance(code, Ramp) else [code]
+    # a ramp may grow as well as shrink its payloads, so room is made for the largest
     return max(codec.payload_bytes(numel) for codec in codecs)
 
 
@@ -87,6 +88,7 @@ class EncodeStage:
         codec = self.codec(step)
         if self._memory is None:
             return codec.encode(x, seed=seed)
+        # error feedback: what earlier rounds dropped is added before this one is coded (arXiv 1901.09847)
         payload = codec.encode(self._memory.before(x), seed=seed)
         self._note(codec, [(payload, x.numel())])
         return payload
@@ -172,7 +174,7 @@ class ExchangeState:
 
     def shared_hash(self, fragment: int) -> int:
         """See `BoundExchange.shared_hash`."""
-        found = 0
+        found = 0  # no stage shares state: nothing to compare
         for stage in self._stages[fragment].values():
             # chained over the stages; sent with the reference hash, so that members whose state diverged find out
             if stage.shared is not None:
@@ -205,16 +207,17 @@ class ExchangeState:
         What receivers hold too must be the same on all, also on those that are new, and an owner's part is another one
         where the number of replicas is another.
         """
-        anew = []
+        reset = []
         for fragment, stages in enumerate(self._stages):
             for name, stage in stages.items():
                 saved = state.get(str(fragment), {}).get(name)
+                # a residual is true for its own sender only; shared and owners' state depends on who takes part
                 if stage.has_memory and saved is not None and is_own and name == "out" and stage.shared is None:
                     stage.load_state_dict(saved)
                 elif stage.has_memory:
                     stage.forget()
-                    anew.append(f"fragment {fragment}: {_MEMORIES[name]}")
-        return tuple(anew)
+                    reset.append(f"fragment {fragment}: {_MEMORIES[name]}")
+        return tuple(reset)
 
 
 def _names(state: Mapping[str, Any]) -> str:
@@ -233,7 +236,7 @@ def mean_of(
     total = torch.zeros(numel, dtype=torch.float32, device=device)
     for peer in peers.senders:  # one order everywhere: float addition is not associative
         total += decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
-    return total.div_(len(peers.members))
+    return total.div_(len(peers.members))  # absent members count as zero
 
 
 def decode(codec: Codec, payload: torch.Tensor, *, numel: int, peer: int, what: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from thinwire.averaging.aggregation_rules import WeightedMean
+from thinwire.averaging.aggregation_rules import mean_by_tensor
 from thinwire.averaging.exchange import BoundExchange, Shapes, coding_passes, laid_out, numel_of
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
 from thinwire.averaging.payloads import EncodeStage, ExchangeState, decode, refuse_non_finite
@@ -33,7 +33,8 @@ from thinwire.errors import DeadlineExceeded, PayloadError, ThinwireError
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Envelope, Pending, Received
 
-_LOOK_S = 0.005
+# Polling interval in seconds while a late member is waited for.
+_POLL_S = 0.005
 
 
 class Straggler:
@@ -84,7 +85,7 @@ class Straggler:
                     f"replica {self.peer} did not ask for a closed round within {deadline_s:.3g} s, the deadline that "
                     f"follows from measured times; see the log there"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         if self._failure is not None:
             raise self._failure
         assert self._sent is not None
@@ -215,7 +216,7 @@ class _BoundQuorum(ExchangeState):
         numel, device, server, me = tensor.numel(), tensor.device, self._spec.server, context.peers.me
         out, back = self._codecs(context)
         offer, part = PartHeader(), None
-        if not context.is_closed:
+        if not context.is_closed:  # else no part can count any more, and an empty message requests the mean
             offer = PartHeader(num_tokens=context.num_tokens, num_steps=context.num_steps, has_part=True)
             part = out.encode(tensor, seed=context.seed).cpu()
         del tensor  # while the round is in flight, only its payload takes memory
@@ -243,7 +244,7 @@ class _BoundQuorum(ExchangeState):
         out, back = self._codecs(context)
         own = out.encode(tensor, seed=context.seed)
         del tensor
-        with self._lock:
+        with self._lock:  # open rounds limit the closed step that is reported to late members
             self._open[context.round_id] = context.step
         try:
             offer = PartHeader(num_tokens=context.num_tokens, num_steps=context.num_steps, has_part=True)
@@ -259,9 +260,10 @@ class _BoundQuorum(ExchangeState):
         coded = back.encode(mean, seed=derive_seed(context.seed, "mean")).cpu()
         send = self._sender(coded, members, back, numel=numel, context=context)
         after = self._stragglers(late, send, context=context)
-        if len(members) > 1:
+        if len(members) > 1:  # late members are answered when they ask, by their `Straggler`
             yield Wait(sends=tuple(send(member) for member in members if member != me))
         mean = self._decoded(back, coded, numel=numel, device=device, context=context)
+        # members whose global values differ must not average (see `check_hashes`)
         hashes = {member: found[member][2] for member in members}
         return Average(mean=mean, reference_hashes=hashes, members=members, weights=weights, after=after)
 
@@ -269,12 +271,14 @@ class _BoundQuorum(ExchangeState):
         self, found: Found, out: Codec, *, numel: int, context: RoundContext
     ) -> Generator[Wait, Sequence[Received], dict[int, Pending]]:
         """Read the parts that arrive in time; return the pending ones."""
+        # `most_behind` bounds what the server keeps for late members: beyond it, the server waits for them
         if overdue := self._overdue(context.fragment):
             yield Wait(watched=overdue, least=len(overdue))
         expected = replace(_larger(context.receiving(out, numel=numel), PART_HEADER_BYTES), takes_less=True)
         others = context.peers.others
         receives = {peer: context.transport.receive(source=peer, envelope=expected) for peer in others}
         if receives:
+            # grace is counted in the server's steps, so it scales with the time that a step takes
             yield Wait(watched=receives, least=self._spec.quorum - 1, grace_steps=self._spec.grace_steps)
         late = {}
         for peer, pending in receives.items():
@@ -310,18 +314,10 @@ class _BoundQuorum(ExchangeState):
             if context.must_be_finite:
                 refuse_non_finite(part, peer=member, what=what)
             parts.append(part)
-        stack = torch.stack(parts)
-        plain = WeightedMean(weights=tuple(weights.values()))
-        keeping = replace(plain, preserve_norm=True)
-        fragment = context.fragment
-        if not self._spec.preserve_norm or not any(self._directions(fragment)):
-            return plain(stack)
-        rules = [keeping if has_direction else plain for has_direction in self._directions(fragment)]
-        pieces = torch.split(stack, self._sizes[fragment], dim=1)
-        return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])
-
-    def _directions(self, fragment: int) -> Sequence[bool]:
-        return self._spec.directions[fragment] if self._spec.directions else [True] * len(self._sizes[fragment])
+        sizes, known = self._sizes[context.fragment], self._spec.directions
+        directions = known[context.fragment] if known else [True] * len(sizes)
+        keeps_norm = directions if self._spec.preserve_norm else []
+        return mean_by_tensor(torch.stack(parts), weights=list(weights.values()), sizes=sizes, keeps_norm=keeps_norm)
 
     def _sender(
         self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, context: RoundContext
@@ -377,4 +373,5 @@ class _BoundQuorum(ExchangeState):
 
 
 def _larger(envelope: Envelope, num_bytes: int) -> Envelope:
+    # room for the header in front of the payload, in bytes
     return replace(envelope, payload_bytes=envelope.payload_bytes + num_bytes)

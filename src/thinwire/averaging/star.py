@@ -68,6 +68,7 @@ class Star:
             numel = numel_of(tensors)
             out = self.memory.bind(numel) if self.memory else None
             is_server = replica == self.server
+            # the server alone codes the mean, so it alone has a residual of it
             back = self.server_memory.bind(numel) if self.server_memory and is_server else None
             stages.append(
                 {
@@ -90,6 +91,7 @@ class Star:
             # absent members (partial participation) send nothing, but receive the mean
             own = out.encode(tensor, step=context.step, seed=context.seed)
         del tensor  # while the round is in flight, only its payload takes memory
+        # members see each other only through the server, which compares the hashes of all
         hashes = {peers.me: context.reference_hash}
         if peers.me == self.server:
             payloads = {} if own is None else {peers.me: own}

@@ -73,7 +73,7 @@ def check_elastic(config: TrainConfig) -> None:
             f"replicas will come; a slow one is not waited for anyway"
         )
     check_ranks(config, num_ranks=config.ranks_per_replica, num_replicas=here)
-    elastic(make_method(config), seat=_Nobody())
+    elastic(make_method(config), session=_Nobody())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,18 +28,18 @@ class Present:
     """The replicas that take part at present.
 
     Args:
-        seat: Knows them.
+        session: Knows them.
     """
 
-    seat: ElasticSession = field(compare=False, repr=False)
+    session: ElasticSession = field(compare=False, repr=False)
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
         """See `Topology.peers`."""
-        return Peers(me=me, members=self.seat.active())
+        return Peers(me=me, members=self.session.active())
 
 
 def elastic(
-    method: Method, *, seat: ElasticSession, preserve_norm: bool = False,
+    method: Method, *, session: ElasticSession, preserve_norm: bool = False,
     find: Callable[[str], None] = lambda text: None, pieces: ReplicaShards | None = None,
 ) -> Method:  # fmt: skip
     """Return a method's variant for replicas that come and go.
@@ -48,7 +48,7 @@ def elastic(
 
     Args:
         method: One whose rounds average pseudo-gradients over all replicas.
-        seat: This replica's session.
+        session: This replica's session.
         preserve_norm: Whether the mean keeps the length of a single replica's part, tensor by tensor.
         find: Called with a text for each part that was refused or shortened.
         pieces: Reaches the shards of a replica of several ranks, at the one of them that leads.
@@ -69,18 +69,18 @@ def elastic(
 
     def exchanges(count: int) -> tuple[Exchange, ...]:
         found = method.exchanges(count)
-        return tuple(elastic_mean(one, seat=seat, preserve_norm=preserve_norm, find=find) for one in found)
+        return tuple(elastic_mean(one, session=session, preserve_norm=preserve_norm, find=find) for one in found)
 
     def last(count: int) -> Exchange:
         own = method.exchanges(count)[0] if method.last_exchange is None else method.last_exchange(count)
-        return elastic_mean(own, seat=seat, preserve_norm=preserve_norm, find=find)
+        return elastic_mean(own, session=session, preserve_norm=preserve_norm, find=find)
 
     exchanges(2), _with_late_parts(method.update(2), method.name)  # a method that cannot is refused here
     view = (
         method.view if pieces is None else ShardedReplicaPseudoGradient(fragments=method.view.fragments, pieces=pieces)
     )
     return replace(
-        method, view=view, topology=Present(seat=seat), exchange=exchanges, last_exchange=last,
+        method, view=view, topology=Present(session=session), exchange=exchanges, last_exchange=last,
         update=lambda count: _with_late_parts(method.update(count), method.name), drift_intervals=_ANY,
     )  # fmt: skip
 

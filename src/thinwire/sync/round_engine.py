@@ -242,7 +242,7 @@ class RoundEngine:
         # a result requested early still has the rest of its grace period
         left = max(0, flight.round.apply_step - max(self.state.reached_step, flight.round.launch_step))
         try:
-            average = flight.result(patience_s=left * self.deadlines.median_step_s())
+            average = flight.result(grace_s=left * self.deadlines.median_step_s())
         except ThinwireError:
             self.state.failed = flight.round
             raise
