@@ -44,7 +44,7 @@ def lead(crew: Any, config: Any) -> dict[str, float]:
     """Train and move the model as the leading rank."""
     import torch
 
-    from thinwire.elastic.sharded_replica_view import ShardedReplicaPseudoGradient
+    from thinwire.elastic.elastic_method import ShardedReplicaPseudoGradient
 
     model, inner = crew.assemble(config, vocab_size=VOCAB)
     parameters = ShardedReplicaPseudoGradient(pieces=crew).cut(model)

@@ -26,8 +26,7 @@ from torchft.local_sgd import DiLoCo
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
+from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.training.build import lr_factor, make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.corpora import Sampler

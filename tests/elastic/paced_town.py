@@ -129,7 +129,7 @@ class Runner:
         )  # fmt: skip
         return ElasticDriver(
             lambda: council.view.step, tolerates_overdue=overlap_steps > 0,
-            patience_steps=grace_steps(sync_interval=interval_steps, overlap_steps=overlap_steps),
+            grace_steps=grace_steps(sync_interval=interval_steps, overlap_steps=overlap_steps),
             own_pace=own_pace if setting.has_own_pace else None,
         )  # fmt: skip
 

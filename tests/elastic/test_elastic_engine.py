@@ -49,10 +49,10 @@ def resident_optimizer(resident: Resident, name: str) -> tuple[nn.Module, thinwi
     model = build()
     transport = SeatTransport(resident.replica)
     optimizer = thinwire.DistributedOptimizer(
-        model, torch.optim.SGD(model.parameters(), lr=0.05), method=elastic(method_of(name), seat=resident.seat),
+        model, torch.optim.SGD(model.parameters(), lr=0.05), method=elastic(method_of(name), session=resident.seat),
         transport=transport,
         # threads are not alike in speed
-        catch_up=ElasticDriver(resident.seat.known_step, patience_steps=STEPS),
+        catch_up=ElasticDriver(resident.seat.known_step, grace_steps=STEPS),
     )  # fmt: skip
     return model, optimizer
 

@@ -16,8 +16,9 @@ import thinwire
 from thinwire.adaptive_timeout import AdaptiveTimeout
 from thinwire.averaging.quorum_messages import read_part_header
 from thinwire.elastic.coordinator import MOST_BAD_PARTS
-from thinwire.elastic.elastic_method import elastic, global_tensors, load_global_parameters, load_outer
+from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
+from thinwire.elastic.replica_state import global_tensors, load_global_parameters, load_outer
 from thinwire.elastic.round_driver import HEAD_BYTES, blob_name, round_of
 from thinwire.errors import Expelled, NonFiniteError
 from thinwire.sync.round_engine import RoundEngine
@@ -57,14 +58,12 @@ class Worker:
         self.failure: BaseException | None = None
         self.council.transfers = AdaptiveTimeout(least_s=0.3, most_s=1.0)
         self.model = build()
-        self.driver = ElasticDriver(
-            self.resident.seat.known_step, patience_steps=patience_steps, tolerates_overdue=bears
-        )
+        self.driver = ElasticDriver(self.resident.seat.known_step, grace_steps=patience_steps, tolerates_overdue=bears)
         self.driver.observers.append(self)
         method = thinwire.methods.streaming_diloco(sync_interval=interval, overlap_steps=1, num_fragments=2)
         self.optimizer = thinwire.DistributedOptimizer(
             self.model, torch.optim.SGD(self.model.parameters(), lr=0.05),
-            method=elastic(method, seat=self.resident.seat, find=self.findings.append),
+            method=elastic(method, session=self.resident.seat, find=self.findings.append),
             transport=SeatTransport(self.replica), catch_up=self.driver,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, daemon=True)

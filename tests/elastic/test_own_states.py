@@ -10,8 +10,8 @@ import torch
 from test_coordinator_words import Desk
 from test_elastic_faults import SOON_S, STEPS, Street, Worker, are_alike, street
 
-from thinwire.elastic.elastic_method import global_tensors, load_global_tensors
 from thinwire.elastic.protocol import VERSION
+from thinwire.elastic.replica_state import global_tensors, load_global_tensors
 from thinwire.version import __version__
 
 __all__ = ["street"]

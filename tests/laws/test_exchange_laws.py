@@ -37,10 +37,10 @@ def average(exchange, tensors, *, hashes=None, topology=None):
         everyone = range(transport.num_replicas)
         peers = (topology or AllReplicas()).peers(round_id=0, me=transport.replica, alive=everyone)
         reference_hash = hashes[transport.replica] if hashes else 0
-        delivery = RoundContext(
+        context = RoundContext(
             peers=peers, transport=recording, round_id=0, seed=transport.replica, reference_hash=reference_hash
         )
-        steps = exchange.steps(tensors[transport.replica], delivery)
+        steps = exchange.steps(tensors[transport.replica], context)
         result = launch(steps, round=ROUND, deadline_s=5, in_background=False).result()
         return result, recording.log.totals("sent").payload_bytes
 

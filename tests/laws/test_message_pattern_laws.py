@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import thinwire
-from thinwire.averaging.exchange import AllGather, DescribesTraffic, Exchange, TwoPhase
+from thinwire.averaging.exchange import AllGather, DescribesTraffic, Exchange, NoExchange, TwoPhase
 from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.message_pattern import RingMessages, RoundTraffic, sent_payloads
-from thinwire.averaging.no_exchange import NoExchange
 from thinwire.averaging.round_context import RoundContext
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas

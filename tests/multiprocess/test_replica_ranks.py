@@ -14,8 +14,9 @@ from processes import run, values
 from torch import nn
 
 import thinwire
-from thinwire.elastic.elastic_method import elastic, global_tensors, load_global_tensors
+from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
+from thinwire.elastic.replica_state import global_tensors, load_global_tensors
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.elastic.rank0_driver import Crew, whole_model
@@ -178,8 +179,8 @@ def assembled(
     )
     transport: Any = SeatTransport(replica)
     optimizer = thinwire.DistributedOptimizer(
-        model, inner, method=elastic(method, seat=seat, pieces=crew), transport=transport,
-        catch_up=ElasticDriver(seat.known_step, patience_steps=STEPS),
+        model, inner, method=elastic(method, session=seat, pieces=crew), transport=transport,
+        catch_up=ElasticDriver(seat.known_step, grace_steps=STEPS),
     )  # fmt: skip
     return model, optimizer
 

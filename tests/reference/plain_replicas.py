@@ -7,8 +7,7 @@ import torch
 import thinwire
 from tests.reference.loops import same, steps, values, wrap
 from tests.reference.small_models import build, loss_of
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
+from thinwire.sync.fragments import Pattern, find_blocks
 
 
 def adamw(model):

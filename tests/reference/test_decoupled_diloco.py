@@ -144,12 +144,12 @@ def test_lengths_are_averaged_tensor_by_tensor_but_not_of_biases_and_embeddings(
     def replica_main(transport):
         me = transport.replica
         bound = exchange.bind([shapes], replica=me, num_replicas=3)
-        delivery = RoundContext(
+        context = RoundContext(
             peers=Peers(me=me, members=(0, 1, 2)), transport=transport, round_id=0, step=9, num_tokens=work[me][0],
             num_steps=work[me][1],
         )  # fmt: skip
         round = Round(id=0, fragment=0, launch_step=9, apply_step=9)
-        program = bound.steps(parts[me], delivery)
+        program = bound.steps(parts[me], context)
         return launch(program, round=round, deadline_s=5, in_background=False, let_others=transport.step_aside).result()
 
     weights = [tokens * tokens / steps for tokens, steps in work]

@@ -12,7 +12,7 @@ import thinwire
 from tests.reference.small_models import build, loss_of
 from thinwire.codecs import bfloat16, block_int8, e3m0, float32
 from thinwire.methods import all_reduce, diloco, local_sgd, streaming_diloco
-from thinwire.sync.blocks import find_blocks
+from thinwire.sync.fragments import find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import PlainSGD
 

@@ -212,10 +212,10 @@ def test_what_was_received_and_the_errors_add_up_to_all_that_came_in():
         exchange = spec.bind([[torch.Size([1009])]], replica=me, num_replicas=3)
         received = torch.zeros(1009, dtype=torch.float64)
         for number, vectors in enumerate(inputs):
-            delivery = RoundContext(peers=Peers(me=me, members=(0, 1, 2)), transport=transport, round_id=number)
+            context = RoundContext(peers=Peers(me=me, members=(0, 1, 2)), transport=transport, round_id=number)
             round = Round(id=number, fragment=0, launch_step=1, apply_step=1)
             flight = launch(
-                exchange.steps(vectors[me].clone(), delivery), round=round, deadline_s=5, in_background=False
+                exchange.steps(vectors[me].clone(), context), round=round, deadline_s=5, in_background=False
             )
             received += flight.result().mean
         kept = exchange.state_dict()["0"]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from thinwire.averaging.coordinate_sort import mean_around, mean_of, median_of, over_sorted_columns
-from thinwire.averaging.gram import combine, norms
+from thinwire.averaging.reductions import combine, mean_around, mean_of, median_of, norms, over_sorted_columns
 
 
 @runtime_checkable
@@ -247,6 +247,26 @@ def require(aggregate: Aggregate, num_replicas: int, *, at_least: int, num_bad: 
         raise ValueError(
             f"{aggregate.name} needs at least {at_least} replicas{reason}, got num_replicas={num_replicas}; {remedy}"
         )
+
+
+def mean_by_tensor(
+    stack: torch.Tensor, *, weights: Sequence[float], sizes: Sequence[int], keeps_norm: Sequence[bool]
+) -> torch.Tensor:
+    """Return a weighted mean whose chosen tensors keep the length of a single part; see `WeightedMean`.
+
+    Args:
+        stack: float32, `(num_replicas, numel)`.
+        weights: One for each replica.
+        sizes: Elements of each tensor of the vector.
+        keeps_norm: For each tensor, whether it keeps its length; empty for none.
+    """
+    plain = WeightedMean(weights=tuple(weights))
+    if not any(keeps_norm):
+        return plain(stack)
+    keeping = replace(plain, preserve_norm=True)
+    pieces = torch.split(stack, list(sizes), dim=1)
+    rules = [keeping if keeps else plain for keeps in keeps_norm]
+    return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])
 
 
 # Directions that cancel to less than this share leave nothing but rounding errors of float32.

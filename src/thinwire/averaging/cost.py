@@ -97,10 +97,10 @@ def _time_rounds(
         rounds = []
         for me, (one, vector) in enumerate(zip(bound, vectors, strict=True)):
             peers = replace(topology.peers(round_id=number, me=me, alive=range(num_replicas)), absent=())
-            delivery = RoundContext(
+            context = RoundContext(
                 peers=peers, transport=world.transports[me], round_id=number, step=LATE_STEP + number
             )  # fmt: skip
-            rounds.append(one.steps(vector.clone(), delivery))
+            rounds.append(one.steps(vector.clone(), context))
         _finish_work_on(device)
         began_s = clock()
         _drive(rounds, exchange=exchange)

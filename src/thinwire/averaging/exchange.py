@@ -17,10 +17,18 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from thinwire.averaging.aggregation_rules import Aggregate
-from thinwire.averaging.encode_stage import EncodeStage, Ramp, ShardedEncodeStage, codec_at, most_bytes
-from thinwire.averaging.exchange_state import ExchangeState
-from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
 from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic, TwoPhaseMessages
+from thinwire.averaging.payloads import (
+    EncodeStage,
+    ExchangeState,
+    Ramp,
+    ShardedEncodeStage,
+    check_finite,
+    codec_at,
+    decode,
+    mean_of,
+    most_bytes,
+)
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec, NeedsLayout
 from thinwire.codecs.error_feedback import SenderMemory
@@ -28,7 +36,7 @@ from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Pending
 
 Shapes = Sequence[torch.Size]
-# A step after every warm-up: codes that change with the step have reached their last one.
+# A step after every warm-up: codecs that change with the step have reached their last one.
 LATE_STEP = 2**31
 
 
@@ -40,12 +48,12 @@ class BoundExchange(Protocol):
         """Whether the exchange keeps state from one round to the next."""
         ...
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return the generator that averages `tensor` over the peers.
 
         Args:
             tensor: Floating, `(numel,)`, the same size on all members.
-            delivery: Who takes part, and what the messages are.
+            context: Who takes part, and what the messages are.
 
         Raises:
             NonFiniteError: A replica sent NaN or infinity, and it must not or the codec cannot carry it.
@@ -164,32 +172,35 @@ class AllGather:
         ]
         return _BoundAllGather(self, stages)
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
-        return self.through(EncodeStage(self.codec), tensor, delivery)
+        return self.through(EncodeStage(self.codec), tensor, context)
 
-    def through(self, stage: EncodeStage, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def through(self, stage: EncodeStage, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return the generator of a round whose payloads pass a stage."""
-        numel, device, peers, transport = tensor.numel(), tensor.device, delivery.peers, delivery.transport
-        codec = stage.codec(delivery.step)
-        expected = delivery.receiving(codec, numel=numel)
+        numel, device, peers, transport = tensor.numel(), tensor.device, context.peers, context.transport
+        # the codec of the launch step, which is the same on all members, whenever each of them decodes
+        codec = stage.codec(context.step)
+        expected = context.receiving(codec, numel=numel)
         sources = [peer for peer in peers.senders if peer != peers.me]
         # posted before the (slow) encoding, so that messages of faster peers are accepted meanwhile
         receives = tuple(transport.receive(source=peer, envelope=expected) for peer in sources)
         sends: tuple[Pending, ...] = ()
         kept: dict[int, torch.Tensor] = {}
         if peers.me in peers.senders:
-            own = stage.encode(tensor, step=delivery.step, seed=delivery.seed)
+            own = stage.encode(tensor, step=context.step, seed=context.seed)
             # one copy to the host serves all sends; this replica sums its own decoded payload, not the exact tensor, so
             # that all members compute the same bits
-            envelope, on_host, kept = delivery.sending(own, codec=codec, numel=numel), own.cpu(), {peers.me: own}
-            sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
+            envelope, on_host, kept = context.sending(own, codec=codec, numel=numel), own.cpu(), {peers.me: own}
+            for peer in peers.others:
+                sends += (transport.send(on_host, to=peer, envelope=envelope),)
         del tensor  # while the round is in flight, only its payload takes memory
         received = yield Wait(receives=receives, sends=sends)
         by_replica = dict(zip(sources, received, strict=True))
         payloads = {peer: message.payload for peer, message in by_replica.items()} | kept
-        what, parts = delivery.describe(), {}
+        what, parts = context.describe(), {}
         if self.keeps_parts or self.aggregate is not None:
+            # all parts in memory at once; the plain mean decodes one at a time
             parts = {
                 peer: decode(codec, payloads[peer].to(device), numel=numel, peer=peer, what=what)
                 for peer in peers.senders
@@ -198,10 +209,11 @@ class AllGather:
             mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=what)
         else:
             mean = self.aggregate(torch.stack([parts[peer] for peer in peers.senders]))
-        if delivery.must_be_finite:
+        if context.must_be_finite:
             check_finite(mean, codec, payloads, what=what)
+        # the engine compares them: members with different global values must not average (see `check_hashes`)
         hashes = {peer: message.reference_hash for peer, message in by_replica.items()}
-        hashes[peers.me] = delivery.reference_hash
+        hashes[peers.me] = context.reference_hash
         return Average(mean=stage.received(mean), reference_hashes=hashes, parts=parts if self.keeps_parts else {})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
@@ -258,57 +270,58 @@ class TwoPhase:
             start, stop = shard_bounds(numel, num_shards=num_replicas, block=block)[replica]
             out = self.memory.bind(numel) if self.memory else None
             mean = self.owner_memory.bind(stop - start) if self.owner_memory else None
+            # the sender's residual covers the whole vector, the owner's only its own shard
             stages.append({"out": ShardedEncodeStage(self.codec, out), "mean": EncodeStage(self.codec, mean)})
         return _BoundTwoPhase(self, stages)
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
-        return self.through(ShardedEncodeStage(self.codec), EncodeStage(self.codec), tensor, delivery)
+        return self.through(ShardedEncodeStage(self.codec), EncodeStage(self.codec), tensor, context)
 
-    def through(
-        self, out: ShardedEncodeStage, back: EncodeStage, tensor: torch.Tensor, delivery: RoundContext
-    ) -> Steps:
+    def through(self, out: ShardedEncodeStage, back: EncodeStage, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return the generator of a round whose parts pass the stage `out`, and their means the stage `back`."""
-        flat, device, peers, transport = tensor.reshape(-1), tensor.device, delivery.peers, delivery.transport
-        codec, what, me = out.codec(delivery.step), delivery.describe(), delivery.peers.me
+        flat, device, peers, transport = tensor.reshape(-1), tensor.device, context.peers, context.transport
+        codec, what, me = out.codec(context.step), context.describe(), context.peers.me
         if peers.absent:
             raise ValueError("TwoPhase() needs every member in every round, because each owns a shard; use AllGather()")
-        delivery = replace(delivery, spread_s=delivery.spread_s / 2)  # the second phase takes as long again
+        context = replace(context, spread_s=context.spread_s / 2)  # the second phase takes as long again
         shards = shard_bounds(flat.numel(), num_shards=len(peers.members), block=codec.block)
         bounds = dict(zip(peers.members, shards, strict=True))
         sizes = {owner: stop - start for owner, (start, stop) in bounds.items()}
         # phase 1: each member sends every owner its part of that shard (reduce-scatter)
-        expected = delivery.receiving(codec, numel=sizes[me])
+        expected = context.receiving(codec, numel=sizes[me])
         receives = tuple(transport.receive(source=peer, envelope=expected) for peer in peers.others)
-        coded = out.encode_shards(flat, bounds, step=delivery.step, seed=delivery.seed)
-        sends = tuple(
-            transport.send(coded[o].cpu(), to=o, envelope=delivery.sending(coded[o], codec=codec, numel=sizes[o]))
-            for o in peers.others
-        )
+        coded = out.encode_shards(flat, bounds, step=context.step, seed=context.seed)
+        sends: tuple[Pending, ...] = ()
+        for owner in peers.others:
+            envelope = context.sending(coded[owner], codec=codec, numel=sizes[owner])
+            sends += (transport.send(coded[owner].cpu(), to=owner, envelope=envelope),)
         own = coded[me]
         del tensor, flat, coded  # while the round is in flight, only its payload takes memory
         received = yield Wait(receives=receives, sends=sends)
         hashes = {peer: message.reference_hash for peer, message in zip(peers.others, received, strict=True)}
         payloads = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {me: own}
         shard = mean_of(codec, payloads, peers=peers, numel=sizes[me], device=device, what=what)
-        if delivery.must_be_finite:
+        if context.must_be_finite:
             check_finite(shard, codec, payloads, what=what)
 
         # a fresh stream: the mean must not be rounded with the draws that rounded the parts
-        own = back.encode(shard, step=delivery.step, seed=derive_seed(delivery.seed, "mean"))
+        own = back.encode(shard, step=context.step, seed=derive_seed(context.seed, "mean"))
         # phase 2: each owner sends the coded mean of its shard to all (all-gather)
         receives = tuple(
-            transport.receive(source=p, envelope=delivery.receiving(codec, numel=sizes[p], phase=1))
+            transport.receive(source=p, envelope=context.receiving(codec, numel=sizes[p], phase=1))
             for p in peers.others
         )
-        envelope, on_host = delivery.sending(own, codec=codec, numel=sizes[me], phase=1), own.cpu()
-        sends = tuple(transport.send(on_host, to=peer, envelope=envelope) for peer in peers.others)
+        envelope, on_host, sends = context.sending(own, codec=codec, numel=sizes[me], phase=1), own.cpu(), ()
+        for peer in peers.others:
+            sends += (transport.send(on_host, to=peer, envelope=envelope),)
         received = yield Wait(receives=receives, sends=sends)
         parts = {peer: message.payload for peer, message in zip(peers.others, received, strict=True)} | {me: own}
+        # the own shard is decoded too: the exact mean would give this replica other bits than its peers
         whole = torch.empty(sum(sizes.values()), dtype=torch.float32, device=device)
         for owner, (start, stop) in bounds.items():
             whole[start:stop] = decode(codec, parts[owner].to(device), numel=sizes[owner], peer=owner, what=what)
-        return Average(mean=out.received(whole), reference_hashes=hashes | {me: delivery.reference_hash})
+        return Average(mean=out.received(whole), reference_hashes=hashes | {me: context.reference_hash})
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`."""
@@ -365,18 +378,18 @@ def shard_bounds(numel: int, *, num_shards: int, block: int) -> list[tuple[int, 
 class _BoundAllGather(ExchangeState):
     _spec: AllGather
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        return self._spec.through(self._stages[delivery.fragment]["out"], tensor, delivery)
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        return self._spec.through(self._stages[context.fragment]["out"], tensor, context)
 
 
 class _BoundTwoPhase(ExchangeState):
     _spec: TwoPhase
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        stages = self._stages[delivery.fragment]
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        stages = self._stages[context.fragment]
         out = stages["out"]
         assert isinstance(out, ShardedEncodeStage)
-        return self._spec.through(out, stages["mean"], tensor, delivery)
+        return self._spec.through(out, stages["mean"], tensor, context)
 
 
 def numel_of(shapes: Shapes) -> int:
@@ -400,3 +413,26 @@ def code_for(code: Codec | Ramp, shapes: Shapes) -> Codec | Ramp:
 def laid_out(codec: Codec, shapes: Shapes) -> Codec:
     """Return the codec for vectors that are made of tensors of these shapes."""
     return codec.laid_out(shapes) if isinstance(codec, NeedsLayout) else codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoExchange:
+    """Send nothing. For the local steps of a method that does the inner step itself; its result is no mean."""
+
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
+        """See `Exchange.bind`."""
+        return _BoundNoExchange(self, [{} for _ in shapes])
+
+    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
+        """Return 0."""
+        return 0
+
+    def traffic(self, shapes: Shapes, *, num_members: int) -> RoundTraffic:
+        """See `DescribesTraffic.traffic`."""
+        return RoundTraffic(pattern=None, sent_bytes=0, num_messages=0)
+
+
+class _BoundNoExchange(ExchangeState):
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        yield from ()  # a generator like the others, that waits for nothing
+        return Average(mean=tensor, reference_hashes={context.peers.me: context.reference_hash})

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from thinwire.averaging.encode_stage import codec_at
-from thinwire.averaging.exchange import LATE_STEP, AllGather, BoundExchange, Shapes, coding_passes, laid_out, numel_of
+from thinwire.averaging.exchange import (
+    LATE_STEP,
+    AllGather,
+    BoundExchange,
+    Shapes,
+    code_for,
+    coding_passes,
+    laid_out,
+    numel_of,
+)
 from thinwire.averaging.message_pattern import AllGatherMessages, RoundTraffic
 from thinwire.averaging.mixing import MixingGraph, mixing_row
+from thinwire.averaging.payloads import EncodeStage, ExchangeState, codec_at
 from thinwire.averaging.round_context import RoundContext, Steps
 from thinwire.codecs.base import Codec
 
@@ -32,11 +40,9 @@ class Gossip:
     codec: Codec
     graph: MixingGraph
 
-    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundGossip:
+    def bind(self, shapes: Sequence[Shapes], *, replica: int, num_replicas: int) -> BoundExchange:
         """See `Exchange.bind`."""
-        gather = AllGather(codec=self.codec, keeps_parts=True)
-        inner = gather.bind(shapes, replica=replica, num_replicas=num_replicas)
-        return BoundGossip(self.graph, inner, num_replicas=num_replicas)
+        return _BoundGossip(self, shapes, num_replicas=num_replicas)
 
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         """See `BoundExchange.sent_bytes`; of the replicas, those that take part in the round count: the members."""
@@ -53,48 +59,23 @@ class Gossip:
         )
 
 
-class BoundGossip:
-    """See `Gossip`."""
+class _BoundGossip(ExchangeState):
+    _spec: Gossip
 
-    def __init__(self, graph: MixingGraph, inner: BoundExchange, *, num_replicas: int) -> None:
-        self._graph = graph
-        self._inner = inner
+    def __init__(self, spec: Gossip, shapes: Sequence[Shapes], *, num_replicas: int) -> None:
+        super().__init__(spec, [{"out": EncodeStage(code_for(spec.codec, tensors))} for tensors in shapes])
+        self._gather = AllGather(codec=spec.codec, keeps_parts=True)
         self._num_replicas = num_replicas
 
-    @property
-    def has_memory(self) -> bool:
-        """Never: values are sent, and nothing is dropped from them."""
-        return False
-
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
-        me, members = delivery.peers.me, delivery.peers.members
-        row = mixing_row(self._graph, round_id=delivery.round_id, me=me, alive=range(self._num_replicas))
+        me, members = context.peers.me, context.peers.members
+        row = mixing_row(self._spec.graph, round_id=context.round_id, me=me, alive=range(self._num_replicas))
         assert tuple(row) == members, "the topology and the exchange must follow the same graph"
-        average = yield from self._inner.steps(tensor, delivery)
-        # the inner mean weights all alike; the weighted one is summed again, in ascending order of the members
+        average = yield from self._gather.through(self._stages[context.fragment]["out"], tensor, context)
+        # the gather's mean weights all alike; the weighted one is summed again, in ascending order of the members
         mean = torch.zeros_like(average.mean)
         for member in members:
             mean.add_(average.parts[member], alpha=row[member])
         parts = {member: part for member, part in average.parts.items() if member != me}
         return replace(average, mean=mean, parts=parts, weights=row)
-
-    def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
-        """See `BoundExchange.sent_bytes`."""
-        return self._inner.sent_bytes(numel, num_replicas=num_replicas)
-
-    def shared_hash(self, fragment: int) -> int:
-        """Nothing is common to all."""
-        return 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing is remembered."""
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `BoundExchange.load_state_dict`."""
-        self._inner.load_state_dict(state)
-
-    def adopt(self, state: Mapping[str, Any], *, is_own: bool) -> tuple[str, ...]:
-        """See `BoundExchange.adopt`."""
-        return self._inner.adopt(state, is_own=is_own)

@@ -127,17 +127,17 @@ class _BoundLowRank:
     def sent_bytes(self, numel: int, *, num_replicas: int) -> int:
         return self._inner.sent_bytes(numel, num_replicas=num_replicas)
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        matrices, right = self._matrices[delivery.fragment], self._right[delivery.fragment]
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        matrices, right = self._matrices[context.fragment], self._right[context.fragment]
         thin, dense = _thin(matrices), [matrix for matrix in matrices if not matrix.is_thin]
-        whole = self._residuals[delivery.fragment].to(tensor.device).add_(tensor)
+        whole = self._residuals[context.fragment].to(tensor.device).add_(tensor)
         own = [m.of(whole) @ q.to(whole.device) for m, q in zip(thin, right, strict=True)]
-        first = yield from self._inner.steps(_joined([*own, *(m.of(whole) for m in dense)], like=whole), delivery)
+        first = yield from self._inner.steps(_joined([*own, *(m.of(whole) for m in dense)], like=whole), context)
         *left, last = _cut(first.mean, [part.shape for part in own])
         left = [orthonormal(p) for p in left]
         own = [m.of(whole).T @ p for m, p in zip(thin, left, strict=True)]
         # phases 0 and 1 belong to the first exchange; the reference hash went with it
-        second = replace(delivery, first_phase=2, reference_hash=0, seed=derive_seed(delivery.seed, "second"))
+        second = replace(context, first_phase=2, reference_hash=0, seed=derive_seed(context.seed, "second"))
         found = yield from self._inner.steps(_joined(own, like=whole), second)
         *right, _ = _cut(found.mean, [part.shape for part in own])
         mean = torch.empty_like(whole)
@@ -147,8 +147,8 @@ class _BoundLowRank:
             matrix.of(mean).copy_(part)
             matrix.of(whole).copy_(part)  # nothing was left behind
         # warm start: the next power iteration begins with this Q; the residual is E = M - P Q^T (Algorithm 1)
-        self._right[delivery.fragment] = [q.clone() for q in right]
-        self._residuals[delivery.fragment] = whole.sub_(mean)
+        self._right[context.fragment] = [q.clone() for q in right]
+        self._residuals[context.fragment] = whole.sub_(mean)
         return Average(mean=mean, reference_hashes=first.reference_hashes)
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from thinwire.averaging.aggregation_rules import WeightedMean
-from thinwire.averaging.encode_stage import EncodeStage
+from thinwire.averaging.aggregation_rules import mean_by_tensor
 from thinwire.averaging.exchange import BoundExchange, Shapes, coding_passes, laid_out, numel_of
-from thinwire.averaging.exchange_state import ExchangeState
-from thinwire.averaging.mean_of_payloads import decode, refuse_non_finite
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
+from thinwire.averaging.payloads import EncodeStage, ExchangeState, decode, refuse_non_finite
 from thinwire.averaging.quorum_messages import (
     PART_HEADER_BYTES,
     MeanHeader,
@@ -35,7 +33,8 @@ from thinwire.errors import DeadlineExceeded, PayloadError, ThinwireError
 from thinwire.shared_random import derive_seed
 from thinwire.transport.base import Envelope, Pending, Received
 
-_LOOK_S = 0.005
+# Polling interval in seconds while a late member is waited for.
+_POLL_S = 0.005
 
 
 class Straggler:
@@ -86,7 +85,7 @@ class Straggler:
                     f"replica {self.peer} did not ask for a closed round within {deadline_s:.3g} s, the deadline that "
                     f"follows from measured times; see the log there"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         if self._failure is not None:
             raise self._failure
         assert self._sent is not None
@@ -206,77 +205,80 @@ class _BoundQuorum(ExchangeState):
         self._open: dict[int, int] = {}
         self._lock = threading.Lock()
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
         # two messages in a row: each may be spread over half of the time
-        delivery = replace(delivery, spread_s=delivery.spread_s / 2)
-        is_server = delivery.peers.me == self._spec.server
-        return self._serve(tensor, delivery) if is_server else self._take_part(tensor, delivery)
+        context = replace(context, spread_s=context.spread_s / 2)
+        is_server = context.peers.me == self._spec.server
+        return self._serve(tensor, context) if is_server else self._take_part(tensor, context)
 
-    def _take_part(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        numel, device, server, me = tensor.numel(), tensor.device, self._spec.server, delivery.peers.me
-        out, back = self._codecs(delivery)
+    def _take_part(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        numel, device, server, me = tensor.numel(), tensor.device, self._spec.server, context.peers.me
+        out, back = self._codecs(context)
         offer, part = PartHeader(), None
-        if not delivery.is_closed:
-            offer = PartHeader(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
-            part = out.encode(tensor, seed=delivery.seed).cpu()
+        if not context.is_closed:  # else no part can count any more, and an empty message requests the mean
+            offer = PartHeader(num_tokens=context.num_tokens, num_steps=context.num_steps, has_part=True)
+            part = out.encode(tensor, seed=context.seed).cpu()
         del tensor  # while the round is in flight, only its payload takes memory
         message = with_part_header(offer, part)
-        envelope = delivery.sending(message, codec=out, numel=numel)
-        sends = (delivery.transport.send(message, to=server, envelope=envelope),)
-        expected = _larger(delivery.receiving(back, numel=numel, phase=1), mean_header_bytes(self._num_replicas))
-        receives = (delivery.transport.receive(source=server, envelope=expected),)
+        envelope = context.sending(message, codec=out, numel=numel)
+        sends = (context.transport.send(message, to=server, envelope=envelope),)
+        expected = _larger(context.receiving(back, numel=numel, phase=1), mean_header_bytes(self._num_replicas))
+        receives = (context.transport.receive(source=server, envelope=expected),)
         received = yield Wait(receives=receives, sends=sends)
-        what = f"{delivery.describe()} from replica {server}"
+        what = f"{context.describe()} from replica {server}"
         verdict, coded = read_mean_header(
             received[0].payload, num_replicas=self._num_replicas, server=server, least=self._spec.quorum,
-            step=delivery.step, what=what,
+            step=context.step, what=what,
         )  # fmt: skip
         if me in verdict.members and part is None:
             raise PayloadError(f"{what}: replica {me} is said to be in the mean, but has sent no part")
-        mean = self._decoded(back, coded, numel=numel, device=device, delivery=delivery)
-        hashes = {me: delivery.reference_hash, server: received[0].reference_hash}
+        mean = self._decoded(back, coded, numel=numel, device=device, context=context)
+        hashes = {me: context.reference_hash, server: received[0].reference_hash}
         is_counted = me in verdict.members
-        delivery.hear(verdict.progress, is_counted)
+        context.hear(verdict.progress, is_counted)
         return Average(mean=mean, reference_hashes=hashes, members=verdict.members, is_counted=is_counted)
 
-    def _serve(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        numel, device, me = tensor.numel(), tensor.device, delivery.peers.me
-        out, back = self._codecs(delivery)
-        own = out.encode(tensor, seed=delivery.seed)
+    def _serve(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        numel, device, me = tensor.numel(), tensor.device, context.peers.me
+        out, back = self._codecs(context)
+        own = out.encode(tensor, seed=context.seed)
         del tensor
-        with self._lock:
-            self._open[delivery.round_id] = delivery.step
+        with self._lock:  # open rounds limit the closed step that is reported to late members
+            self._open[context.round_id] = context.step
         try:
-            offer = PartHeader(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
-            found: Found = {me: (offer, own, delivery.reference_hash)}
-            late = yield from self._gather(found, out, numel=numel, delivery=delivery)
+            offer = PartHeader(num_tokens=context.num_tokens, num_steps=context.num_steps, has_part=True)
+            found: Found = {me: (offer, own, context.reference_hash)}
+            late = yield from self._gather(found, out, numel=numel, context=context)
         finally:
             with self._lock:
-                del self._open[delivery.round_id]
+                del self._open[context.round_id]
         members = tuple(sorted(found))
         weights = {member: found[member][0].weight for member in members}
-        mean = self._mean_of(found, weights, out, numel=numel, device=device, delivery=delivery)
+        mean = self._mean_of(found, weights, out, numel=numel, device=device, context=context)
         # a fresh stream: the mean must not be coded with the draws that coded the parts
-        coded = back.encode(mean, seed=derive_seed(delivery.seed, "mean")).cpu()
-        send = self._sender(coded, members, back, numel=numel, delivery=delivery)
-        after = self._stragglers(late, send, delivery=delivery)
-        if len(members) > 1:
+        coded = back.encode(mean, seed=derive_seed(context.seed, "mean")).cpu()
+        send = self._sender(coded, members, back, numel=numel, context=context)
+        after = self._stragglers(late, send, context=context)
+        if len(members) > 1:  # late members are answered when they ask, by their `Straggler`
             yield Wait(sends=tuple(send(member) for member in members if member != me))
-        mean = self._decoded(back, coded, numel=numel, device=device, delivery=delivery)
+        mean = self._decoded(back, coded, numel=numel, device=device, context=context)
+        # members whose global values differ must not average (see `check_hashes`)
         hashes = {member: found[member][2] for member in members}
         return Average(mean=mean, reference_hashes=hashes, members=members, weights=weights, after=after)
 
     def _gather(
-        self, found: Found, out: Codec, *, numel: int, delivery: RoundContext
+        self, found: Found, out: Codec, *, numel: int, context: RoundContext
     ) -> Generator[Wait, Sequence[Received], dict[int, Pending]]:
         """Read the parts that arrive in time; return the pending ones."""
-        if overdue := self._overdue(delivery.fragment):
+        # `most_behind` bounds what the server keeps for late members: beyond it, the server waits for them
+        if overdue := self._overdue(context.fragment):
             yield Wait(watched=overdue, least=len(overdue))
-        expected = replace(_larger(delivery.receiving(out, numel=numel), PART_HEADER_BYTES), takes_less=True)
-        others = delivery.peers.others
-        receives = {peer: delivery.transport.receive(source=peer, envelope=expected) for peer in others}
+        expected = replace(_larger(context.receiving(out, numel=numel), PART_HEADER_BYTES), takes_less=True)
+        others = context.peers.others
+        receives = {peer: context.transport.receive(source=peer, envelope=expected) for peer in others}
         if receives:
+            # grace is counted in the server's steps, so it scales with the time that a step takes
             yield Wait(watched=receives, least=self._spec.quorum - 1, grace_steps=self._spec.grace_steps)
         late = {}
         for peer, pending in receives.items():
@@ -285,10 +287,10 @@ class _BoundQuorum(ExchangeState):
                 continue
             received = pending.wait(deadline_s=0.0)
             assert received is not None
-            offer, part = self._read_part_header(received, peer=peer, delivery=delivery)
+            offer, part = self._read_part_header(received, peer=peer, context=context)
             if not offer.has_part:
                 raise PayloadError(
-                    f"{delivery.describe()}: replica {peer} asks for its result before it is closed; the replicas run "
+                    f"{context.describe()}: replica {peer} asks for its result before it is closed; the replicas run "
                     f"different set-ups, or it lies"
                 )
             found[peer] = offer, part, received.reference_hash
@@ -304,79 +306,72 @@ class _BoundQuorum(ExchangeState):
 
     def _mean_of(
         self, found: Found, weights: Mapping[int, float], out: Codec, *, numel: int, device: torch.device,
-        delivery: RoundContext,
+        context: RoundContext,
     ) -> torch.Tensor:  # fmt: skip
-        what, parts = delivery.describe(), []
+        what, parts = context.describe(), []
         for member in weights:
             part = decode(out, found[member][1].to(device), numel=numel, peer=member, what=what)
-            if delivery.must_be_finite:
+            if context.must_be_finite:
                 refuse_non_finite(part, peer=member, what=what)
             parts.append(part)
-        stack = torch.stack(parts)
-        plain = WeightedMean(weights=tuple(weights.values()))
-        keeping = replace(plain, preserve_norm=True)
-        fragment = delivery.fragment
-        if not self._spec.preserve_norm or not any(self._directions(fragment)):
-            return plain(stack)
-        rules = [keeping if has_direction else plain for has_direction in self._directions(fragment)]
-        pieces = torch.split(stack, self._sizes[fragment], dim=1)
-        return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])
-
-    def _directions(self, fragment: int) -> Sequence[bool]:
-        return self._spec.directions[fragment] if self._spec.directions else [True] * len(self._sizes[fragment])
+        sizes, known = self._sizes[context.fragment], self._spec.directions
+        directions = known[context.fragment] if known else [True] * len(sizes)
+        keeps_norm = directions if self._spec.preserve_norm else []
+        return mean_by_tensor(torch.stack(parts), weights=list(weights.values()), sizes=sizes, keeps_norm=keeps_norm)
 
     def _sender(
-        self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, delivery: RoundContext
+        self, coded: torch.Tensor, members: tuple[int, ...], back: Codec, *, numel: int, context: RoundContext
     ) -> Callable[[int], Pending]:
         """Return a function that sends the mean to a member, with this replica's progress at that moment."""
 
         def send(peer: int) -> Pending:
-            verdict = MeanHeader(members=members, progress=self._progress(delivery))
+            verdict = MeanHeader(members=members, progress=self._progress(context))
             message = with_mean_header(verdict, coded, num_replicas=self._num_replicas)
-            envelope = delivery.sending(message, codec=back, numel=numel, phase=1)
-            return delivery.transport.send(message, to=peer, envelope=envelope)
+            envelope = context.sending(message, codec=back, numel=numel, phase=1)
+            return context.transport.send(message, to=peer, envelope=envelope)
 
         return send
 
-    def _progress(self, delivery: RoundContext) -> Progress:
+    def _progress(self, context: RoundContext) -> Progress:
         # read the step before the open rounds: no round up to that step can still open afterwards
-        reached = max(delivery.reached(), delivery.step)
+        reached = max(context.reached(), context.step)
         with self._lock:
             first_open = min(self._open.values(), default=reached + 1)
         return Progress(step=reached, closed_step=min(first_open - 1, reached))
 
     def _stragglers(
-        self, late: Mapping[int, Pending], send: Callable[[int], Pending], *, delivery: RoundContext
+        self, late: Mapping[int, Pending], send: Callable[[int], Pending], *, context: RoundContext
     ) -> dict[int, Pending]:
         def straggler(peer: int, pending: Pending) -> Straggler:
             def check(received: Received) -> None:
-                self._read_part_header(received, peer=peer, delivery=delivery)
+                self._read_part_header(received, peer=peer, context=context)
 
             return Straggler(pending, peer=peer, check=check, answer=lambda: send(peer))
 
         found = [straggler(peer, pending) for peer, pending in late.items()]
-        self._late[delivery.fragment] += found
+        self._late[context.fragment] += found
         return {one.peer: one for one in found}
 
     def _read_part_header(
-        self, received: Received, *, peer: int, delivery: RoundContext
+        self, received: Received, *, peer: int, context: RoundContext
     ) -> tuple[PartHeader, torch.Tensor]:
-        what = f"{delivery.describe()} from replica {peer}"
-        return read_part_header(received.payload, step=delivery.step, what=what)
+        what = f"{context.describe()} from replica {peer}"
+        return read_part_header(received.payload, step=context.step, what=what)
 
     def _decoded(
-        self, back: Codec, coded: torch.Tensor, *, numel: int, device: torch.device, delivery: RoundContext
+        self, back: Codec, coded: torch.Tensor, *, numel: int, device: torch.device, context: RoundContext
     ) -> torch.Tensor:
-        server, what = self._spec.server, delivery.describe()
+        server, what = self._spec.server, context.describe()
         mean = decode(back, coded.to(device), numel=numel, peer=server, what=what)
-        if delivery.must_be_finite:
+        if context.must_be_finite:
             refuse_non_finite(mean, peer=server, what=what)
         return mean
 
-    def _codecs(self, delivery: RoundContext) -> tuple[Codec, Codec]:
-        stages = self._stages[delivery.fragment]
-        return stages["out"].codec(delivery.step), stages["mean"].codec(delivery.step)
+    def _codecs(self, context: RoundContext) -> tuple[Codec, Codec]:
+        stages = self._stages[context.fragment]
+        return stages["out"].codec(context.step), stages["mean"].codec(context.step)
 
 
 def _larger(envelope: Envelope, num_bytes: int) -> Envelope:
+    # room for the header in front of the payload, in bytes
     return replace(envelope, payload_bytes=envelope.payload_bytes + num_bytes)

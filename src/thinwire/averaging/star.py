@@ -7,11 +7,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from thinwire.averaging.encode_stage import EncodeStage, Ramp, codec_at, most_bytes
 from thinwire.averaging.exchange import LATE_STEP, BoundExchange, Shapes, code_for, coding_passes, laid_out, numel_of
-from thinwire.averaging.exchange_state import ExchangeState
-from thinwire.averaging.mean_of_payloads import check_finite, decode, mean_of
 from thinwire.averaging.message_pattern import RoundTraffic, StarMessages
+from thinwire.averaging.payloads import (
+    EncodeStage,
+    ExchangeState,
+    Ramp,
+    check_finite,
+    codec_at,
+    decode,
+    mean_of,
+    most_bytes,
+)
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.codecs.error_feedback import SenderMemory, Shift
@@ -61,6 +68,7 @@ class Star:
             numel = numel_of(tensors)
             out = self.memory.bind(numel) if self.memory else None
             is_server = replica == self.server
+            # the server alone codes the mean, so it alone has a residual of it
             back = self.server_memory.bind(numel) if self.server_memory and is_server else None
             stages.append(
                 {
@@ -70,58 +78,59 @@ class Star:
             )
         return _BoundStar(self, stages)
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`; without memory."""
-        return self.through(EncodeStage(self.codec), EncodeStage(self.server_codec), tensor, delivery)
+        return self.through(EncodeStage(self.codec), EncodeStage(self.server_codec), tensor, context)
 
-    def through(self, out: EncodeStage, back: EncodeStage, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def through(self, out: EncodeStage, back: EncodeStage, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """Return the generator of a round whose payloads pass the stage `out`, and their mean the stage `back`."""
-        numel, device, peers = tensor.numel(), tensor.device, delivery.peers
-        codec, mean_codec = out.codec(delivery.step), back.codec(delivery.step)
+        numel, device, peers = tensor.numel(), tensor.device, context.peers
+        codec, mean_codec = out.codec(context.step), back.codec(context.step)
         own = None
         if peers.me in peers.senders:
             # absent members (partial participation) send nothing, but receive the mean
-            own = out.encode(tensor, step=delivery.step, seed=delivery.seed)
+            own = out.encode(tensor, step=context.step, seed=context.seed)
         del tensor  # while the round is in flight, only its payload takes memory
-        hashes = {peers.me: delivery.reference_hash}
+        # members see each other only through the server, which compares the hashes of all
+        hashes = {peers.me: context.reference_hash}
         if peers.me == self.server:
             payloads = {} if own is None else {peers.me: own}
-            coded = yield from self._serve(payloads, hashes, codec, back, numel=numel, device=device, delivery=delivery)
+            coded = yield from self._serve(payloads, hashes, codec, back, numel=numel, device=device, context=context)
         else:
             sends = () if own is None else (
-                delivery.transport.send(
-                    own.cpu(), to=self.server, envelope=delivery.sending(own, codec=codec, numel=numel)
+                context.transport.send(
+                    own.cpu(), to=self.server, envelope=context.sending(own, codec=codec, numel=numel)
                 ),
             )  # fmt: skip
-            expected = delivery.receiving(mean_codec, numel=numel, phase=1)
-            receives = (delivery.transport.receive(source=self.server, envelope=expected),)
+            expected = context.receiving(mean_codec, numel=numel, phase=1)
+            receives = (context.transport.receive(source=self.server, envelope=expected),)
             received = yield Wait(receives=receives, sends=sends)
             coded = received[0].payload.to(device)
             hashes[self.server] = received[0].reference_hash
-        what = delivery.describe()
+        what = context.describe()
         mean = decode(mean_codec, coded, numel=numel, peer=self.server, what=what)
-        if delivery.must_be_finite:
+        if context.must_be_finite:
             check_finite(mean, mean_codec, {self.server: coded}, what=what)
         return Average(mean=out.received(mean), reference_hashes=hashes)
 
     def _serve(
         self, payloads: dict[int, torch.Tensor], hashes: dict[int, int], codec: Codec, back: EncodeStage, *, numel: int,
-        device: torch.device, delivery: RoundContext,
+        device: torch.device, context: RoundContext,
     ) -> Generator[Wait, Sequence[Received], torch.Tensor]:  # fmt: skip
         """Gather the members' payloads and hashes, send the coded mean to all, and return it."""
-        peers, transport, what = delivery.peers, delivery.transport, delivery.describe()
+        peers, transport, what = context.peers, context.transport, context.describe()
         sources = [peer for peer in peers.senders if peer != peers.me]
-        expected = delivery.receiving(codec, numel=numel)
+        expected = context.receiving(codec, numel=numel)
         receives = tuple(transport.receive(source=peer, envelope=expected) for peer in sources)
         received = yield Wait(receives=receives, sends=())
         payloads |= {peer: message.payload for peer, message in zip(sources, received, strict=True)}
         hashes |= {peer: message.reference_hash for peer, message in zip(sources, received, strict=True)}
         mean = mean_of(codec, payloads, peers=peers, numel=numel, device=device, what=what)
-        if delivery.must_be_finite:
+        if context.must_be_finite:
             check_finite(mean, codec, payloads, what=what)
         # a fresh stream: the mean must not be coded with the draws that coded the parts
-        coded = back.encode(mean, step=delivery.step, seed=derive_seed(delivery.seed, "mean"))
-        envelope = delivery.sending(coded, codec=back.codec(delivery.step), numel=numel, phase=1)
+        coded = back.encode(mean, step=context.step, seed=derive_seed(context.seed, "mean"))
+        envelope = context.sending(coded, codec=back.codec(context.step), numel=numel, phase=1)
         on_host = coded.cpu()
         yield Wait(receives=(), sends=tuple(transport.send(on_host, to=p, envelope=envelope) for p in peers.others))
         return coded
@@ -147,6 +156,6 @@ class Star:
 class _BoundStar(ExchangeState):
     _spec: Star
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        stages: Mapping[str, EncodeStage] = self._stages[delivery.fragment]
-        return self._spec.through(stages["out"], stages["mean"], tensor, delivery)
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        stages: Mapping[str, EncodeStage] = self._stages[context.fragment]
+        return self._spec.through(stages["out"], stages["mean"], tensor, context)

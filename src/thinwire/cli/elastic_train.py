@@ -75,7 +75,7 @@ def check_elastic(config: TrainConfig) -> None:
             f"go; a slow one is not waited for anyway"
         )
     check_ranks(config, num_ranks=config.ranks_per_replica, num_replicas=here)
-    elastic(make_method(config), seat=_NoSession())
+    elastic(make_method(config), session=_NoSession())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

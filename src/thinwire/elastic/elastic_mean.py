@@ -14,13 +14,11 @@ from typing import Protocol
 
 import torch
 
-from thinwire.averaging.aggregation_rules import WeightedMean
-from thinwire.averaging.encode_stage import EncodeStage, Ramp
+from thinwire.averaging.aggregation_rules import mean_by_tensor
 from thinwire.averaging.exchange import AllGather, BoundExchange, Exchange, Shapes, TwoPhase, laid_out
-from thinwire.averaging.exchange_state import ExchangeState
-from thinwire.averaging.gram import norms
-from thinwire.averaging.mean_of_payloads import decode
+from thinwire.averaging.payloads import EncodeStage, ExchangeState, Ramp, decode
 from thinwire.averaging.quorum_messages import PART_HEADER_BYTES, PartHeader, read_part_header, with_part_header
+from thinwire.averaging.reductions import norms
 from thinwire.averaging.round_context import Average, Progress, RoundContext, Steps, Wait
 from thinwire.codecs.base import Codec
 from thinwire.errors import NonFiniteError
@@ -115,7 +113,7 @@ class ElasticMean:
 
     Args:
         codec: The code of a part.
-        seat: This replica's session, None for a description.
+        session: This replica's session, None for a description.
         preserve_norm: Whether the mean keeps the length of a single part, tensor by tensor (see `WeightedMean`).
         most_length: Longest part, in median lengths.
         find: Called with a text for each part that was shortened.
@@ -126,7 +124,7 @@ class ElasticMean:
     """
 
     codec: Codec
-    seat: ElasticSession | None = field(default=None, compare=False, repr=False)
+    session: ElasticSession | None = field(default=None, compare=False, repr=False)
     preserve_norm: bool = False
     most_length: float = MOST_LENGTH
     find: Callable[[str], None] = field(default=lambda text: None, compare=False, repr=False)
@@ -151,13 +149,13 @@ class ElasticMean:
 
 
 def elastic_mean(
-    exchange: Exchange, *, seat: ElasticSession, preserve_norm: bool, find: Callable[[str], None]
+    exchange: Exchange, *, session: ElasticSession, preserve_norm: bool, find: Callable[[str], None]
 ) -> ElasticMean:
     """Return the elastic variant of an exchange.
 
     Args:
         exchange: The method's own.
-        seat: This replica's session.
+        session: This replica's session.
         preserve_norm: See `ElasticMean`.
         find: See `ElasticMean`.
 
@@ -173,7 +171,7 @@ def elastic_mean(
             f"{exchange!r} depends on who sent what before, or on each replica's own part, so replicas cannot come and "
             f"go; for elastic runs take diloco, streaming-diloco, local-sgd or slowmo, with a codec without memory"
         )
-    return ElasticMean(codec=codec, seat=seat, preserve_norm=preserve_norm, find=find)
+    return ElasticMean(codec=codec, session=session, preserve_norm=preserve_norm, find=find)
 
 
 class _BoundElasticMean(ExchangeState):
@@ -186,30 +184,30 @@ class _BoundElasticMean(ExchangeState):
         self._sizes = [[shape.numel() for shape in tensors] for tensors in shapes]
         self._own_bad, self._others_bad = _BadParts(), _BadParts()
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
         """See `BoundExchange.steps`."""
-        seat, codec = self._spec.seat, self._stages[delivery.fragment]["out"].codec(delivery.step)
-        assert seat is not None, "bound without a seat"
+        session, codec = self._spec.session, self._stages[context.fragment]["out"].codec(context.step)
+        assert session is not None, "bound without a session"
         numel, device, part, bad_parts = tensor.numel(), tensor.device, None, 0
-        if not seat.is_decided(delivery.round_id):
-            bad_parts, _ = self._own_bad.note(delivery.peers.me, delivery, is_finite=_is_finite(tensor))
-        if not seat.is_decided(delivery.round_id) and not bad_parts:
-            offer = PartHeader(num_tokens=delivery.num_tokens, num_steps=delivery.num_steps, has_part=True)
-            part = with_part_header(offer, codec.encode(tensor, seed=delivery.seed).cpu())
+        if not session.is_decided(context.round_id):
+            bad_parts, _ = self._own_bad.note(context.peers.me, context, is_finite=_is_finite(tensor))
+        if not session.is_decided(context.round_id) and not bad_parts:
+            offer = PartHeader(num_tokens=context.num_tokens, num_steps=context.num_steps, has_part=True)
+            part = with_part_header(offer, codec.encode(tensor, seed=context.seed).cpu())
         del tensor  # while the round is in flight, only its payload takes memory
-        proposed = seat.propose(
-            part, round_id=delivery.round_id, launch_step=delivery.step, reference_hash=delivery.reference_hash,
+        proposed = session.propose(
+            part, round_id=context.round_id, launch_step=context.step, reference_hash=context.reference_hash,
             most_bytes=PART_HEADER_BYTES + codec.payload_bytes(numel), bad_parts=bad_parts,
         )  # fmt: skip
         del part
         yield Wait(receives=(proposed,))
         found = proposed.agreed
         assert found is not None
-        mean, weights = self._mean(found.parts, codec, numel=numel, device=device, delivery=delivery)
-        me = delivery.peers.me
-        delivery.hear(Progress(step=found.step, closed_step=min(found.closed_step, found.step)), me in found.parts)
+        mean, weights = self._mean(found.parts, codec, numel=numel, device=device, context=context)
+        me = context.peers.me
+        context.hear(Progress(step=found.step, closed_step=min(found.closed_step, found.step)), me in found.parts)
         return Average(
-            mean=mean, reference_hashes={me: delivery.reference_hash}, members=tuple(found.parts), weights=weights,
+            mean=mean, reference_hashes={me: context.reference_hash}, members=tuple(found.parts), weights=weights,
             is_counted=me in found.parts,
         )  # fmt: skip
 
@@ -220,21 +218,21 @@ class _BoundElasticMean(ExchangeState):
         *,
         numel: int,
         device: torch.device,
-        delivery: RoundContext,
+        context: RoundContext,
     ) -> tuple[torch.Tensor, dict[int, float]]:
-        what = delivery.describe()
+        what = context.describe()
         decoded, weights, steps = {}, {}, {}
         for member, raw in parts.items():
             offer, coded = read_part_header(raw, step=None, what=f"{what} from replica {member}")
             vector = self._decoded(codec, coded.to(device), numel=numel, peer=member, what=what)
-            bad_parts, since = self._others_bad.note(member, delivery, is_finite=vector is not None)
+            bad_parts, since = self._others_bad.note(member, context, is_finite=vector is not None)
             if vector is None:
-                assert self._spec.seat is not None, "bound without a seat"
-                self._spec.seat.reject(member, round_id=delivery.round_id, bad_parts=bad_parts, since=since)
+                assert self._spec.session is not None, "bound without a session"
+                self._spec.session.reject(member, round_id=context.round_id, bad_parts=bad_parts, since=since)
             if vector is not None and offer.weight > 0:
                 # no claim, however high, makes a part as long as one likes
                 decoded[member], weights[member] = vector, offer.weight
-                steps[member] = min(offer.num_steps, max(1, delivery.step))
+                steps[member] = min(offer.num_steps, max(1, context.step))
         if not decoded:  # no part is usable: nothing moves
             return torch.zeros(numel, dtype=torch.float32, device=device), {}
         self._shorten(decoded, steps, what=what)
@@ -243,7 +241,11 @@ class _BoundElasticMean(ExchangeState):
             for vector in decoded.values():  # in the order in which AllGather sums
                 total += vector
             return total.div_(len(decoded)), weights
-        return self._weighted(torch.stack(list(decoded.values())), weights, fragment=delivery.fragment), weights
+        keeps_norm = (
+            self._spec.directions[context.fragment] if self._spec.preserve_norm and self._spec.directions else ()
+        )
+        stack, sizes = torch.stack(list(decoded.values())), self._sizes[context.fragment]
+        return mean_by_tensor(stack, weights=list(weights.values()), sizes=sizes, keeps_norm=keeps_norm), weights
 
     def _decoded(self, codec: Codec, coded: torch.Tensor, *, numel: int, peer: int, what: str) -> torch.Tensor | None:
         try:
@@ -270,16 +272,6 @@ class _BoundElasticMean(ExchangeState):
                     f"long as the median one and was shortened to {self._spec.most_length:g} times"
                 )
 
-    def _weighted(self, stack: torch.Tensor, weights: Mapping[int, float], *, fragment: int) -> torch.Tensor:
-        plain = WeightedMean(weights=tuple(weights.values()))
-        directions = self._spec.directions[fragment] if self._spec.directions else ()
-        if not self._spec.preserve_norm or not any(directions):
-            return plain(stack)
-        keeping = replace(plain, preserve_norm=True)
-        pieces = torch.split(stack, self._sizes[fragment], dim=1)
-        rules = [keeping if has_direction else plain for has_direction in directions]
-        return torch.cat([rule(piece) for rule, piece in zip(rules, pieces, strict=True)])
-
 
 class _BadParts:
     """Counts of each replica's bad parts: NaN or infinity, since its last finite part of the same fragment.
@@ -292,16 +284,16 @@ class _BadParts:
             int, dict[int, tuple[int, int]]
         ] = {}  # by replica and fragment: how many, and the first round
 
-    def note(self, replica: int, delivery: RoundContext, *, is_finite: bool) -> tuple[int, int]:
+    def note(self, replica: int, context: RoundContext, *, is_finite: bool) -> tuple[int, int]:
         """Take in a part; return how many bad ones there are of all fragments, and the round of the first."""
         found = self._found.setdefault(replica, {})
         if is_finite:
-            found.pop(delivery.fragment, None)
+            found.pop(context.fragment, None)
             if not found:
                 del self._found[replica]
-            return 0, delivery.round_id
-        count, first = found.get(delivery.fragment, (0, delivery.round_id))
-        found[delivery.fragment] = count + 1, first
+            return 0, context.round_id
+        count, first = found.get(context.fragment, (0, context.round_id))
+        found[context.fragment] = count + 1, first
         return sum(count for count, _ in found.values()), min(first for _, first in found.values())
 
 

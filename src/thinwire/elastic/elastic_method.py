@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -11,12 +13,10 @@ from torch import nn
 from thinwire.averaging.exchange import Exchange
 from thinwire.averaging.topology import AllReplicas, Peers
 from thinwire.elastic.elastic_mean import ElasticSession, elastic_mean
-from thinwire.elastic.sharded_replica_view import ReplicaShards, ShardedReplicaPseudoGradient
-from thinwire.errors import CheckpointError
-from thinwire.sync.late_outer_step import LateOuterStep
+from thinwire.sync.fragments import find_blocks
+from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.method import Method
-from thinwire.sync.round_engine import RoundEngine
-from thinwire.sync.updates import OuterStep, Update
+from thinwire.sync.updates import LateOuterStep, OuterStep, Update
 from thinwire.sync.views import PseudoGradient
 
 # A replica that sleeps may wake any number of intervals later.
@@ -28,18 +28,18 @@ class Present:
     """The replicas that take part at present.
 
     Args:
-        seat: Knows them.
+        session: Knows them.
     """
 
-    seat: ElasticSession = field(compare=False, repr=False)
+    session: ElasticSession = field(compare=False, repr=False)
 
     def peers(self, *, round_id: int, me: int, alive: Sequence[int]) -> Peers:
         """See `Topology.peers`."""
-        return Peers(me=me, members=self.seat.active())
+        return Peers(me=me, members=self.session.active())
 
 
 def elastic(
-    method: Method, *, seat: ElasticSession, preserve_norm: bool = False,
+    method: Method, *, session: ElasticSession, preserve_norm: bool = False,
     find: Callable[[str], None] = lambda text: None, pieces: ReplicaShards | None = None,
 ) -> Method:  # fmt: skip
     """Return a method's variant for replicas that come and go.
@@ -48,7 +48,7 @@ def elastic(
 
     Args:
         method: One whose rounds average pseudo-gradients over all replicas.
-        seat: This replica's session.
+        session: This replica's session.
         preserve_norm: Whether the mean keeps the length of a single replica's part, tensor by tensor.
         find: Called with a text for each part that was refused or shortened.
         pieces: Reaches the shards of a replica of several ranks, at the one of them that leads.
@@ -69,18 +69,18 @@ def elastic(
 
     def exchanges(count: int) -> tuple[Exchange, ...]:
         found = method.exchanges(count)
-        return tuple(elastic_mean(one, seat=seat, preserve_norm=preserve_norm, find=find) for one in found)
+        return tuple(elastic_mean(one, session=session, preserve_norm=preserve_norm, find=find) for one in found)
 
     def last(count: int) -> Exchange:
         own = method.exchanges(count)[0] if method.last_exchange is None else method.last_exchange(count)
-        return elastic_mean(own, seat=seat, preserve_norm=preserve_norm, find=find)
+        return elastic_mean(own, session=session, preserve_norm=preserve_norm, find=find)
 
     exchanges(2), _with_late_parts(method.update(2), method.name)  # a method that cannot is refused here
     view = (
         method.view if pieces is None else ShardedReplicaPseudoGradient(fragments=method.view.fragments, pieces=pieces)
     )
     return replace(
-        method, view=view, topology=Present(seat=seat), exchange=exchanges, last_exchange=last,
+        method, view=view, topology=Present(session=session), exchange=exchanges, last_exchange=last,
         update=lambda count: _with_late_parts(method.update(count), method.name), drift_intervals=_ANY,
     )  # fmt: skip
 
@@ -94,66 +94,95 @@ def _with_late_parts(update: Update, name: str) -> Update:
     )
 
 
-def global_tensors(engine: RoundEngine, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return copies of the global parameters by name, and of what the outer optimizer remembers by fragment.
+class ReplicaShards(Protocol):
+    """A replica's local parameters on all of its ranks, seen from the rank that leads."""
 
-    Between the rounds of two steps they are the same bits on all replicas. Parameters that are not trained are there
-    too, and buffers are not.
+    def gather(self, names: Sequence[str]) -> torch.Tensor:
+        """Return tensors whole, one behind the other: float32, `(numel,)`, new, on the leading rank's device."""
+        ...
+
+    def scatter(self, names: Sequence[str], values: torch.Tensor, *, blend: float = 0.0) -> None:
+        """Set tensors to `blend * their own + (1 - blend) * values`; `values` as `gather` returns them."""
+        ...
+
+    def keep(self) -> None:
+        """Let every rank copy its shards aside."""
+        ...
+
+    def restore(self) -> None:
+        """Let every rank put back what it copied aside, bit for bit."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedReplicaPseudoGradient(PseudoGradient):
+    """See `PseudoGradient`; of a model whose other shards are on other ranks.
+
+    Args:
+        pieces: Reaches all shards.
     """
-    values = engine.view.parameters
-    parameters = {name: values.read_whole(name) for name, p in model.named_parameters() if not p.requires_grad}
-    for names, tensors, vector in zip(values.fragments, values.parameters, values.values, strict=True):
-        start = 0
-        for name, tensor in zip(names, tensors, strict=True):
-            parameters[name] = vector[start : start + tensor.numel()].clone().view(tensor.shape)
-            start += tensor.numel()
-    outer = {f"momentum.{fragment}": vector.clone() for fragment, vector in engine.update.state_dict().items()}
-    return parameters, outer
+
+    pieces: ReplicaShards = field(compare=False, repr=False)
+
+    def cut(self, model: nn.Module) -> GlobalParameters:
+        """See `PseudoGradient.cut`."""
+        return ShardedReplicaParameters(model, self.fragments.partition(find_blocks(model)), pieces=self.pieces)
 
 
-def load_global_tensors(
-    engine: RoundEngine, model: nn.Module, parameters: dict[str, torch.Tensor], outer: dict[str, torch.Tensor]
-) -> None:
-    """Take over what `global_tensors` returned on another replica; local parameters become the global ones.
+class ShardedReplicaParameters(GlobalParameters):
+    """See `GlobalParameters`; values are whole, and the local ones are gathered and scattered.
 
-    Raises:
-        CheckpointError: It is of another model or method.
+    Args:
+        model: This rank's part of the model: DTensors, which know their whole shapes.
+        fragments: The names of each fragment's parameters.
+        pieces: Reaches all shards.
     """
-    load_global_parameters(engine, model, parameters)
-    load_outer(engine, outer)
 
+    def __init__(self, model: nn.Module, fragments: Sequence[Sequence[str]], *, pieces: ReplicaShards) -> None:
+        self._pieces = pieces
+        super().__init__(model, fragments)
 
-def load_outer(engine: RoundEngine, outer: dict[str, torch.Tensor]) -> None:
-    """Take over what another replica's outer optimizer remembers.
+    def locals(self, fragment: int) -> list[torch.Tensor]:
+        """There are no whole tensors to write into; see `read` and `write`."""
+        raise NotImplementedError("the local parameters lie on several ranks; use read() and write()")
 
-    Raises:
-        CheckpointError: It is of another model or method.
-    """
-    engine.update.load_state_dict({key.removeprefix("momentum."): vector for key, vector in outer.items()})
+    def shapes(self, fragment: int) -> tuple[torch.Size, ...]:
+        """See `GlobalParameters.shapes`: whole ones."""
+        return tuple(parameter.shape for parameter in self.parameters[fragment])
 
+    @property
+    def is_sharded(self) -> bool:
+        """Never: what is exchanged and applied here is whole."""
+        return False
 
-def load_global_parameters(engine: RoundEngine, model: nn.Module, parameters: dict[str, torch.Tensor]) -> None:
-    """Take over another replica's global parameters alone; local parameters become those.
+    def read(self, fragment: int) -> torch.Tensor:
+        """See `GlobalParameters.read`."""
+        return self._pieces.gather(self.fragments[fragment])
 
-    Raises:
-        CheckpointError: They are of another model.
-    """
-    values = engine.view.parameters
-    own = dict(model.named_parameters())
-    if set(parameters) != set(own):
-        raise CheckpointError(
-            f"the state has {len(parameters)} parameters, this model {len(own)}; all replicas must train the same model"
-        )
-    vectors = {}
-    for fragment, names in enumerate(values.fragments):
-        vectors[str(fragment)] = torch.cat([parameters[name].reshape(-1).float() for name in names])
-    with torch.no_grad():
-        for name, parameter in own.items():
-            if parameters[name].shape != parameter.shape:
-                raise CheckpointError(
-                    f"{name} has the shape {tuple(parameters[name].shape)} in the state, {tuple(parameter.shape)} here"
-                )
-            if not parameter.requires_grad:
-                values.write_whole(name, parameters[name])
-        values.load_state_dict(vectors)
-        values.forget_locals()
+    def write(self, fragment: int, value: torch.Tensor) -> None:
+        """See `GlobalParameters.write`."""
+        self._pieces.scatter(self.fragments[fragment], value)
+
+    def read_whole(self, name: str) -> torch.Tensor:
+        """See `GlobalParameters.read_whole`."""
+        tensor = self._by_name[name]
+        return self._pieces.gather([name]).view(tensor.shape).to(tensor.dtype).cpu()
+
+    def write_whole(self, name: str, value: torch.Tensor) -> None:
+        """See `GlobalParameters.write_whole`."""
+        self._pieces.scatter([name], value.reshape(-1).float())
+
+    def blend_into_locals(self, fragment: int, *, blend: float) -> None:
+        """See `GlobalParameters.blend_into_locals`; each rank blends its own shards."""
+        self._pieces.scatter(self.fragments[fragment], self.values[fragment], blend=blend)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """See `GlobalParameters.in_model`."""
+        self._pieces.keep()
+        try:
+            for fragment in range(self.num_fragments):
+                self.blend_into_locals(fragment, blend=0.0)
+            yield
+        finally:
+            self._pieces.restore()

@@ -47,7 +47,7 @@ class ElasticDriver:
 
     Args:
         known_step: Returns the furthest step at which any replica has launched a round.
-        patience_steps: Steps that this replica may be behind and still do all of them: the others wait that long.
+        grace_steps: Steps that this replica may be behind and still do all of them: the others wait that long.
         tolerates_overdue: Whether training continues while rounds are overdue.
         own_pace: Makes this replica's pace from `launched` and `has_work`; None aims nowhere ahead of the others.
 
@@ -59,13 +59,13 @@ class ElasticDriver:
     closed_step = 0  # the coordinator answers for a closed round itself
 
     def __init__(
-        self, known_step: Callable[[], int], *, patience_steps: float, tolerates_overdue: bool = False,
+        self, known_step: Callable[[], int], *, grace_steps: float, tolerates_overdue: bool = False,
         own_pace: Callable[..., OwnPace] | None = None,
     ) -> None:  # fmt: skip
         self.observers: list[StepObserver] = []
         self._engine: RoundEngine
         self._known_step = known_step
-        self._patience_steps = patience_steps
+        self._grace_steps = grace_steps
         self._tolerates_overdue = tolerates_overdue
         self._pace = None if own_pace is None else own_pace(launched=self.launched_at, has_work=self.has_work)
         self._overdue: deque[tuple[int, Sequence[Round]]] = deque()
@@ -84,6 +84,7 @@ class ElasticDriver:
     def begin_at(self, optimizer: DistributedOptimizer, step: int) -> None:
         """Continue from the global values that hold after a step; take part in the rounds in flight there."""
         optimizer.begin_at(step)
+        # no round is in flight for longer than an interval
         for launched in range(max(1, step - self._engine.method.schedule.sync_interval), step + 1):
             for round in self._engine.launches(launched):
                 if round.apply_step > step:
@@ -106,7 +107,7 @@ class ElasticDriver:
     def target(self, *, stop: int | None) -> int:
         """Return the step to be at before the next inner step, 0 to stay."""
         known_step, reached = self._known_step(), self._engine.state.reached_step
-        is_behind = known_step - reached > self._patience_steps
+        is_behind = known_step - reached > self._grace_steps  # else the others still wait for this replica
         ahead = 0 if self._pace is None else self._pace.aim(reached)
         wanted = max(known_step if is_behind else 0, ahead)
         return wanted if stop is None else min(stop, wanted)
@@ -126,6 +127,7 @@ class ElasticDriver:
 
     def applies(self, step: int) -> Iterator[Round]:
         """See `CatchUp.applies`."""
+        # results may arrive in any order, and are applied in the order of their steps
         self._overdue.append((step, self._engine.applies(step)))
         while self._overdue and not (self._tolerates_overdue and not self._have_arrived(self._overdue[0][1])):
             yield from self._next_due()
@@ -168,6 +170,7 @@ class ElasticDriver:
         """Return whether a launch that others have passed, or whose state is late, cannot be done yet."""
         if not self._tolerates_overdue or (step > self._known_step() and self._is_whole()):
             return False
+        # the next pseudo-gradient of a fragment refers to the result of its last round
         needed = self._needed_at(step)
         return bool(needed) and not self._have_arrived(needed)
 
@@ -178,6 +181,7 @@ class ElasticDriver:
                 due = [one for _, found in self._overdue for one in found if one.fragment in fragments]
             else:
                 due = list(self._engine.applies(step))
+            # a round launched at this very step is not in flight yet, and is waited for there
             due = [round for round in due if round.id in self._engine.state.in_flight]
             if due and not self._have_arrived(due, step=step):
                 return False

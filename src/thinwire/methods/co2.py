@@ -43,11 +43,10 @@ from thinwire.codecs import Codec, float32
 from thinwire.codecs.error_feedback import MemoryVectors
 from thinwire.methods.about import About
 from thinwire.sync.fragments import Pattern
-from thinwire.sync.late_outer_step import DelayedOuterStep, TakenPseudoGradient
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import OuterOptimizer, PlainSGD, check_rates
 from thinwire.sync.schedule import Staggered
-from thinwire.sync.updates import OuterStep, Update
+from thinwire.sync.updates import DelayedOuterStep, OuterStep, TakenPseudoGradient, Update
 from thinwire.sync.views import PseudoGradient, View
 
 ABOUT = About(

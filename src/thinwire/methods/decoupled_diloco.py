@@ -38,10 +38,10 @@ from thinwire.codecs import Codec, e3m0
 from thinwire.methods.about import About
 from thinwire.methods.diloco import default_outer_lr
 from thinwire.sync.fragments import Pattern
-from thinwire.sync.late_outer_step import LateOuterStep
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov
 from thinwire.sync.schedule import Staggered
+from thinwire.sync.updates import LateOuterStep
 from thinwire.sync.views import PseudoGradient
 
 ABOUT = About(

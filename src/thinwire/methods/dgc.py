@@ -20,8 +20,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from thinwire.averaging.encode_stage import Ramp
 from thinwire.averaging.exchange import AllGather, Exchange, cheapest
+from thinwire.averaging.payloads import Ramp
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, TopK, float32, top_k
 from thinwire.codecs.error_feedback import Momentum, MomentumCorrection

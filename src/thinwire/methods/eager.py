@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from thinwire.averaging.exchange import Exchange, cheapest
-from thinwire.averaging.no_exchange import NoExchange
+from thinwire.averaging.exchange import Exchange, NoExchange, cheapest
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32

@@ -35,8 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.averaging.exchange import TwoPhase, cheapest
-from thinwire.averaging.no_exchange import NoExchange
+from thinwire.averaging.exchange import NoExchange, TwoPhase, cheapest
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 
 from torch import nn
 
-from thinwire.sync.blocks import find_blocks
+from thinwire.sync.fragments import find_blocks
 
 # Bytes of a parameter on the device: itself, its gradient and Adam's two moments, in float32.
 BYTES_PER_PARAMETER = 16

@@ -13,8 +13,9 @@ from thinwire.sync.schedule import Round
 if TYPE_CHECKING:
     from thinwire.sync.round_engine import RoundEngine
 
-# So many inner steps are a measure of speed, and so much faster must the others be to count as faster.
+# Own inner steps over which the others' speed is measured: fewer would measure one pause.
 _LEAST_STEPS = 4
+# The others' steps for each own step from which on they count as faster: less is jitter.
 _LEAST_RATE = 1.25
 # Catching up takes time in which the others advance; more leaps in a row would leave none for training.
 _MOST_LEAPS = 3
@@ -139,6 +140,7 @@ class QuorumCatchUp:
             )
         with self._lock:
             num_steps = self._engine.state.work.num_steps
+            # messages of several rounds may arrive in any order
             if progress.step <= self._progress.step or (is_counted and self.rate == 1):
                 return
             base_step, base_at = self._base
@@ -159,6 +161,7 @@ class QuorumCatchUp:
         with self._lock:
             if stop is None or not self.known_step:
                 return self.known_step
+            # where they are by now, and where they will be after this replica's next step
             num_steps = self._engine.state.work.num_steps - self._heard_at
             return min(stop, int(self.known_step + self.rate * num_steps + self.rate - 1))
 

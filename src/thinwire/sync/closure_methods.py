@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from thinwire.averaging.round_context import Average
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
+from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
 from thinwire.sync.updates import BoundUpdate

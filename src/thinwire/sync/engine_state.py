@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class EngineState:
-    """What the engine remembers from one step to the next.
+    """Engine state between two steps.
 
     Attributes:
         work: Tokens and steps that no round has counted yet.

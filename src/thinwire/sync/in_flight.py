@@ -16,8 +16,8 @@ from thinwire.events import RoundMark
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Pending, Received
 
-# Polling interval for watched messages: the longest unnecessary wait.
-_LOOK_S = 0.005
+# Polling interval for watched messages in seconds: the longest unnecessary wait.
+_POLL_S = 0.005
 
 
 class RoundObserver(Protocol):
@@ -74,11 +74,11 @@ class InFlight(Protocol):
         """
         ...
 
-    def result(self, *, patience_s: float = 0.0) -> Average:
+    def result(self, *, grace_s: float = 0.0) -> Average:
         """Wait for the result, up to the deadline given at the launch.
 
         Args:
-            patience_s: Seconds for which members are still waited for that the result can do without.
+            grace_s: Seconds for which members are still waited for that the result can do without.
 
         Raises:
             TransportError: A peer was lost, was late, or sent something wrong.
@@ -118,9 +118,9 @@ class Background:
         self._failure: BaseException | None = None
         self._deadline_s = deadline_s
         self._step = round.launch_step
-        self._patient_until_s = math.inf
+        self._grace_until_s = math.inf
         self._started_s = time.monotonic()
-        self._until_s = self._started_s + deadline_s
+        self._until_s = self._started_s + deadline_s  # one deadline for all waits of the exchange
         self._has_ended = threading.Event()
         self._thread = threading.Thread(target=self._drive, args=(steps, first), name=f"round-{round.id}", daemon=True)
         self._thread.start()
@@ -130,14 +130,14 @@ class Background:
         self._step = max(self._step, step)
         return self._has_ended.is_set()
 
-    def result(self, *, patience_s: float = 0.0) -> Average:
+    def result(self, *, grace_s: float = 0.0) -> Average:
         """See `InFlight.result`; every wait inside has the deadline, so it ends."""
-        self._patient_until_s = min(self._patient_until_s, time.monotonic() + patience_s)
-        self._has_ended.wait()
+        self._grace_until_s = min(self._grace_until_s, time.monotonic() + grace_s)
+        self._has_ended.wait()  # without a deadline: the waits in the thread have one
         if self._failure is not None:
             raise self._failure
         assert self._average is not None
-        if not self._average.after:
+        if not self._average.after:  # the thread is about to end: leave none behind
             self._thread.join()
         return self._average
 
@@ -152,7 +152,7 @@ class Background:
     def _drive(self, steps: Steps, wait: Wait) -> None:
         try:
             while True:
-                self._see_enough(wait)
+                self._await_enough(wait)
                 wait = steps.send(_complete(wait, until_s=self._until_s))
         except StopIteration as stop:
             self._average = stop.value
@@ -160,32 +160,33 @@ class Background:
         except BaseException as failure:  # handed to the training thread by result()
             self._failure = failure
         self.duration_s = time.monotonic() - self._started_s
+        # the training thread may apply the result from here on; late members are answered meanwhile
         self._has_ended.set()
         try:
             self._settle()
         except BaseException as failure:  # handed to the training thread by is_settled()
             self._failure = failure
 
-    def _see_enough(self, wait: Wait) -> None:
-        while not _has_enough(wait, is_patient=self._is_patient(wait)):
-            self._wait_a_moment(_missing(wait.watched), until_s=self._until_s)
+    def _await_enough(self, wait: Wait) -> None:
+        while not _has_enough(wait, is_in_grace=self._is_in_grace(wait)):
+            self._pause(_missing(wait.watched), until_s=self._until_s)
 
-    def _is_patient(self, wait: Wait) -> bool:
-        is_in_grace = self._step - self.round.launch_step < wait.grace_steps
-        return is_in_grace and time.monotonic() < self._patient_until_s
+    def _is_in_grace(self, wait: Wait) -> bool:
+        has_grace_steps = self._step - self.round.launch_step < wait.grace_steps
+        return has_grace_steps and time.monotonic() < self._grace_until_s
 
     def _settle(self) -> None:
         after: Mapping[int, Pending] = {} if self._average is None else self._average.after
-        until_s = time.monotonic() + self._deadline_s
+        until_s = time.monotonic() + self._deadline_s  # a new deadline: the result itself is here
         while missing := _missing(after):
-            self._wait_a_moment(missing, until_s=until_s)
+            self._pause(missing, until_s=until_s)
         for pending in after.values():
             pending.wait(deadline_s=0.0)
 
-    def _wait_a_moment(self, missing: list[int], *, until_s: float) -> None:
+    def _pause(self, missing: list[int], *, until_s: float) -> None:
         if time.monotonic() > until_s:
             raise _late(missing, round=self.round, deadline_s=self._deadline_s)
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 class Inline:
@@ -228,12 +229,13 @@ class Inline:
             self._advance()
         return self._average is not None
 
-    def result(self, *, patience_s: float = 0.0) -> Average:
-        """See `InFlight.result`; without time, patience lasts as long as any other replica can progress."""
+    def result(self, *, grace_s: float = 0.0) -> Average:
+        """See `InFlight.result`; without time, grace lasts as long as any other replica can progress."""
         while self._average is None:
+            # one thread serves all replicas: when no other can advance, what is missing will never come
             while _missing(self._wait.watched) and self._let_others():
                 continue
-            if not _has_enough(self._wait, is_patient=False):
+            if not _has_enough(self._wait, is_in_grace=False):
                 raise _late(_missing(self._wait.watched), round=self.round, deadline_s=self._deadline_s)
             self._advance()
         return self._average
@@ -248,8 +250,9 @@ class Inline:
         return True
 
     def _can_go_on(self) -> bool:
-        is_patient = self._step - self.round.launch_step < self._wait.grace_steps
-        return all(p.done() for p in self._wait.receives) and _has_enough(self._wait, is_patient=is_patient)
+        # of a deterministic order, grace is counted in steps alone
+        is_in_grace = self._step - self.round.launch_step < self._wait.grace_steps
+        return all(p.done() for p in self._wait.receives) and _has_enough(self._wait, is_in_grace=is_in_grace)
 
     def _advance(self) -> None:
         try:
@@ -273,7 +276,7 @@ class Arrived:
         """See `InFlight.poll`."""
         return True
 
-    def result(self, *, patience_s: float = 0.0) -> Average:
+    def result(self, *, grace_s: float = 0.0) -> Average:
         """See `InFlight.result`."""
         return self._average
 
@@ -302,6 +305,17 @@ def launch(
     except StopIteration as stop:
         on_arrival()
         return Arrived(stop.value, round=round)
+    return drive_exchange(
+        steps, first, round=round, deadline_s=deadline_s, in_background=in_background, num_bytes=num_bytes,
+        let_others=let_others, on_arrival=on_arrival,
+    )  # fmt: skip
+
+
+def drive_exchange(
+    steps: Steps, first: Wait, *, round: Round, deadline_s: float, in_background: bool, num_bytes: int = 0,
+    let_others: Callable[[], bool] = lambda: False, on_arrival: Callable[[], None] = lambda: None,
+) -> Background | Inline:  # fmt: skip
+    """Let a started exchange be driven; `first` is what it waits for first, and the rest as for `launch`."""
     if in_background:
         return Background(steps, first, round=round, deadline_s=deadline_s, num_bytes=num_bytes, on_arrival=on_arrival)
     return Inline(
@@ -314,9 +328,9 @@ def _missing(watched: Mapping[int, Pending]) -> list[int]:
     return [replica for replica, pending in watched.items() if not pending.done()]
 
 
-def _has_enough(wait: Wait, *, is_patient: bool) -> bool:
+def _has_enough(wait: Wait, *, is_in_grace: bool) -> bool:
     missing = len(_missing(wait.watched))
-    return not missing or (not is_patient and len(wait.watched) - missing >= wait.least)
+    return not missing or (not is_in_grace and len(wait.watched) - missing >= wait.least)
 
 
 def _late(missing: list[int], *, round: Round, deadline_s: float) -> DeadlineExceeded:

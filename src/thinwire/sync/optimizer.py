@@ -80,11 +80,11 @@ def average_tensors(tensors: Sequence[torch.Tensor], *, transport: Transport, nu
         TransportError: A replica did not take part.
     """
     me = transport.replica
-    delivery = RoundContext(
+    context = RoundContext(
         peers=Peers(me=me, members=tuple(range(transport.num_replicas))), transport=transport, round_id=number,
         kind=Kind.BUFFERS,
     )  # fmt: skip
-    steps = TwoPhase(codec=float32()).steps(flatten(tensors), delivery)
+    steps = TwoPhase(codec=float32()).steps(flatten(tensors), context)
     round = Round(id=number, fragment=0, launch_step=0, apply_step=0)
     flight = launch(steps, round=round, deadline_s=deadline_s, in_background=transport.runs_in_background)
     unflatten_into(flight.result().mean, tensors)

@@ -21,7 +21,7 @@ from thinwire.sync.catch_up import CatchUp, QuorumCatchUp
 from thinwire.sync.consistency_check import check_hashes
 from thinwire.sync.counters import SyncStatistics, UncountedWork
 from thinwire.sync.engine_state import EngineState
-from thinwire.sync.in_flight import InFlight, RoundObserver, launch, mark_launch
+from thinwire.sync.in_flight import Arrived, InFlight, RoundObserver, drive_exchange, mark_launch
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round
 from thinwire.transport.base import Transport, step_aside
@@ -148,11 +148,8 @@ class RoundEngine:
         everyone = tuple(range(self.transport.num_replicas))
         num_tokens, num_steps = self.state.work.since(round.fragment)
         if is_last:
-            exchange, tensor, peers = (
-                self._last_exchange,
-                self.view.read_last(round.fragment),
-                Peers(me=me, members=everyone),
-            )
+            exchange, peers = self._last_exchange, Peers(me=me, members=everyone)
+            tensor = self.view.read_last(round.fragment)
             num_tokens, num_steps = 1, 1  # all replicas weigh the same, however long ago their last round was
         else:
             peers = self.method.topology.peers(round_id=round.id, me=me, alive=everyone)
@@ -175,10 +172,16 @@ class RoundEngine:
         deadline_s = self.deadlines.deadline_s(steps=steps_meanwhile, num_bytes=num_bytes)
         steps = exchange.steps(tensor, context)
         del tensor  # the generator frees it as soon as it is encoded
-        self.state.in_flight[round.id] = launch(
-            steps, round=round, deadline_s=deadline_s, in_background=self.transport.runs_in_background,
-            num_bytes=num_bytes, let_others=self._let_others, on_arrival=on_arrival,
-        )  # fmt: skip
+        try:
+            first = next(steps)  # encodes and starts to send
+        except StopIteration as end:  # an exchange that sends nothing
+            on_arrival()
+            self.state.in_flight[round.id] = Arrived(end.value, round=round)
+        else:
+            self.state.in_flight[round.id] = drive_exchange(
+                steps, first, round=round, deadline_s=deadline_s, in_background=self.transport.runs_in_background,
+                num_bytes=num_bytes, let_others=self._let_others, on_arrival=on_arrival,
+            )  # fmt: skip
         self.statistics.rounds_launched += 1
         self.statistics.launching_s += time.perf_counter() - began_s
 
@@ -239,7 +242,7 @@ class RoundEngine:
         # a result requested early still has the rest of its grace period
         left = max(0, flight.round.apply_step - max(self.state.reached_step, flight.round.launch_step))
         try:
-            average = flight.result(patience_s=left * self.deadlines.median_step_s())
+            average = flight.result(grace_s=left * self.deadlines.median_step_s())
         except ThinwireError:
             self.state.failed = flight.round
             raise

@@ -9,8 +9,7 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
+from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.schedule import Round
 from thinwire.transport.shards import flatten, local_shard

@@ -14,8 +14,7 @@ from torch import nn
 from thinwire import codecs, methods
 from thinwire.compat import eager
 from thinwire.errors import MissingExtra
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
+from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp

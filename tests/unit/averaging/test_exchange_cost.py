@@ -11,11 +11,11 @@ import torch
 import thinwire
 from thinwire.averaging import cost
 from thinwire.averaging.cost import measure_exchange, most_members, sent_bytes_of
-from thinwire.averaging.encode_stage import Ramp
 from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.mixing import Neighbours, RandomPairs, Ring
+from thinwire.averaging.payloads import Ramp
 from thinwire.averaging.round_context import Average, RoundContext, Steps, Wait
 from thinwire.averaging.star import Star
 from thinwire.averaging.topology import AllReplicas, Participation, Peers, Topology
@@ -162,11 +162,11 @@ class Deaf(AllGather):
     def bind(self, shapes: Any, *, replica: int, num_replicas: int) -> Any:
         return self
 
-    def steps(self, tensor: torch.Tensor, delivery: RoundContext) -> Steps:
-        peers: Peers = delivery.peers
-        expected = delivery.receiving(bfloat16(), numel=tensor.numel())
+    def steps(self, tensor: torch.Tensor, context: RoundContext) -> Steps:
+        peers: Peers = context.peers
+        expected = context.receiving(bfloat16(), numel=tensor.numel())
         awaited = (0, 3) if peers.me else ()
-        receives = tuple(delivery.transport.receive(source=peer, envelope=expected) for peer in awaited)
+        receives = tuple(context.transport.receive(source=peer, envelope=expected) for peer in awaited)
         yield Wait(receives=receives, sends=())
         return Average(mean=tensor, reference_hashes={})
 

@@ -103,8 +103,8 @@ def test_a_liar_moves_the_mean_of_all_others_alike_and_only_in_rounds(name: Any,
         assert list(peers.others) == others
         means = []
         for kind in (Kind.ROUND, Kind.BUFFERS):
-            delivery = RoundContext(peers=peers, transport=end, round_id=5, kind=kind)
-            steps = AllGather(codec=codec).steps(tensors[transport.replica], delivery)
+            context = RoundContext(peers=peers, transport=end, round_id=5, kind=kind)
+            steps = AllGather(codec=codec).steps(tensors[transport.replica], context)
             wait = next(steps)
             received = [pending.wait(deadline_s=1) for pending in wait.receives]
             try:

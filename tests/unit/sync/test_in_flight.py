@@ -71,12 +71,12 @@ def test_in_the_background_a_round_without_a_quorum_goes_on_waiting():
 
 def test_in_the_background_all_that_have_come_need_no_grace():
     flight = in_background(Wait(watched={1: there(), 2: there()}, least=1, grace_steps=10**9))
-    assert flight.result(patience_s=1e9).members == (1, 2)
+    assert flight.result(grace_s=1e9).members == (1, 2)
 
 
 def test_whoever_needs_the_result_ends_the_grace():
     flight = in_background(Wait(watched={1: there(), 2: Transfer()}, least=1, grace_steps=10**9))
-    assert flight.result(patience_s=0.02).members == (1,)
+    assert flight.result(grace_s=0.02).members == (1,)
 
 
 def test_in_the_background_a_quorum_that_never_comes_is_an_error_that_names_who_is_missing():

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.elastic.elastic_method import global_tensors
-from thinwire.elastic.inner_optimizer_state import inner_tensors, load_inner_tensors
+from thinwire.elastic.replica_state import global_tensors, inner_tensors, load_inner_tensors
 from thinwire.errors import CheckpointError
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_state import tensors_sha256

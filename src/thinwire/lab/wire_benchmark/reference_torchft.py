@@ -30,8 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from thinwire.errors import MissingExtra, ThinwireError
 from thinwire.lab.wire_benchmark.contenders import ShareNote, Trainer, TrainerSettings, loss_of
 from thinwire.methods import default_outer_lr
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
+from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.transport.recording import RecordingTransport
 
 _OUTER_MOMENTUM = 0.9

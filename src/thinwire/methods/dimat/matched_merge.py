@@ -13,8 +13,7 @@ from thinwire.averaging.round_context import Average
 from thinwire.errors import CheckpointError
 from thinwire.methods.dimat.matching import MergeMethod, assign, check_whole, match_and_merge, reset_statistics
 from thinwire.methods.dimat.permutation_graph import find_permutations
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
+from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.global_parameters import GlobalParameters
 from thinwire.sync.schedule import Round
 from thinwire.sync.views import BoundView

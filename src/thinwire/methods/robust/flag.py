@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 
 from thinwire.averaging.aggregation_rules import check_stack
-from thinwire.averaging.gram import combine, gram
+from thinwire.averaging.reductions import combine, gram
 
 Matrix = list[list[float]]
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.averaging.aggregation_rules import check_num_bad, check_stack, require
-from thinwire.averaging.coordinate_sort import mean_around, median_of, over_sorted_columns
-from thinwire.averaging.gram import combine, gram
+from thinwire.averaging.reductions import combine, gram, mean_around, median_of, over_sorted_columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

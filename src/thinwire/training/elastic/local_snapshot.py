@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from thinwire.elastic.elastic_method import global_tensors, load_global_tensors
-from thinwire.elastic.inner_optimizer_state import inner_tensors, load_inner_tensors
+from thinwire.elastic.replica_state import global_tensors, inner_tensors, load_global_tensors, load_inner_tensors
 from thinwire.errors import ThinwireError
 from thinwire.files import replace_whole
 from thinwire.sync.optimizer import DistributedOptimizer

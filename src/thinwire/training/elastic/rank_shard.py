@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.shared_random import derive_seed
-from thinwire.sync.blocks import find_blocks
+from thinwire.sync.fragments import find_blocks
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, from_json
 from thinwire.training.step_timing import Passes

@@ -15,10 +15,11 @@ import torch
 
 from thinwire.elastic.adaptive_local_steps import OwnPace
 from thinwire.elastic.coordinator_view import View
-from thinwire.elastic.elastic_method import elastic, global_tensors
+from thinwire.elastic.elastic_method import elastic
 from thinwire.elastic.engine_driver import ElasticDriver
 from thinwire.elastic.invitation import read_invitation
 from thinwire.elastic.join import Seated, join
+from thinwire.elastic.replica_state import global_tensors
 from thinwire.elastic.rounds import grace_steps, max_overdue_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
@@ -241,7 +242,7 @@ class _Life:
         corpus = open_data(config)
         model, inner, device = self._model(config, corpus)
         method = elastic(
-            make_method(config), seat=seated.seat, preserve_norm=config.preserve_norm,
+            make_method(config), session=seated.seat, preserve_norm=config.preserve_norm,
             find=lambda text: seated.council.tell("note", level="warning", text=text), pieces=self._crew,
         )  # fmt: skip
         own_work = OwnWork(seated.council, interval_steps=job.sync_interval)
@@ -256,7 +257,7 @@ class _Life:
             slack_steps=job.overlap_steps / 4,
         )  # fmt: skip
         driver = ElasticDriver(
-            seated.seat.known_step, patience_steps=patience_steps, tolerates_overdue=job.bears, own_pace=own_pace
+            seated.seat.known_step, grace_steps=patience_steps, tolerates_overdue=job.bears, own_pace=own_pace
         )
         optimizer = DistributedOptimizer(
             model, inner, method=method, transport=seated.transport, catch_up=driver, seed=config.seed

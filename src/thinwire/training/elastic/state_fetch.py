@@ -13,9 +13,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from thinwire.elastic.coordinator_view import Offer, View
-from thinwire.elastic.elastic_method import load_outer
 from thinwire.elastic.join import Seated
 from thinwire.elastic.protocol import FROM_NOBODY
+from thinwire.elastic.replica_state import load_outer
 from thinwire.elastic.state_transfer import StateFetch
 from thinwire.errors import Expelled, NotThere, ThinwireError
 from thinwire.sync.round_engine import RoundEngine

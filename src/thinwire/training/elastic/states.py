@@ -10,8 +10,8 @@ from collections.abc import Callable
 from torch import nn
 
 from thinwire.elastic.coordinator_view import Offer
-from thinwire.elastic.elastic_method import global_tensors, load_global_parameters, load_global_tensors
 from thinwire.elastic.join import Seated
+from thinwire.elastic.replica_state import global_tensors, load_global_parameters, load_global_tensors
 from thinwire.elastic.state_chunks import publish_state, withdraw_state
 from thinwire.errors import CheckpointError, ConnectError, Expelled, RunOver, ThinwireError
 from thinwire.sync.optimizer import DistributedOptimizer

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from tests.reference.small_models import Transformer, build
-from thinwire.sync.blocks import find_blocks
-from thinwire.sync.fragments import Pattern
+from thinwire.sync.fragments import Pattern, find_blocks
 
 
 def test_repeated_blocks_are_found_and_the_rest_is_the_rest():

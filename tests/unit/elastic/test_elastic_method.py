@@ -152,10 +152,10 @@ def mean_of(
     found: list[str] = []
     numel = next(iter(vectors.values())).numel()
     seat = FixedSeat(parts, rejected=[] if rejected is None else rejected)
-    exchange = ElasticMean(codec=float32(), seat=seat, preserve_norm=preserve_norm, find=found.append)
+    exchange = ElasticMean(codec=float32(), session=seat, preserve_norm=preserve_norm, find=found.append)
     bound = exchange.with_directions([[True]]).bind([[torch.Size([numel])]], replica=0, num_replicas=3)
-    delivery = RoundContext(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
-    steps = bound.steps(torch.zeros(numel), delivery)
+    context = RoundContext(peers=Peers(me=0, members=tuple(vectors)), transport=single(), round_id=4, step=9)
+    steps = bound.steps(torch.zeros(numel), context)
     next(steps)
     try:
         steps.send([])
@@ -199,16 +199,16 @@ def test_a_replica_that_has_trained_nothing_counts_nothing() -> None:
 
 def test_exchanges_that_remember_are_refused() -> None:
     seat = FixedSeat({})
-    assert elastic_mean(TwoPhase(codec=float32()), seat=seat, preserve_norm=False, find=print).codec == float32()
+    assert elastic_mean(TwoPhase(codec=float32()), session=seat, preserve_norm=False, find=print).codec == float32()
     with pytest.raises(ValueError, match="replicas cannot come and go"):
-        elastic_mean(AllGather(codec=float32(), memory=ErrorFeedback()), seat=seat, preserve_norm=False, find=print)
+        elastic_mean(AllGather(codec=float32(), memory=ErrorFeedback()), session=seat, preserve_norm=False, find=print)
     with pytest.raises(ValueError, match=r"most_length must be at least 1, got 0\.5"):
         ElasticMean(codec=float32(), most_length=0.5)
 
 
 @pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "local_sgd", "slowmo"])
 def test_methods_that_average_pseudo_gradients_have_elastic_variants(name: str) -> None:
-    method = elastic(getattr(methods, name)(), seat=FixedSeat({0: torch.zeros(1), 5: torch.zeros(1)}))
+    method = elastic(getattr(methods, name)(), session=FixedSeat({0: torch.zeros(1), 5: torch.zeros(1)}))
     assert method.topology.peers(round_id=0, me=5, alive=[0]).members == (0, 5)
     assert type(method.exchanges(3)[0]) is ElasticMean
 
@@ -216,7 +216,7 @@ def test_methods_that_average_pseudo_gradients_have_elastic_variants(name: str) 
 @pytest.mark.parametrize("name", ["all_reduce", "noloco", "co2", "sparse_loco", "decoupled_diloco"])
 def test_methods_that_depend_on_who_is_there_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="for elastic runs take diloco"):
-        elastic(getattr(methods, name)(), seat=FixedSeat({}))
+        elastic(getattr(methods, name)(), session=FixedSeat({}))
 
 
 def test_what_is_new_is_told_once() -> None:

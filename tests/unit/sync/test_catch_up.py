@@ -22,11 +22,10 @@ from thinwire.sync import global_parameters
 from thinwire.sync.catch_up import QuorumCatchUp
 from thinwire.sync.counters import UncountedWork
 from thinwire.sync.fragments import BlockParameters, Pattern
-from thinwire.sync.late_outer_step import LateOuterStep
 from thinwire.sync.outer_optimizer import PlainSGD
 from thinwire.sync.round_engine import RoundEngine
 from thinwire.sync.schedule import Round
-from thinwire.sync.updates import OuterStep
+from thinwire.sync.updates import LateOuterStep, OuterStep
 from thinwire.sync.views import PseudoGradient
 from thinwire.transport.faulty import Fault, FaultyTransport
 from thinwire.transport.loopback import LoopbackWorld

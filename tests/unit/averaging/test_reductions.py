@@ -8,9 +8,8 @@ import math
 import pytest
 import torch
 
-from thinwire.averaging import gram as gram_module
-from thinwire.averaging.coordinate_sort import sorting_network
-from thinwire.averaging.gram import combine, gram, norms
+from thinwire.averaging import reductions
+from thinwire.averaging.reductions import combine, gram, norms, sorting_network
 from thinwire.methods.robust.flag import eigenvectors
 
 
@@ -37,7 +36,7 @@ def test_entries_of_unlike_sizes_and_signs_are_no_trouble() -> None:
     assert eigenvectors([[0.0, 0.0], [0.0, 0.0]]) == ([0.0, 0.0], [[1.0, 0.0], [0.0, 1.0]])
 
 
-@pytest.mark.parametrize("numel", [0, 1, 5, gram_module._LANES, gram_module._LANES + 1, 5 * gram_module._LANES + 77])
+@pytest.mark.parametrize("numel", [0, 1, 5, reductions._LANES, reductions._LANES + 1, 5 * reductions._LANES + 77])
 def test_inner_products_are_right_and_the_same_in_every_order_of_the_rows(numel: int) -> None:
     stack = torch.randn(5, numel, generator=torch.Generator().manual_seed(numel))
     products = gram(stack)
