@@ -17,7 +17,7 @@ from thinwire.cli.plan import PlanOptions
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned
-from thinwire.training.config import check_values
+from thinwire.training.config import validate
 from thinwire.units import parse_bytes
 
 ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]
@@ -271,7 +271,7 @@ def test_a_method_that_is_named_beside_a_plan_gets_none_of_the_planned_one_s_set
         "diloco", None, None, None,
     )  # fmt: skip
     assert found.steps == json.loads(out.read_text())["train"]["steps"] and found.replicas == 2
-    check_values(settle(found, words))
+    validate(settle(found, words))
     words = ["--plan", str(out), "--method", "streaming_diloco"]
     same, _ = planned(parse(words), words, say=lambda text: None)
     assert same.overlap_steps is not None and same.expected_step_s is not None

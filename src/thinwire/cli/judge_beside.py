@@ -27,7 +27,7 @@ _END_S = 5.0
 @contextlib.contextmanager
 def judged_beside(config: TrainConfig) -> Iterator[None]:
     """Have what runs inside judged by a process beside the first rank of each host."""
-    if config.on_finding == "off" or os.environ.get("LOCAL_RANK", "0") != "0":
+    if config.run.on_finding == "off" or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
     line = [sys.executable, "-m", _MODULE, str(config.run_dir), os.environ["RANK"], str(os.getpid())]

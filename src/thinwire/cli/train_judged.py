@@ -60,7 +60,8 @@ def judged(config: TrainConfig, *, step: int, say: Callable[[str], None]) -> Ite
     """Judge what runs inside, and say at its end what broke and what it cost."""
     judgement, parts, done = Judgement(), RunParts(config.run_dir), threading.Event()
     diagnosis = diagnosis_of(
-        config.run_dir, on_finding=config.on_finding, is_dry_run=config.steer_dry_run, hands=judgement, say=say,
+        config.run_dir, on_finding=config.run.on_finding, is_dry_run=config.run.on_finding_dry_run, hands=judgement,
+        say=say,
         # the launcher ends the run and says why: told once, as one error
         is_said=lambda finding: not finding.is_own_error,
     )  # fmt: skip
@@ -89,7 +90,7 @@ def judged(config: TrainConfig, *, step: int, say: Callable[[str], None]) -> Ite
         told = [line["at"] for line in diagnosis.actions if line["action"] == "abort" and judgement.why]
         parts.end(how, found_s=told[0] if told else None)  # type: ignore[arg-type]
         downtime = downtime_of(read_parts(config.run_dir), now_s=time.time())
-        quiet = config.quiet and not diagnosis.news
+        quiet = config.output.quiet and not diagnosis.news
         tell_end(config.run_dir, diagnosis, downtime, say=_nothing if quiet else say)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
@@ -23,6 +23,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def all_reduce(*, codec: Codec | None = None) -> Method:
     """Average gradients at every step and wait for them.
 

@@ -41,7 +41,7 @@ from thinwire.averaging.exchange import Exchange, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.codecs.error_feedback import MemoryVectors
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.late_outer_step import DelayedOuterStep, TakenPseudoGradient
 from thinwire.sync.method import Method
@@ -58,6 +58,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def co2(
     *,
     sync_interval: int = 48,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
@@ -32,6 +32,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def diloco(
     *,
     sync_interval: int = 100,

@@ -30,8 +30,8 @@ from thinwire.averaging.no_exchange import NoExchange
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
 from thinwire.methods.diloco import default_outer_lr
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import load_vectors, load_waiting
 from thinwire.sync.method import Method
@@ -49,6 +49,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def eager(
     *,
     sync_interval: int = 100,

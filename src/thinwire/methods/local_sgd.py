@@ -10,7 +10,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import PlainSGD
@@ -26,6 +26,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def local_sgd(*, sync_interval: int = 100, codec: Codec | None = None) -> Method:
     """Average the parameters every `sync_interval` inner steps and wait for it.
 

@@ -48,7 +48,7 @@ from thinwire.averaging.mixing import RandomPairs
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import load_waiting
 from thinwire.sync.method import Method
@@ -66,6 +66,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def noloco(
     *,
     sync_interval: int = 50,

@@ -29,8 +29,8 @@ from typing import Literal
 from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, e3m0
-from thinwire.methods.about import About
 from thinwire.methods.diloco import default_outer_lr
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
@@ -46,6 +46,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def streaming_diloco(
     *,
     sync_interval: int = 100,

@@ -214,15 +214,15 @@ def watch_for(config: TrainConfig, optimizer: DistributedOptimizer, *, log: Tran
         optimizer: What runs.
         log: Of the transport.
     """
-    if config.expected_step_s is None:
+    if config.run.expected_step_s is None:
         return None
     schedule = optimizer.method.schedule
     return Watch(
-        Drift(expected_step_s=config.expected_step_s, sync_interval=schedule.sync_interval),
-        window_steps=whole_intervals(at_least=config.log_every, sync_interval=schedule.sync_interval),
+        Drift(expected_step_s=config.run.expected_step_s, sync_interval=schedule.sync_interval),
+        window_steps=whole_intervals(at_least=config.output.log_every, sync_interval=schedule.sync_interval),
         schedule=schedule,
         num_fragments=optimizer.num_fragments,
-        num_steps=config.steps,
+        num_steps=config.run.steps,
         log=log,
         stalled_s=lambda: optimizer.statistics.stalled_s,
     )

@@ -36,13 +36,13 @@ def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> 
     """
     if not seconds > 0:
         raise ValueError(f"the time for steps must be above 0 s, got {seconds}; 5 s is usual")
-    device = torch.device(config.device)
-    torch.set_num_threads(config.threads or 1)
+    device = torch.device(config.model.device)
+    torch.set_num_threads(config.model.threads or 1)
     free_bytes = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
     model = make_model(config, vocab_size=None, device=device)
     inner = make_inner_optimizer(config, model)
-    assert config.batch_size is not None and config.seq_len is not None
-    shape = (config.batch_size, config.seq_len)
+    assert config.data.batch_size is not None and config.model.seq_len is not None
+    shape = (config.data.batch_size, config.model.seq_len)
     tokens = torch.randint(int(model.vocab_size), shape, device=device)  # type: ignore[arg-type]
 
     def step() -> None:

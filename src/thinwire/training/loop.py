@@ -81,7 +81,7 @@ class Training:
         self._device = device
         self._watch = watch
         loss: Callable[[Tensor, Tensor], Batch] = model.loss  # type: ignore[assignment]
-        self._loss = _compiled(loss) if config.compile else loss
+        self._loss = _compiled(loss) if config.model.compile else loss
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._deadlines = Deadlines()
         self._last_step_s: float | None = None
@@ -105,15 +105,15 @@ class Training:
             ThinwireError: A replica was lost, a checkpoint could not be written, or the like.
         """
         self._model.train()
-        while self.step < self._config.steps:
+        while self.step < self._config.run.steps:
             self.step += 1
             self._train_step()
             self._report()
             self._look_for_drift()
-            if self._is_due(self._config.checkpoint_every):
+            if self._is_due(self._config.output.checkpoint_every):
                 with self._apart():
                     self.save()
-        self._optimizer.close(final_exchange=self._config.final_exchange)
+        self._optimizer.close(final_exchange=self._config.sync.final_exchange)
         self._optimizer.average_buffers()
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
@@ -149,7 +149,7 @@ class Training:
 
     def evaluate_at_end(self) -> float:
         """Evaluate on all the batches that the end deserves, write it down, and return the loss."""
-        val_loss, targets = self.evaluate(self._config.final_eval_batches)
+        val_loss, targets = self.evaluate(self._config.output.final_eval_batches)
         self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
         return val_loss
 
@@ -168,7 +168,7 @@ class Training:
         }
         began_s = time.monotonic()
         self._checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
-        if self._optimizer.transport.replica == 0 and self._step_s and self._config.out is not None:
+        if self._optimizer.transport.replica == 0 and self._step_s and self._config.output.out is not None:
             note_cost(self._config.run_dir, cost_s=time.monotonic() - began_s, step_s=self._step_s)
 
     def load(self, state: dict[str, Any]) -> None:
@@ -255,30 +255,30 @@ class Training:
         return loss.detach(), nll.detach()
 
     def _clip(self) -> None:
-        if self._config.clip_norm > 0:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
+        if self._config.optimizer.clip_norm > 0:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_norm)
 
     def _next_stop(self) -> int:
         """Return the next step from here after which all replicas do something together."""
-        every = [self._config.steps, self._config.eval_every, self._config.checkpoint_every]
+        every = [self._config.run.steps, self._config.output.eval_every, self._config.output.checkpoint_every]
         return min(-(-self.step // steps) * steps for steps in every if steps)
 
     def _report(self) -> None:
         # a replica that catches up may pass over the very step
-        is_due = self.step // self._config.log_every > self._reported_step // self._config.log_every
-        if is_due or self.step == self._config.steps:
+        is_due = self.step // self._config.output.log_every > self._reported_step // self._config.output.log_every
+        if is_due or self.step == self._config.run.steps:
             self._reported_step = self.step
             self._meter.write_step(
                 self.step,
                 stalled_s=self._optimizer.statistics.stalled_s,
                 rounds_in_flight=len(self._optimizer.rounds_in_flight),
             )
-        is_last = self.step == self._config.steps
-        if not is_last and self._is_due(self._config.eval_every):
+        is_last = self.step == self._config.run.steps
+        if not is_last and self._is_due(self._config.output.eval_every):
             # shared out, so that no replica waits for the one that evaluates
             part, num_parts = self.share()
             with self._apart():
-                val_loss, targets = self.evaluate(self._config.eval_batches, part=part, num_parts=num_parts)
+                val_loss, targets = self.evaluate(self._config.output.eval_batches, part=part, num_parts=num_parts)
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
 
     def _look_for_drift(self) -> None:
@@ -290,11 +290,11 @@ class Training:
         return self._watch.apart() if self._watch else contextlib.nullcontext()
 
     def _is_due(self, every: int | None) -> bool:
-        is_last = self.step == self._config.steps
+        is_last = self.step == self._config.run.steps
         return is_last or bool(every and self.step % every == 0)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self._config.autocast == "bf16"
+        enabled = self._config.model.autocast == "bf16"
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
 
 

@@ -53,12 +53,14 @@ def probe_hosts(config: TrainConfig, *, budget: ProbeBudget, step_s: float) -> P
         ThinwireError: A host did not come, was lost, or sent something else.
         ValueError: There is one host only, an option is out of its range, or the secret's file cannot be used.
     """
-    if config.secret is not None:  # said before the steps are timed, not after
+    if config.run.secret is not None:  # said before the steps are timed, not after
         need_pyzmq()
-        read_secret(config.secret)
+        read_secret(config.run.secret)
     machine = measure_machine(config, name=socket.gethostname(), seconds=step_s)
-    deadline_s = config.join_deadline_s
-    transport = connect(interface=config.interface, address=config.address, secret=config.secret, deadline_s=deadline_s)
+    deadline_s = config.run.join_deadline_s
+    transport = connect(
+        interface=config.run.interface, address=config.run.address, secret=config.run.secret, deadline_s=deadline_s
+    )
     try:
         machines = _all_machines(machine, transport, deadline_s=deadline_s)
         wires = probe_wires(transport, budget=budget, deadline_s=deadline_s, number=_NAMES + 1)

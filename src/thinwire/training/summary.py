@@ -77,11 +77,11 @@ def summarise(
     wall_s = max(note["time_s"] for note in notes)
     tokens = sum(note["tokens"] for note in notes)
     payload_bytes, sent_bytes = mean("payload_bytes"), mean("wire_bytes_sent")
-    allreduce_bytes = 2 * (count - 1) / count * 4 * parameters * config.steps
+    allreduce_bytes = 2 * (count - 1) / count * 4 * parameters * config.run.steps
     return {
-        "method": config.method.replace("_", "-"),
+        "method": config.sync.method.replace("_", "-"),
         "replicas": count,
-        "steps": config.steps,
+        "steps": config.run.steps,
         "tokens": tokens,
         "val_loss": val_loss,
         "wall_s": round(wall_s, 3),
@@ -92,18 +92,18 @@ def summarise(
         "peak_bits_per_s": round(max(note["peak_bits_per_s"] for note in notes), 1),
         "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 5),
         "global_parameters_sha256": notes[0]["sha256"],
-        "model": config.model,
-        "data": config.data,
+        "model": config.model.name,
+        "data": config.data.source,
         "parameters": parameters,
-        "sync_interval": config.sync_interval or 1,
+        "sync_interval": config.sync.sync_interval or 1,
         "overlap_steps": getattr(make_method(config).schedule, "overlap_steps", 0),
-        "codec": config.codec or _default_codec(config),
+        "codec": config.sync.codec or _default_codec(config),
         "num_fragments": num_fragments,
         "allreduce_bytes": round(allreduce_bytes),
         "all_reduce_dtype": all_reduce_dtype,
         "times_fewer_bytes": round(allreduce_bytes / sent_bytes, 2) if sent_bytes else None,
-        "seed": config.seed,
-        "machine": describe_machine(config.device),
+        "seed": config.run.seed,
+        "machine": describe_machine(config.model.device),
         "thinwire_version": __version__,
     }
 
@@ -153,7 +153,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _default_codec(config: TrainConfig) -> str:
-    return "e3m0" if config.method.replace("_", "-") in ("streaming-diloco", "decoupled-diloco") else "float32"
+    return "e3m0" if config.sync.method.replace("_", "-") in ("streaming-diloco", "decoupled-diloco") else "float32"
 
 
 def _check_hashes(hashes: Sequence[str]) -> None:

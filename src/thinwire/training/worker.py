@@ -76,9 +76,12 @@ def open_data(config: TrainConfig) -> Corpus:
     Raises:
         DataError: There is no such corpus, or it is too small or no text.
     """
-    assert config.cache_dir is not None
+    assert config.data.cache_dir is not None
     return open_corpus(
-        config.data, cache=config.cache_dir, tokenizer=config.tokenizer, vocab_size=wanted_vocabulary(config)
+        config.data.source,
+        cache=config.data.cache_dir,
+        tokenizer=config.data.tokenizer,
+        vocab_size=wanted_vocabulary(config),
     )
 
 
@@ -94,22 +97,22 @@ def check_data(config: TrainConfig, corpus: Corpus) -> None:
 
 def make_sampler(config: TrainConfig, corpus: Corpus, *, replica: int) -> Sampler:
     """Return one replica's share of the corpus."""
-    assert config.batch_size is not None and config.seq_len is not None
+    assert config.data.batch_size is not None and config.model.seq_len is not None
     return Sampler(
         corpus.train,
         replica=replica,
         num_replicas=config.num_replicas,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        seed=config.seed,
+        batch_size=config.data.batch_size,
+        seq_len=config.model.seq_len,
+        seed=config.run.seed,
     )
 
 
 def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -> Iterable[Batch]:
     """Return at most so many batches that nobody trains on, the same at every call."""
-    assert config.batch_size is not None and config.seq_len is not None
+    assert config.data.batch_size is not None and config.model.seq_len is not None
     return validation_batches(
-        corpus.held_out, batch_size=config.batch_size, seq_len=config.seq_len, max_batches=num_batches
+        corpus.held_out, batch_size=config.data.batch_size, seq_len=config.model.seq_len, max_batches=num_batches
     )
 
 
@@ -137,10 +140,13 @@ def run_replica(
         ThinwireError: The run cannot go on.
         ValueError: The run's folder holds a run already, or an option is wrong.
     """
-    torch.set_num_threads(config.threads or 1)
+    torch.set_num_threads(config.model.threads or 1)
     corpus = open_data(config)
     transport = connect(
-        interface=config.interface, address=config.address, secret=config.secret, deadline_s=config.join_deadline_s
+        interface=config.run.interface,
+        address=config.run.address,
+        secret=config.run.secret,
+        deadline_s=config.run.join_deadline_s,
     )
     try:
         return _Replica(config, place=place, corpus=corpus, transport=transport).run(
@@ -168,8 +174,8 @@ class _Replica:
         step = self._open(warn)
         on_start(step)
         own = open_loggers(
-            config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=self._transport.replica,
-            after_step=step,
+            config.run_dir, tensorboard=config.output.tensorboard, wandb=config.output.wandb,
+            replica=self._transport.replica, after_step=step,
         )  # fmt: skip
         meter = Meter(
             config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers),
@@ -217,7 +223,7 @@ class _Replica:
             "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
         }
-        notes = self._tell(note, number=_OPENING, deadline_s=self._config.join_deadline_s)
+        notes = self._tell(note, number=_OPENING, deadline_s=self._config.run.join_deadline_s)
         _check_same(notes)
         self._check_folder(notes)
         self._agree_on_run(notes)
@@ -228,11 +234,11 @@ class _Replica:
                 warn(warning)
         if not self._place.is_prepared and self._place.local_rank == 0:
             make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
-        self._tell({}, number=_READY, deadline_s=self._config.join_deadline_s)
+        self._tell({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
         return step
 
     def _check_folder(self, notes: list[dict[str, Any]]) -> None:
-        if self._place.is_prepared or self._place.is_resumed or self._config.overwrite:
+        if self._place.is_prepared or self._place.is_resumed or self._config.output.overwrite:
             return
         holders = [replica for replica, note in enumerate(notes) if note["has_run"]]
         if holders:
@@ -254,17 +260,17 @@ class _Replica:
 
     def _assemble(self, meter: Meter, recorder: Recorder) -> Training:
         config, corpus, transport = self._config, self._corpus, self._transport
-        device = torch.device("cuda", self._place.local_rank) if config.device == "cuda" else torch.device("cpu")
+        device = torch.device("cuda", self._place.local_rank) if config.model.device == "cuda" else torch.device("cpu")
         check_data(config, corpus)  # a host of its own may hold other files
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
         optimizer = DistributedOptimizer(
             model,
             make_inner_optimizer(config, model),
             method=make_method(config),
             transport=transport,
-            seed=config.seed,
-            pace=config.pace,
+            seed=config.run.seed,
+            pace=config.sync.pace,
         )
         self._model, self._optimizer = model, optimizer
         return Training(
@@ -286,9 +292,9 @@ class _Replica:
             return ""
         return complain(
             self._optimizer,
-            num_steps=self._config.steps,
+            num_steps=self._config.run.steps,
             number=_PROBING,
-            deadline_s=self._config.join_deadline_s,
+            deadline_s=self._config.run.join_deadline_s,
             device=next(self._model.parameters()).device,
         )
 

@@ -51,7 +51,7 @@ def training_of(
     run_dir: Path, model: nn.Module, *, seen: Callable[[Any, int], None] = lambda loss, tokens: None,
     recorder: Recorder | None = None, **options: Any,
 ) -> Training:  # fmt: skip
-    config = TrainConfig(
+    config = TrainConfig.of(
         replicas=1, steps=4, batch_size=2, seq_len=SEQ_LEN, inner_optimizer="plain-sgd", warmup_steps=0,
         schedule="constant", out=run_dir, **options,
     )  # fmt: skip

@@ -213,7 +213,7 @@ def test_a_run_writes_its_complaint_down_where_the_view_of_the_run_finds_it_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text("a thin wire carries little. " * 200)
-    given = TrainConfig(
+    given = TrainConfig.of(
         replicas=2, steps=2, data=str(tmp_path / "text.txt"), tokenizer="bytes", batch_size=1, seq_len=16,
         checkpoint_every=1, out=tmp_path / "run", cache_dir=tmp_path / "cache",
     )  # fmt: skip

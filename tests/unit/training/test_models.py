@@ -60,7 +60,7 @@ from thinwire.training.models import build_model
 sketch = build_model("nano", device="meta")
 assert sketch.cosines.shape[0] == sketch.max_seq_len
 for name in ("adamw", "muon"):
-    config = TrainConfig(lr=0.1, inner_optimizer=name)
+    config = TrainConfig.of(lr=0.1, inner_optimizer=name)
     model = build_model("nano", vocab_size=257)
     inner = make_inner_optimizer(config, model)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=thinwire.methods.diloco(sync_interval=2))

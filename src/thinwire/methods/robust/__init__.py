@@ -21,7 +21,7 @@ from thinwire.averaging.aggregation_rules import Aggregate, CoordinateMedian, Me
 from thinwire.averaging.exchange import AllGather
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.methods.robust.flag import FlagAggregator
 from thinwire.methods.robust.krum import Bulyan, Krum, MultiKrum
 from thinwire.sync.method import Method
@@ -51,6 +51,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def robust(*, rule: Rule = "flag", num_bad: int = 0, codec: Codec | None = None) -> Method:
     """Join gradients at every step by a rule that withstands bad replicas.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from thinwire.monitor.dashboard.findings_reader import text
 from thinwire.monitor.dashboard.sources import Sources
+from thinwire.monitor.runlog.run_folder import setting
 
 # A recorder writes that it lives every second.
 _BEAT_SILENCE_S = 5.0
@@ -38,9 +39,9 @@ def run_state(
     told = summary or {}
     return {
         "name": text(folder.resolve().name), "state": state, "changed_at": changed_at,
-        "method": text(settings.get("method")), "model": text(settings.get("model")),
-        "data": text(settings.get("data")), "steps": _whole(settings.get("steps")),
-        "num_replicas": _whole(settings.get("replicas")),
+        "method": text(setting(settings, "sync", "method")), "model": text(setting(settings, "model", "name")),
+        "data": text(setting(settings, "data", "source")), "steps": _whole(setting(settings, "run", "steps")),
+        "num_replicas": _whole(setting(settings, "run", "replicas")),
         "is_elastic": sources.journal.is_there or bool(sources.rounds),
         "step": max((one.last.step for one in sources.replicas.values() if one.last is not None), default=0),
         "val_loss": _number(told.get("val_loss")), "wall_s": _number(told.get("wall_s")),

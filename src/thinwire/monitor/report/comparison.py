@@ -12,7 +12,7 @@ from thinwire.monitor.report.chart import escape
 from thinwire.monitor.report.figures import figures_of_runs
 from thinwire.monitor.report.page import gallery, grid, page, write_page
 from thinwire.monitor.report.report import times_fewer
-from thinwire.monitor.runlog.run_folder import RunRecord, read_run
+from thinwire.monitor.runlog.run_folder import RunRecord, read_run, setting
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 HEAD = (
@@ -152,11 +152,11 @@ def _notes(runs: Mapping[str, RunRecord]) -> list[str]:
 
 
 def _subjects(run: RunRecord, reference: RunRecord) -> list[tuple[str, str, str]]:
-    def of(record: RunRecord, key: str) -> str:
-        return str(record.config.get(key, ""))
-
-    model, other = (record.finished().model or of(record, "model") for record in (run, reference))
-    return [("data", of(run, "data"), of(reference, "data")), ("model", model, other)]
+    data, other_data = (str(setting(record.config, "data", "source") or "") for record in (run, reference))
+    model, other = (
+        record.finished().model or str(setting(record.config, "model", "name") or "") for record in (run, reference)
+    )
+    return [("data", data, other_data), ("model", model, other)]
 
 
 def _headline(comparison: Comparison) -> str:

@@ -114,8 +114,8 @@ class ElasticTraining(Training):
         super()._train_step()
         self._own_steps += 1
         took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
-        assert self._config.batch_size is not None and self._config.seq_len is not None
-        tokens = self._config.batch_size * self._config.seq_len
+        assert self._config.data.batch_size is not None and self._config.model.seq_len is not None
+        tokens = self._config.data.batch_size * self._config.model.seq_len
         self._own_work.add_step(took_s=took_s, step=self.step, tokens=tokens)
 
     def _rest(self) -> None:

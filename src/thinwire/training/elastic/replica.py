@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -238,15 +237,15 @@ class _Life:
         corpus = open_data(config)
         model, inner, device = self._model(config, corpus)
         method = elastic(
-            make_method(config), seat=seated.seat, preserve_norm=config.preserve_norm,
+            make_method(config), seat=seated.seat, preserve_norm=config.elastic.preserve_norm,
             find=lambda text: seated.council.tell("note", level="warning", text=text), pieces=self._crew,
         )  # fmt: skip
         optimizer = DistributedOptimizer(
-            model, inner, method=method, transport=seated.transport, seed=config.seed, pace=False, seat=seated.seat,
+            model, inner, method=method, transport=seated.transport, seed=config.run.seed, pace=False, seat=seated.seat,
         )  # fmt: skip
         self._optimizer = optimizer
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-        seated.council.last_step = config.steps
+        seated.council.last_step = config.run.steps
         if job.bears:
             seated.council.bearable_steps = bearable_steps(
                 sync_interval=job.sync_interval, overlap_steps=job.overlap_steps
@@ -257,9 +256,9 @@ class _Life:
             has_work=optimizer.engine.has_work, interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
         )  # fmt: skip
         optimizer.engine.follow(seated.seat.known_step, patience_steps=patience_steps, bears=job.bears, aim=pace.aim)
-        assert config.batch_size is not None and config.seq_len is not None
+        assert config.data.batch_size is not None and config.model.seq_len is not None
         batches = ShardBatches(
-            corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
+            corpus.train, batch_size=config.data.batch_size, seq_len=config.model.seq_len, seed=config.run.seed,
             shard_windows=job.shard_windows, lend=seated.council.lease, ask_ahead=seated.council.ask_lease,
         )  # fmt: skip
         seated.council.used = batches.used
@@ -280,7 +279,7 @@ class _Life:
         if is_news:
             write_identity(config.run_dir, job.identity)
         # the job's own options: what this host does otherwise stands in its settings
-        plain = dataclasses.replace(config, data=job.config.data, batch_size=job.config.batch_size, address=None)
+        plain = config.replace(data=job.config.data.source, batch_size=job.config.data.batch_size, address=None)
         text = config_text(plain)
         path = config.run_dir / "config.json"
         if is_news or not path.exists() or path.read_text() != text:
@@ -293,9 +292,9 @@ class _Life:
         if self._crew is not None:
             check_ranks(config, num_ranks=self._crew.num_ranks)
             return *self._crew.assemble(config, vocab_size=vocab_size), self._crew.device
-        is_cuda = config.device == "cuda"
+        is_cuda = config.model.device == "cuda"
         device = torch.device("cuda", self._device_index) if is_cuda else torch.device("cpu")
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=vocab_size, device=device)
         return model, make_inner_optimizer(config, model), device
 
@@ -353,8 +352,9 @@ class _Life:
         checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._tell)
         self._keeper = StateKeeper(
             seated, model=parts.model, optimizer=parts.optimizer,
-            checkpoints=checkpoints if self._device_index == 0 else None, every=config.checkpoint_every,
-            last_step=config.steps, warn=self._tell, is_shared=config.checkpoint_to is not None, kept=self._kept,
+            checkpoints=checkpoints if self._device_index == 0 else None, every=config.output.checkpoint_every,
+            last_step=config.run.steps, warn=self._tell, is_shared=config.elastic.checkpoint_to is not None,
+            kept=self._kept,
         )  # fmt: skip
         offer = council.view.offer
         assert offer is not None
@@ -382,7 +382,11 @@ class _Life:
     def _training(self, seated: Seated, parts: _Parts, *, step: int) -> ElasticTraining:
         config = parts.config
         loggers = open_loggers(
-            config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=seated.replica, after_step=step
+            config.run_dir,
+            tensorboard=config.output.tensorboard,
+            wandb=config.output.wandb,
+            replica=seated.replica,
+            after_step=step,
         )
         self._meter = Meter(
             config.run_dir, replica=seated.replica, log=seated.transport.log, loggers=loggers, warn=self._tell
@@ -433,10 +437,10 @@ class _Life:
             config, finish["notes"], val_loss=val_loss, parameters=count, num_fragments=parts.optimizer.num_fragments
         )
         data = finish["note"]["data"]
-        assert config.seq_len is not None
+        assert config.model.seq_len is not None
         summary["elastic"] = {
-            "tokens_counted": int(data["counted"]) * config.seq_len,
-            "tokens_repeated": int(data["repeated"]) * config.seq_len,
+            "tokens_counted": int(data["counted"]) * config.model.seq_len,
+            "tokens_repeated": int(data["repeated"]) * config.model.seq_len,
             "replicas_ever": finish["note"]["next_replica"],
         }
         write_summary(config.run_dir, summary)
