@@ -103,7 +103,7 @@ def _simulate(options: SimulateOptions) -> int:
     from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
     from thinwire.simulate import simulate_training
     from thinwire.training.config import BATCH_SIZE, default_seq_len
-    from thinwire.training.models.sketch import sketch_model
+    from thinwire.training.models.presets import sketch_model
 
     cluster = cluster_of(options, needs_flops=options.step_time is None)
     if cluster.num_replicas < 2:

@@ -84,7 +84,7 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     from thinwire.planning.workload import Workload
     from thinwire.training.build import check_device
     from thinwire.training.config import validate
-    from thinwire.training.models.sketch import sketch_model
+    from thinwire.training.models.presets import sketch_model
     from thinwire.training.probe_hosts import probe_hosts
 
     ranks = world_size()

@@ -20,9 +20,8 @@ from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.checkpoint import Checkpoints, Identity
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler
-from thinwire.training.loop import Training
+from thinwire.training.loop import Passes, Training
 from thinwire.training.metrics import Meter
-from thinwire.training.step_timing import Passes
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
 

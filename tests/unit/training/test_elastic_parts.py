@@ -20,8 +20,7 @@ from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.errors import ConnectError, Stopped, WorkerFailed
 from thinwire.sync.elastic import elastic
 from thinwire.training.config import OPTIONS, TrainConfig, resolve
-from thinwire.training.corpora.sampler import Sampler
-from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.corpora.sampler import Sampler, ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
 from thinwire.training.run_identity import new_identity

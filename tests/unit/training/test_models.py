@@ -16,8 +16,7 @@ from thinwire.training.models import (
     build_transformer,
     preset,
 )
-from thinwire.training.models.arithmetic import RMS_EPSILON, next_token_loss, rms_norm
-from thinwire.training.models.transformer import rotate
+from thinwire.training.models.transformer import RMS_EPSILON, next_token_loss, rms_norm, rotate
 
 TINY = TransformerConfig(vocab_size=31, dim=16, layers=3, heads=2, max_seq_len=12)
 

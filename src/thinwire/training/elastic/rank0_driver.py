@@ -15,7 +15,7 @@ from thinwire.sync.deadlines import Deadlines
 from thinwire.training.build import check_device, make_model
 from thinwire.training.config import TrainConfig, to_json
 from thinwire.training.elastic.rank_shard import ModelShard
-from thinwire.training.step_timing import Passes
+from thinwire.training.loop import Passes
 
 if TYPE_CHECKING:
     from thinwire.transport.replica_group import InnerGroup  # imports FSDP, which takes a second

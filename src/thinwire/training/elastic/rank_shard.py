@@ -14,7 +14,7 @@ from thinwire.shared_random import derive_seed
 from thinwire.sync.blocks import find_blocks
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, from_json
-from thinwire.training.step_timing import Passes
+from thinwire.training.loop import Passes
 from thinwire.transport.sharded_parameters import ShardedParameters
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from thinwire.training.checkpoints.global_state import tensors_sha256
 from thinwire.training.checkpoints.state_files import ForeignCheckpoint
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.corpora import Corpus
-from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.corpora.sampler import ShardBatches
 from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.local_snapshot import RESUMED_ERA, Held, KeptState, kept_path
