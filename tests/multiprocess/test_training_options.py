@@ -145,7 +145,7 @@ def test_each_replica_is_told_once_that_steps_take_longer_than_planned_and_only_
         [(step, message)] = told
         assert step == 9 and message.startswith(f"replica {replica}: steps take ")
         assert "times the plan's 100 us: computing " in message
-        assert "plan anew" in message and "\n" not in message
+        assert "plan again" in message and "\n" not in message
         assert untold == []
 
 

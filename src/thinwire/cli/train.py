@@ -184,12 +184,12 @@ def _with_interval(config: TrainConfig) -> TrainConfig:
 
 def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
     from thinwire.planning.plan import save_plan
-    from thinwire.training.worker import Place, run_replica
+    from thinwire.training.worker import ReplicaStart, run_replica
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; other launchers may come and go
         end_with(os.getppid())
     is_resumed = config.output.resume is not None
-    place = Place(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
+    place = ReplicaStart(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
     plain = config.replace(resume=None)
     replicas = 1 if os.environ["RANK"] == "0" else 0
     # until the hosts agree on a step, all that is there is of an earlier part of the run

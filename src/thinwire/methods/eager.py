@@ -51,11 +51,7 @@ ABOUT = About(
 
 @register(ABOUT)
 def eager(
-    *,
-    sync_interval: int = 100,
-    codec: Codec | None = None,
-    outer_lr: float | None = None,
-    outer_momentum: float = 0.9,
+    *, sync_interval: int = 100, codec: Codec | None = None, outer_lr: float | None = None, outer_momentum: float = 0.9
 ) -> Method:
     """Exchange the whole model every `sync_interval` inner steps; take one's own part in at once, the others' later.
 

@@ -20,7 +20,7 @@ from thinwire.training.attempts import note_cost
 from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.checkpoint import Checkpoints
 from thinwire.training.config import TrainConfig
-from thinwire.training.drift import Watch
+from thinwire.training.drift import StepMonitor
 from thinwire.training.metrics import Meter, Reading
 
 
@@ -122,7 +122,7 @@ class Training:
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: Checkpoints | None, device: torch.device,
-        watch: Watch | None = None, recorder: Recorder | None = None,
+        watch: StepMonitor | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.step = 0
         self._recorder = recorder
@@ -339,7 +339,7 @@ class Training:
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
 
     def _look_for_drift(self) -> None:
-        complaint = self._watch.look(self.step) if self._watch else ""
+        complaint = self._watch.observe_step(self.step) if self._watch else ""
         if complaint:
             self._meter.write_warning(self.step, message=f"replica {self._optimizer.transport.replica}: {complaint}")
 

@@ -19,7 +19,7 @@ from thinwire.training.checkpoints.checkpoint import Checkpoints, Found, Identit
 from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
-from thinwire.training.drift import watch_for
+from thinwire.training.drift import step_monitor_of
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
 from thinwire.training.run_identity import (
@@ -56,7 +56,7 @@ _OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ReplicaStart:
     """How a process takes part.
 
     Attributes:
@@ -119,7 +119,7 @@ def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -
 def run_replica(
     config: TrainConfig,
     *,
-    place: Place,
+    place: ReplicaStart,
     loggers: Sequence[Logger] = (),
     warn: Callable[[str], None] | None = None,
     on_start: Callable[[int], None] | None = None,
@@ -157,7 +157,9 @@ def run_replica(
 
 
 class _Replica:
-    def __init__(self, config: TrainConfig, *, place: Place, corpus: Corpus, transport: RecordingTransport) -> None:
+    def __init__(
+        self, config: TrainConfig, *, place: ReplicaStart, corpus: Corpus, transport: RecordingTransport
+    ) -> None:
         self._config = config
         self._place = place
         self._corpus = corpus
@@ -282,7 +284,7 @@ class _Replica:
             meter=meter,
             checkpoints=self._checkpoints,
             device=device,
-            watch=watch_for(config, optimizer, log=transport.log),
+            watch=step_monitor_of(config, optimizer, log=transport.log),
             recorder=recorder,
         )
 

@@ -28,7 +28,7 @@ from thinwire.sync.views import PseudoGradient
 from thinwire.training import cost_check, worker
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.cost_check import CodeCost, complain, measure_codes, measure_rate
-from thinwire.training.worker import Place
+from thinwire.training.worker import ReplicaStart
 from thinwire.transport.all_gather_json import tell_all
 from thinwire.transport.base import Transport
 from thinwire.transport.loopback import LoopbackTransport
@@ -224,7 +224,7 @@ def test_a_run_writes_its_complaint_down_where_the_view_of_the_run_finds_it_and_
     def run(*, is_resumed: bool) -> None:
         def replica_main(transport: LoopbackTransport) -> None:
             monkeypatch.setattr(worker, "connect", lambda **rest: RecordingTransport(transport))
-            worker.run_replica(config, place=Place(local_rank=transport.replica, is_resumed=is_resumed))
+            worker.run_replica(config, place=ReplicaStart(local_rank=transport.replica, is_resumed=is_resumed))
 
         thinwire.run_replicas(2, replica_main)
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -268,7 +269,7 @@ def _build(folder: Path, *, key: str, source: Source, settings: _Settings) -> No
     split = divide(documents(), fraction=settings.held_out_fraction, name=source.name)
     tokenizer = _make_tokenizer(split.parts(documents()), split=split, settings=settings)
     described = tokenizer.to_json().encode()
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     write_bytes(folder / TOKENIZER, described)
     with ExitStack() as files:
         writers = [files.enter_context(TokenWriter(folder / name)) for name in ("train.bin", "held_out.bin")]

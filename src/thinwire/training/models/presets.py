@@ -59,11 +59,7 @@ class LanguageModel(Protocol):
 
 
 def preset(
-    name: str,
-    *,
-    vocab_size: int | None = None,
-    max_seq_len: int | None = None,
-    tied_head: bool | None = None,
+    name: str, *, vocab_size: int | None = None, max_seq_len: int | None = None, tied_head: bool | None = None
 ) -> TransformerConfig:
     """Return a named shape, with what the data decides put in.
 
