@@ -66,9 +66,9 @@ def test_the_word_has_the_mean_of_the_late_windows_and_what_to_do() -> None:
     found = [drift.observe(one) for one in late]
     assert found[:2] == ["", ""]
     assert found[2] == (
-        "steps take 600.0 ms, 50 % longer than the plan's 400.0 ms: computing 400.0 ms, waiting for the network 200.0 ms, "
-        "4.00 Mbit/s while sending; measure again with thinwire probe and plan again, or use a --sync-interval "
-        "above 30 in a new run"
+        "steps take 600.0 ms, 50 % longer than the plan's 400.0 ms: computing 400.0 ms, waiting for the network "
+        "200.0 ms, 4.00 Mbit/s while sending; measure again with thinwire probe and plan again, or use a "
+        "--sync-interval above 30 in a new run"
     )
 
 
