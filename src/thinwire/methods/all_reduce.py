@@ -15,7 +15,13 @@ from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
 from thinwire.sync.views import Gradient
 
-ABOUT = About(paper="-", exchanged="gradients, at every step", bits="64 (M - 1) / M", memory="0")
+ABOUT = About(
+    paper="-",
+    exchanged="gradients, at every step",
+    bits="64 (M - 1) / M",
+    memory="0",
+    plan_codecs=("float32", "bfloat16"),
+)
 
 
 @register(ABOUT)

@@ -55,6 +55,7 @@ ABOUT = About(
     exchanged="pseudo-gradients, every H steps, each while the next H steps run",
     bits="64 (M - 1) / M / H",
     memory="2 (global value, outer momentum), and 1 in flight",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 

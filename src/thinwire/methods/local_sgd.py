@@ -23,6 +23,7 @@ ABOUT = About(
     exchanged="pseudo-gradients, every H steps",
     bits="64 (M - 1) / M / H",
     memory="1 (global value)",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 

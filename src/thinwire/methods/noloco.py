@@ -63,6 +63,7 @@ ABOUT = About(
     bits="64 / H",
     memory="2 (slow weights, outer momentum), and 2 in flight",
     restrictions="pull below 2 (1 - momentum^2); replicas differ until the final exchange",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 

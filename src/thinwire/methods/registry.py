@@ -31,6 +31,7 @@ class About:
         bits: Payload bits that a replica sends a parameter and inner step.
         memory: Copies of the parameters that it keeps beside the model and the inner optimizer's state.
         restrictions: What it does not go with.
+        plan_codecs: Codecs that `thinwire plan` chooses from; none for the method's own.
         inner_optimizer: The default of `thinwire train --inner-optimizer`.
         lr: The default of `thinwire train --lr`; None for that of the model and the inner optimizer.
     """
@@ -40,6 +41,7 @@ class About:
     bits: str
     memory: str
     restrictions: str = "none"
+    plan_codecs: tuple[str, ...] = ()
     inner_optimizer: str = "adamw"
     lr: float | None = None
 

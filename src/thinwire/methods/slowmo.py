@@ -31,6 +31,7 @@ ABOUT = About(
     exchanged="pseudo-gradients, every H steps",
     bits="64 (M - 1) / M / H",
     memory="2 (global value, outer momentum)",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 

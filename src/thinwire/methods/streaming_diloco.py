@@ -43,6 +43,7 @@ ABOUT = About(
     exchanged="pseudo-gradients in E3M0, a fragment at a time, while training goes on",
     bits="4.13 (M - 1) / H; above 4 replicas 8.25 (M - 1) / M / H",
     memory="2 (global value, outer momentum)",
+    plan_codecs=("bfloat16", "e3m0"),
 )
 
 

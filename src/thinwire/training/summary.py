@@ -17,6 +17,7 @@ from torch import nn
 
 from thinwire.errors import DesyncError
 from thinwire.files import replace_whole, write_whole
+from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import Reading
@@ -74,6 +75,7 @@ def summarise(
     def mean(name: str) -> float:
         return sum(float(note[name]) for note in notes) / count
 
+    method = make_method(config)
     wall_s = max(note["time_s"] for note in notes)
     tokens = sum(note["tokens"] for note in notes)
     payload_bytes, sent_bytes = mean("payload_bytes"), mean("wire_bytes_sent")
@@ -96,8 +98,8 @@ def summarise(
         "data": config.data.source,
         "parameters": parameters,
         "sync_interval": config.sync.sync_interval or 1,
-        "overlap_steps": getattr(make_method(config).schedule, "overlap_steps", 0),
-        "codec": config.sync.codec or _default_codec(config),
+        "overlap_steps": getattr(method.schedule, "overlap_steps", 0),
+        "codec": config.sync.codec or _codec_of(method, num_replicas=count),
         "num_fragments": num_fragments,
         "allreduce_bytes": round(allreduce_bytes),
         "all_reduce_dtype": all_reduce_dtype,
@@ -152,8 +154,10 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def _default_codec(config: TrainConfig) -> str:
-    return "e3m0" if config.sync.method.replace("_", "-") in ("streaming-diloco", "decoupled-diloco") else "float32"
+def _codec_of(method: Method, *, num_replicas: int) -> str:
+    """Return the name of the method's first lossy codec, `float32` if it has none."""
+    codecs = [getattr(exchange, "codec", None) for exchange in method.exchanges(num_replicas)]
+    return next((codec.name for codec in codecs if codec is not None and codec.name != "float32"), "float32")
 
 
 def _check_hashes(hashes: Sequence[str]) -> None:
