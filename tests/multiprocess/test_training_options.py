@@ -181,4 +181,4 @@ def test_a_compiler_that_fails_ends_the_run_in_one_line(inputs: Path, tmp_path: 
         run(as_rank, num_ranks=1, arguments=arguments, environment=broken, deadline_s=DEADLINE_S)
     )
     assert (code, stdout) == (1, "") and len(stderr.splitlines()) == 1
-    assert "--compile failed: " in stderr and "start anew without --compile" in stderr
+    assert "--compile failed: " in stderr and "start a new run without --compile" in stderr

@@ -80,12 +80,9 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
         raise ValueError(f"{given.output.resume} has {saved.run.replicas} replicas, but torchrun starts {ranks} ranks")
     own = {name: given.option(name) for name in named & set(FREE)}
     fresh: dict[str, Any] = {
-        "quiet": given.output.quiet,
-        "json": given.output.json,
-        "overwrite": False,
-        "out": given.output.resume,
+        "quiet": given.output.quiet, "json": given.output.json, "overwrite": False, "out": given.output.resume,
         "resume": given.output.resume,
-    }
+    }  # fmt: skip
     if saved.elastic.is_enabled:  # whoever goes on with it waits for its own replicas, unless told to wait for more
         fresh["begin_with"] = given.elastic.begin_with
     return saved.replace(**{**own, **fresh})

@@ -103,12 +103,9 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     model, _ = sketch_model(config.model.name, seq_len=config.model.seq_len)
     tokens = float(config.run.steps * config.num_replicas * config.data.batch_size * config.model.seq_len)
     workload = Workload(
-        name=config.model.name,
-        model=model,
-        tokens=tokens,
-        seq_len=config.model.seq_len,
+        name=config.model.name, model=model, tokens=tokens, seq_len=config.model.seq_len,
         batch_size=config.data.batch_size,
-    )
+    )  # fmt: skip
     # the hosts are here, so all of them take part, whatever it costs in loss; and what was named is not to be chosen
     named: dict[str, Any] = {
         wish: (given.option(option),)

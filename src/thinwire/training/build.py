@@ -25,16 +25,13 @@ from thinwire.training.models import PRESETS, build_model
 _FLOOR = 0.1
 # Options that a method may take, and why one that does not take them has no use for them.
 _METHOD_OPTIONS = {
-    "sync_interval": "it exchanges at every step",
-    "overlap_steps": "it waits for every exchange, so nothing overlaps",
-    "blend": "nothing overlaps, so there is nothing to blend",
-    "exchange": "its exchange is the cheaper one",
+    "sync_interval": "it exchanges at every step", "overlap_steps": "it waits for every exchange, so nothing overlaps",
+    "blend": "nothing overlaps, so there is nothing to blend", "exchange": "its exchange is the cheaper one",
     "fragment_order": "it exchanges the whole model at once",
     "layers_per_fragment": "it exchanges the whole model at once",
-    "num_fragments": "it exchanges the whole model at once",
-    "outer_lr": "it has no outer optimizer",
+    "num_fragments": "it exchanges the whole model at once", "outer_lr": "it has no outer optimizer",
     "outer_momentum": "it has no outer optimizer",
-}
+}  # fmt: skip
 
 
 def make_method(config: TrainConfig) -> Method:

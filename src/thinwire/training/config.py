@@ -286,15 +286,11 @@ OPTIONS: Mapping[str, tuple[str, str]] = {
 }
 
 _CHOICES = {
-    "tokenizer": ("bpe", "bytes"),
-    "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
-    "schedule": ("cosine", "constant"),
-    "autocast": ("none", "bf16"),
-    "device": ("cpu", "cuda"),
-    "exchange": ("auto", "all-gather", "two-phase"),
-    "fragment_order": ("strided", "sequential"),
+    "tokenizer": ("bpe", "bytes"), "inner_optimizer": ("adamw", "adam", "sgd", "plain-sgd", "muon"),
+    "schedule": ("cosine", "constant"), "autocast": ("none", "bf16"), "device": ("cpu", "cuda"),
+    "exchange": ("auto", "all-gather", "two-phase"), "fragment_order": ("strided", "sequential"),
     "on_finding": ON_FINDING,
-}
+}  # fmt: skip
 _LEAST = {
     "steps": 1, "replicas": 1, "batch_size": 1, "seq_len": 1, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0,
     "threads": 1, "eval_every": 0, "eval_batches": 1, "final_eval_batches": 1, "log_every": 1, "checkpoint_every": 0,
@@ -405,18 +401,14 @@ def resolve(config: TrainConfig, *, world_size: int | None, cores: int, home: Pa
     card = about(method)
     inner = config.optimizer.inner_optimizer or card.inner_optimizer
     filled: dict[str, Any] = {
-        "replicas": replicas,
-        "batch_size": BATCH_SIZE,
-        "seq_len": default_seq_len(model),
-        "lr": card.lr or _LR_OF_SGD.get(inner) or _LR.get(model, 3e-4),
-        "inner_optimizer": inner,
-        "warmup_steps": min(1000, steps // 10),
-        "eval_every": max(1, math.ceil(steps / 6)),
+        "replicas": replicas, "batch_size": BATCH_SIZE, "seq_len": default_seq_len(model),
+        "lr": card.lr or _LR_OF_SGD.get(inner) or _LR.get(model, 3e-4), "inner_optimizer": inner,
+        "warmup_steps": min(1000, steps // 10), "eval_every": max(1, math.ceil(steps / 6)),
         "checkpoint_every": 100 if model == "nano" else 500,
         "threads": max(1, cores // max(1, replicas * config.elastic.ranks_per_replica)),
         "cache_dir": home / ".cache" / "thinwire",
         "out": Path("runs") / f"{method}-{model.rsplit('/', 1)[-1].replace(':', '-')}-seed{config.run.seed}",
-    }
+    }  # fmt: skip
     if "sync_interval" in options_of(recipe(method)):
         filled["sync_interval"] = 30 if model == "nano" else 100
     return config.replace(**{name: value for name, value in filled.items() if config.option(name) is None})

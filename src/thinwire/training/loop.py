@@ -25,14 +25,14 @@ from thinwire.training.metrics import Meter, Reading
 
 
 class Passes:
-    """Adds up the passes of a step; a method may ask for several of each.
+    """Adds up the time of a step's forward and backward passes; a method may ask for several of each.
 
-    A GPU computes after its calls have returned, so that their times would say nothing, and to wait for it would cost
-    what is to be measured: passes are timed on the CPU only.
+    Passes are timed on the CPU only: a GPU computes after its calls have returned, and waiting for it would cost what
+    is to be measured.
 
     Args:
         device: Where the model is.
-        clock: Seconds that only grow.
+        clock: Monotonic seconds.
 
     Example:
         >>> passes = Passes(torch.device("cpu"), clock=iter([1.0, 1.25, 2.0, 2.5]).__next__)
@@ -47,57 +47,43 @@ class Passes:
     def __init__(self, device: torch.device, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._is_timed = device.type == "cpu"
         self._clock = clock
-        self._forward_s: float | None = None
-        self._backward_s: float | None = None
+        self._seconds: dict[str, float] = {}
 
-    @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> contextlib.AbstractContextManager[None]:
         """Time a forward pass."""
-        if not self._is_timed:
-            yield
-            return
-        began_s = self._clock()
-        yield
-        self._forward_s = (self._forward_s or 0.0) + self._clock() - began_s
+        return self._timed("forward")
 
-    @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> contextlib.AbstractContextManager[None]:
         """Time a backward pass."""
-        if not self._is_timed:
-            yield
-            return
-        began_s = self._clock()
-        yield
-        self._backward_s = (self._backward_s or 0.0) + self._clock() - began_s
+        return self._timed("backward")
 
     def take(self) -> tuple[float | None, float | None]:
-        """Return the seconds of all forward and of all backward passes since the last call; none where none were timed.
+        """Return the seconds of all forward and of all backward passes since the last call, None if none was timed."""
+        taken, self._seconds = self._seconds, {}
+        return taken.get("forward"), taken.get("backward")
 
-        Returns:
-            Seconds of the forward passes, and of the backward passes.
-        """
-        taken = self._forward_s, self._backward_s
-        self._forward_s = self._backward_s = None
-        return taken
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began_s = self._clock() if self._is_timed else 0.0
+        yield
+        if self._is_timed:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - began_s
 
 
 Batch = tuple[Tensor, Tensor]
 
 
 class Batches(Protocol):
-    """One replica's share of the training data, without an end."""
+    """Endless iterator over one replica's share of the training data."""
 
     def __next__(self) -> Batch:
         """Return tokens and targets, (batch, seq) int64 each, on the CPU."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
+        """Restore a position."""
 
 
 class Training:
@@ -108,12 +94,12 @@ class Training:
         model: A language model on `device`.
         optimizer: Wraps the inner optimizer over the model's parameters.
         batches: This replica's data.
-        held_out: Gives so many batches (at most) that nobody trains on, the same at every call.
-        meter: Takes the metrics.
-        checkpoints: Takes the states; None where somebody else sees to them.
+        held_out: Returns at most so many held-out batches, the same at every call.
+        meter: Receives the metrics.
+        checkpoints: Receives the states; None if another part saves them.
         device: Where the model is.
-        watch: Tells when steps take longer than planned, where there is a plan.
-        recorder: Takes each step's time and loss.
+        watch: Reports when steps take longer than planned.
+        recorder: Receives each step's time and loss.
 
     Attributes:
         step: Inner steps done.
@@ -148,7 +134,7 @@ class Training:
 
     @property
     def deadline_s(self) -> float:
-        """How long a replica may keep the others waiting outside of a round, from measured times."""
+        """Seconds that a replica may keep the others waiting outside of a round, from measured times."""
         return self._deadlines.deadline_s(steps=self._drift_steps)
 
     def reading(self) -> Reading:
@@ -216,13 +202,10 @@ class Training:
             return
         state = {
             "model": {name: parameter.detach() for name, parameter in self._model.named_parameters()},
-            "buffers": dict(self._model.named_buffers()),
-            "optimizer": self._optimizer.state_dict(),
-            "batches": self._batches.state_dict(),
-            "random": _random_state(self._device),
-            "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s),
-            "step": self.step,
-        }
+            "buffers": dict(self._model.named_buffers()), "optimizer": self._optimizer.state_dict(),
+            "batches": self._batches.state_dict(), "random": _random_state(self._device),
+            "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s), "step": self.step,
+        }  # fmt: skip
         began_s = time.monotonic()
         self._checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
         if self._optimizer.transport.replica == 0 and self._step_s and self._config.output.out is not None:
@@ -245,7 +228,7 @@ class Training:
             self.step = self._reported_step = int(state["step"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint does not fit this run: {error!r}; start anew with --overwrite"
+                f"the checkpoint does not fit this run: {error!r}; start a new run with --overwrite"
             ) from error
 
     def _train_step(self) -> None:
@@ -356,7 +339,7 @@ class Training:
 
 
 def _compiled(loss: Callable[[Tensor, Tensor], Batch]) -> Callable[[Tensor, Tensor], Batch]:
-    """Compile at the first call; what the compiler cannot do ends the run in words, not in its own traceback."""
+    """Compile at the first call; a failure of the compiler ends the run with one error instead of its traceback."""
     compiled = torch.compile(loss)
 
     def run(tokens: Tensor, targets: Tensor) -> Batch:
@@ -367,7 +350,7 @@ def _compiled(loss: Callable[[Tensor, Tensor], Batch]) -> Callable[[Tensor, Tens
                 raise
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ThinwireError(
-                f"--compile failed: {reason}; mend the compiler, or start anew without --compile"
+                f"--compile failed: {reason}; fix the compiler, or start a new run without --compile"
             ) from error
 
     return run

@@ -97,7 +97,7 @@ _NAMES = 1
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What a probe found, the same on all hosts.
+    """Result of a probe, the same on all hosts.
 
     Attributes:
         replica: The number of this host.

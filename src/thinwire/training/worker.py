@@ -1,4 +1,4 @@
-"""One replica's part in a run: join the others, agree on where to begin, train, and tell what came of it."""
+"""One replica of a run: joins the others, agrees on the first step, trains, and reports the result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from thinwire.training.run_identity import (
     new_identity,
     read_identity,
     write_identity,
-)
+)  # fmt: skip
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.transport.all_gather_json import tell_all
 from thinwire.transport.connect import connect
@@ -39,30 +39,20 @@ _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
 _LOCAL_NAMES = ("data", "model")
 _OUTPUTS = (
-    "config.json",
-    RUN_FILE,
-    "summary.json",
-    "report.html",
-    "metrics-replica-*",
-    "transfers-replica-*",
-    "records-rank-*",
-    "findings.jsonl",
-    "actions.jsonl",
-    "downtime.json",
-    "parts.jsonl",
-    "checkpoint-cost.json",
-)
+    "config.json", RUN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
+    "records-rank-*", "findings.jsonl", "actions.jsonl", "downtime.json", "parts.jsonl", "checkpoint-cost.json",
+)  # fmt: skip
 _OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStart:
-    """How a process takes part.
+    """Circumstances in which a replica's process starts.
 
     Attributes:
         local_rank: Its number on this host; also its GPU.
-        is_prepared: Whether somebody has made the run's folder already; else the first rank of each host does.
-        is_resumed: Whether the run goes on from a checkpoint.
+        is_prepared: Whether the launcher has made the run's folder; else the first rank of each host does.
+        is_resumed: Whether the run resumes from a checkpoint.
     """
 
     local_rank: int = 0
@@ -78,11 +68,9 @@ def open_data(config: TrainConfig) -> Corpus:
     """
     assert config.data.cache_dir is not None
     return open_corpus(
-        config.data.source,
-        cache=config.data.cache_dir,
-        tokenizer=config.data.tokenizer,
+        config.data.source, cache=config.data.cache_dir, tokenizer=config.data.tokenizer,
         vocab_size=wanted_vocabulary(config),
-    )
+    )  # fmt: skip
 
 
 def check_data(config: TrainConfig, corpus: Corpus) -> None:
@@ -99,17 +87,13 @@ def make_sampler(config: TrainConfig, corpus: Corpus, *, replica: int) -> Sample
     """Return one replica's share of the corpus."""
     assert config.data.batch_size is not None and config.model.seq_len is not None
     return Sampler(
-        corpus.train,
-        replica=replica,
-        num_replicas=config.num_replicas,
-        batch_size=config.data.batch_size,
-        seq_len=config.model.seq_len,
-        seed=config.run.seed,
-    )
+        corpus.train, replica=replica, num_replicas=config.num_replicas, batch_size=config.data.batch_size,
+        seq_len=config.model.seq_len, seed=config.run.seed,
+    )  # fmt: skip
 
 
 def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -> Iterable[Batch]:
-    """Return at most so many batches that nobody trains on, the same at every call."""
+    """Return at most so many held-out batches, the same at every call."""
     assert config.data.batch_size is not None and config.model.seq_len is not None
     return validation_batches(
         corpus.held_out, batch_size=config.data.batch_size, seq_len=config.model.seq_len, max_batches=num_batches
@@ -117,21 +101,17 @@ def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -
 
 
 def run_replica(
-    config: TrainConfig,
-    *,
-    place: ReplicaStart,
-    loggers: Sequence[Logger] = (),
-    warn: Callable[[str], None] | None = None,
-    on_start: Callable[[int], None] | None = None,
-) -> dict[str, Any] | None:
+    config: TrainConfig, *, place: ReplicaStart, loggers: Sequence[Logger] = (),
+    warn: Callable[[str], None] = lambda text: None, on_start: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any] | None:  # fmt: skip
     """Train one replica in this process, from joining the others to the end.
 
     Args:
         config: Resolved options, the same on all replicas but for paths.
         place: How this process takes part.
-        loggers: Take metrics besides the files.
-        warn: Told what went wrong without stopping the run.
-        on_start: Told the step to begin after, once all replicas agree on it and before metrics are written.
+        loggers: Receive metrics besides the files.
+        warn: Receives problems that do not stop the run.
+        on_start: Receives the step to begin after, once all replicas agree on it and before metrics are written.
 
     Returns:
         The run's summary on replica 0, None on the others.
@@ -143,15 +123,12 @@ def run_replica(
     torch.set_num_threads(config.model.threads or 1)
     corpus = open_data(config)
     transport = connect(
-        interface=config.run.interface,
-        address=config.run.address,
-        secret=config.run.secret,
+        interface=config.run.interface, address=config.run.address, secret=config.run.secret,
         deadline_s=config.run.join_deadline_s,
-    )
+    )  # fmt: skip
     try:
-        return _Replica(config, place=place, corpus=corpus, transport=transport).run(
-            loggers, warn or (lambda text: None), on_start or (lambda step: None)
-        )
+        replica = _Replica(config, place=place, corpus=corpus, transport=transport)
+        return replica.run(loggers, warn, on_start)
     finally:
         transport.close()
 
@@ -214,17 +191,13 @@ class _Replica:
         return Checkpoints(self._config.run_dir, identity=identity)
 
     def _open(self, warn: Callable[[str], None]) -> int:
-        """Compare options and data, choose where to begin, and make the run's folder."""
+        """Compare options and data, choose the first step, and make the run's folder."""
         found = look(self._checkpoints) if self._place.is_resumed else Found(good=(), bad={})
         note = {
-            "options": _comparable(self._config),
-            "corpus": self._corpus.sha256,
-            "run": self._run.to_json(),
-            "has_run": has_run(self._config.run_dir),
-            "is_resumed": self._place.is_resumed,
-            "good": found.good[-32:],
+            "options": _comparable(self._config), "corpus": self._corpus.sha256, "run": self._run.to_json(),
+            "has_run": has_run(self._config.run_dir), "is_resumed": self._place.is_resumed, "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
-        }
+        }  # fmt: skip
         notes = self._tell(note, number=_OPENING, deadline_s=self._config.run.join_deadline_s)
         _check_same(notes)
         self._check_folder(notes)
@@ -267,38 +240,25 @@ class _Replica:
         torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
         optimizer = DistributedOptimizer(
-            model,
-            make_inner_optimizer(config, model),
-            method=make_method(config),
-            transport=transport,
-            seed=config.run.seed,
-            pace=config.sync.pace,
-        )
+            model, make_inner_optimizer(config, model), method=make_method(config), transport=transport,
+            seed=config.run.seed, pace=config.sync.pace,
+        )  # fmt: skip
         self._model, self._optimizer = model, optimizer
         return Training(
-            config,
-            model=model,
-            optimizer=optimizer,
-            batches=make_sampler(config, corpus, replica=transport.replica),
-            held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches),
-            meter=meter,
-            checkpoints=self._checkpoints,
-            device=device,
-            watch=step_monitor_of(config, optimizer, log=transport.log),
-            recorder=recorder,
-        )
+            config, model=model, optimizer=optimizer, batches=make_sampler(config, corpus, replica=transport.replica),
+            held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches), meter=meter,
+            checkpoints=self._checkpoints, device=device,
+            watch=step_monitor_of(config, optimizer, log=transport.log), recorder=recorder,
+        )  # fmt: skip
 
     def _check_code(self) -> str:
-        """Return what to tell where the method's code costs more time than it saves on this wire."""
+        """Return the warning about a method whose codec costs more time than it saves on this link."""
         if self._transport.num_replicas < 2:
             return ""
         return complain(
-            self._optimizer,
-            num_steps=self._config.run.steps,
-            number=_PROBING,
-            deadline_s=self._config.run.join_deadline_s,
-            device=next(self._model.parameters()).device,
-        )
+            self._optimizer, num_steps=self._config.run.steps, number=_PROBING,
+            deadline_s=self._config.run.join_deadline_s, device=next(self._model.parameters()).device,
+        )  # fmt: skip
 
     def _go_to(self, step: int, training: Training, meter: Meter) -> None:
         if step:

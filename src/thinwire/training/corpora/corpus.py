@@ -66,7 +66,7 @@ class Split:
 
 
 def divide(documents: Iterable[Document], *, fraction: float, name: str) -> Split:
-    """Divide a corpus into what is trained on and what is held out.
+    """Divide a corpus into a training part and a held-out part.
 
     A document is held out when the hash of its text is in the lowest `fraction` of all hashes; equal documents go to
     the same side. At least one document is on each side; a corpus of one document is cut by position.
@@ -201,7 +201,7 @@ def open_corpus(
     max_bytes: int | None = None,
     deadline_s: float = 3600.0,
 ) -> Corpus:
-    """Open a corpus; the first time it is tokenised and kept, later it is mapped from the cache.
+    """Open a corpus: tokenise and keep it the first time, map it from the cache later.
 
     Several processes may open the same corpus at once: one builds it, the others wait.
 
@@ -246,15 +246,12 @@ def _load(folder: Path, *, key: str, name: str) -> Corpus | None:
         return None
     try:
         return Corpus(
-            name=name,
-            tokenizer=load_tokenizer((folder / TOKENIZER).read_text(encoding="utf-8")),
+            name=name, tokenizer=load_tokenizer((folder / TOKENIZER).read_text(encoding="utf-8")),
             train=map_tokens(folder / "train.bin", dtype=manifest.dtype),
-            held_out=map_tokens(folder / "held_out.bin", dtype=manifest.dtype),
-            num_documents=manifest.num_documents,
+            held_out=map_tokens(folder / "held_out.bin", dtype=manifest.dtype), num_documents=manifest.num_documents,
             num_text_bytes=manifest.num_text_bytes,
-            sha256=sha256((manifest.tokenizer_sha256 + manifest.tokens_sha256).encode()),
-            folder=folder,
-        )
+            sha256=sha256((manifest.tokenizer_sha256 + manifest.tokens_sha256).encode()), folder=folder,
+        )  # fmt: skip
     except (OSError, ValueError):
         # Changed since the manifest was read: as good as not there.
         return None
@@ -276,16 +273,10 @@ def _build(folder: Path, *, key: str, source: Source, settings: _Settings) -> No
         _write_tokens(writers, split.parts(documents()), split=split, tokenizer=tokenizer, dtype=dtype)
     counts = [writer.num_bytes // np.dtype(dtype).itemsize for writer in writers]
     manifest = Manifest(
-        version=FORMAT_VERSION,
-        key=key,
-        dtype=dtype,
-        num_train_tokens=counts[0],
-        num_held_out_tokens=counts[1],
-        num_documents=split.num_documents,
-        num_text_bytes=split.num_bytes,
-        tokenizer_sha256=sha256(described),
+        version=FORMAT_VERSION, key=key, dtype=dtype, num_train_tokens=counts[0], num_held_out_tokens=counts[1],
+        num_documents=split.num_documents, num_text_bytes=split.num_bytes, tokenizer_sha256=sha256(described),
         tokens_sha256=sha256("".join(writer.sha256 for writer in writers).encode()),
-    )
+    )  # fmt: skip
     write_manifest(folder, manifest)
 
 

@@ -54,13 +54,9 @@ class Sampler:
         self._tokens = tokens
         # What a state must agree on to be continued here.
         self._identity = {
-            "seed": seed,
-            "replica": replica,
-            "num_replicas": num_replicas,
-            "batch_size": batch_size,
-            "seq_len": seq_len,
-            "num_tokens": len(tokens),
-        }
+            "seed": seed, "replica": replica, "num_replicas": num_replicas, "batch_size": batch_size,
+            "seq_len": seq_len, "num_tokens": len(tokens),
+        }  # fmt: skip
         self.num_windows = count_windows(tokens, seq_len=seq_len, at_least=num_replicas, what="replica")
         self.epoch = 0
         self._position = 0
@@ -148,16 +144,7 @@ def validation_batches(
 
 
 def shuffled(num_windows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of an epoch's windows, the same on every replica.
-
-    Args:
-        num_windows: How many there are.
-        seed: The run's.
-        epoch: From 0.
-
-    Returns:
-        (num_windows,) their numbers.
-    """
+    """Return the order of an epoch's windows, (num_windows,), the same on every replica."""
     # Sorted by raw draws, not `Generator.permutation`: numpy keeps the raw stream the same in all versions, and
     # replicas with different versions must not come to different orders.
     draws = np.random.Philox(key=derive_seed(seed, "sampler", epoch)).random_raw(num_windows)
@@ -180,30 +167,21 @@ def count_windows(tokens: TokenArray, *, seq_len: int, at_least: int, what: str)
 
 
 def windows(tokens: TokenArray, numbers: NDArray[np.int64], *, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Read windows by their numbers.
-
-    Args:
-        tokens: (tokens,).
-        numbers: (batch,) numbers of windows.
-        seq_len: Tokens a window.
-
-    Returns:
-        Inputs and targets, each (batch, seq_len) int64.
-    """
+    """Read windows by their numbers (batch,); return inputs and targets, each (batch, seq_len) int64."""
     places = numbers[:, None] * seq_len + np.arange(seq_len + 1)
     read = torch.from_numpy(tokens[places].astype(np.int64))
     return read[:, :-1].contiguous(), read[:, 1:].contiguous()
 
 
-# How many shards' use is told: a round counts all that was used before it, so older ones are counted long since.
-_TOLD = 64
+# Newest shards kept in `ShardBatches.used`: each round counts all earlier use, so older shards are counted already.
+_MOST_USED = 64
 
 
 class ShardBatches:
-    """An endless iterator over batches of lent shards.
+    """An endless iterator over batches of leased shards.
 
-    All epochs' windows, each epoch in its own order, stand in one row; shard k is its windows from `k * shard_windows`
-    on.
+    The windows of all epochs, each epoch in its own order, form one sequence; shard k begins at window
+    `k * shard_windows` of it.
 
     Args:
         tokens: (tokens,) of any integer dtype.
@@ -212,10 +190,10 @@ class ShardBatches:
         seed: The run's seed, the same on all replicas.
         shard_windows: Windows of a shard.
         lend: Returns this replica's n-th shard and the first window there; may wait.
-        ask_ahead: Told that the n-th shard will be needed soon.
+        ask_ahead: Called with n when the n-th shard will be needed soon.
 
     Attributes:
-        used: By shard, up to which window it has been handed out.
+        used: By shard, the number of windows that have been read.
 
     Raises:
         DataError: The tokens do not fill one window.
@@ -255,7 +233,7 @@ class ShardBatches:
         return windows(self._tokens, chosen, seq_len=self._seq_len)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: who is lent what is the lender's to remember."""
+        """Return nothing: the coordinator remembers the leases."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -266,7 +244,7 @@ class ShardBatches:
             self._number += 1
             self._shard, self._next = self._lend(self._number)
             self._ask_ahead(self._number + 1)
-            while len(self.used) >= _TOLD:
+            while len(self.used) >= _MOST_USED:
                 del self.used[next(iter(self.used))]
         place = self._shard * self._shard_windows + self._next
         self._next += 1

@@ -153,15 +153,12 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """A short name."""
-        ...
 
     def listing(self) -> list[list[str | int]]:
         """Return what changes when the content does, without reading it: names, sizes, times."""
-        ...
 
     def documents(self) -> Iterator[Document]:
         """Read all documents."""
-        ...
 
 
 def open_source(spec: str, *, cache: Path) -> Source:

@@ -41,21 +41,18 @@ PRESETS: Mapping[str, TransformerConfig] = MappingProxyType(
 
 
 class LanguageModel(Protocol):
-    """What the training loop asks of a model; it is a `torch.nn.Module` too."""
+    """Interface of a model to the training loop; it is a `torch.nn.Module` too."""
 
     @property
     def vocab_size(self) -> int:
         """Number of different tokens."""
-        ...
 
     @property
     def max_seq_len(self) -> int:
         """Longest sequence, in tokens."""
-        ...
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss to train on and the mean negative log-likelihood in nats, from (batch, seq) int64 each."""
-        ...
 
 
 def preset(
