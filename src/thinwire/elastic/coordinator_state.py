@@ -78,7 +78,7 @@ class Desk:
         self.roster = Roster()
         self.book = RoundBook(
             sync_interval=sync_interval, overlap_steps=overlap_steps, bears=bears,
-            last_step=job.get("config", {}).get("steps") or math.inf,
+            last_step=job.get("config", {}).get("run", {}).get("steps") or math.inf,
         )  # fmt: skip
         self.ledger = Ledger(shard_windows=shard_windows)
         self.cuts = Cuts()
@@ -207,7 +207,7 @@ class Desk:
 
     def _run_note(self, step: int | None = None) -> dict[str, Any]:
         """Return what is noted with a state: the account of the data as of its step; None for all that was decided."""
-        seq_len = self._job.get("config", {}).get("seq_len") or 0
+        seq_len = self._job.get("config", {}).get("model", {}).get("seq_len") or 0
         data = self.ledger.state_dict()
         if step is not None:
             # rounds are decided before they are applied: a state of this step does not hold the later ones

@@ -66,10 +66,10 @@ def coordinate(
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": hub.port}) + "\n")
     held = HeldMessages(journal, send=hub.send)
     coordinator = Coordinator(
-        job=job, planned=job["config"]["begin_with"] or job["config"]["replicas"], sync_interval=job["sync_interval"],
+        job=job, planned=job["config"]["elastic"]["begin_with"] or job["config"]["run"]["replicas"], sync_interval=job["sync_interval"],
         overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"], send=held.send, record=journal.write,
         part_share=job.get("part_share", 0.0), bears=job.get("bears", False),
-        generation=hub.generation, founding_s=job["config"]["join_deadline_s"], resumed_step=job["resumed_step"],
+        generation=hub.generation, founding_s=job["config"]["run"]["join_deadline_s"], resumed_step=job["resumed_step"],
     )  # fmt: skip
     records = TakenRecords(run_dir, say=say)
     coordinator.keep_records = records.take
