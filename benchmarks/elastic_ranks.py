@@ -77,7 +77,7 @@ def live(rank: int, num_ranks: int, folder: str, model: str, results: Any) -> No
     from thinwire.transport.replica_group import ReplicaGroup
 
     torch.set_num_threads(1)
-    given = TrainConfig(elastic=True, model=model, batch_size=ROWS, seq_len=SEQ_LEN, out=Path(folder))
+    given = TrainConfig.of(elastic=True, model=model, batch_size=ROWS, seq_len=SEQ_LEN, out=Path(folder))
     config = resolve(given, world_size=None, cores=1, home=Path(folder))
     group = ReplicaGroup(rank=rank, size=num_ranks, meeting=Path(folder) / "meeting")
     found: dict[str, float] = {}

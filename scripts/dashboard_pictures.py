@@ -41,7 +41,10 @@ def write_rehearsed_run(folder: Path) -> None:
     scene = Scene(hosts=("oslo", "riga", "turin"), rounds=48, seed=3, noise=NOISES["calm"], faults=(fault,))
     records = [_with_passes(one) if isinstance(one, Span) else one for one in rehearse(scene)]
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"method": "diloco", "model": "35m", "data": "stdlib", "steps": 1200, "replicas": 3}
+    settings = {
+        "run": {"steps": 1200, "replicas": 3}, "model": {"name": "35m"}, "data": {"source": "stdlib"},
+        "sync": {"method": "diloco"},
+    }  # fmt: skip
     _write(folder / "config.json", json.dumps(settings))
     for rank in range(3):
         own = [one for one in records if isinstance(one, Communicator) or one.rank == rank]

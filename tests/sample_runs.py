@@ -29,9 +29,17 @@ def write_run(
 ) -> Path:
     """Write a run whose replicas send one payload to every other replica at the middle of each interval's thirds."""
     path.mkdir(parents=True, exist_ok=True)
-    settings = {"replicas": replicas, "method": method, "model": "nano", "data": "stdlib", "steps": steps, "lr": 3e-3}
-    settings |= {"sync_interval": interval, "overlap_steps": "3", "codec": "e3m0", "final_exchange": True, "seed": 0}
-    settings |= {"out": str(path), "thinwire_version": "0.1.0", "compile": False}
+    settings = {
+        "run": {"replicas": replicas, "steps": steps, "seed": 0},
+        "model": {"name": "nano", "compile": False},
+        "data": {"source": "stdlib"},
+        "sync": {
+            "method": method, "sync_interval": interval, "overlap_steps": "3", "codec": "e3m0", "final_exchange": True,
+        },
+        "optimizer": {"lr": 3e-3},
+        "output": {"out": str(path)},
+        "thinwire_version": "0.1.0",
+    }  # fmt: skip
     (path / "config.json").write_text(json.dumps(settings | (config or {})))
     sent = 0
     for replica in range(replicas):

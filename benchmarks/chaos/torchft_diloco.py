@@ -83,7 +83,7 @@ def fragments_of(model: nn.Module) -> list[nn.Module]:
 
 
 def config_of(*, steps: int) -> TrainConfig:
-    config = TrainConfig(
+    config = TrainConfig.of(
         model="nano", steps=steps, batch_size=BATCH, seq_len=SEQ, replicas=1, threads=1, sync_interval=sync_interval()
     )
     return resolve(config, world_size=None, cores=1, home=Path.home())
@@ -220,7 +220,7 @@ class Replica:
         tokens, targets = next(self._batches)
         loss: Callable[..., tuple[torch.Tensor, torch.Tensor]] = self._model.loss  # type: ignore[assignment]
         loss(tokens, targets)[0].backward()
-        nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_norm)
         self._inner.step()  # torchft's hooks on it exchange
         self._inner.zero_grad(set_to_none=True)
 

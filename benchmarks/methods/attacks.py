@@ -28,7 +28,7 @@ from thinwire.shared_random import derive_seed
 
 RESULTS = Path(__file__).parents[1] / "results" / "attacks.jsonl"
 WORKERS, BAD, STEPS, BATCH, LR, MOMENTUM = 15, 3, 150, 16, 0.05, 0.9
-RULES = ("mean", "flag", "median", "trimmed-mean", "krum", "multi-krum", "bulyan", "meamed", "phocas")
+RULES = ("mean", "flag", "median", "trimmed-mean", "krum", "multi-krum")
 SEEDS = (0, 1, 2)
 NONE = "none"
 

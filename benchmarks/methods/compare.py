@@ -47,7 +47,7 @@ INNER: dict[str, Callable[[nn.Module, float], torch.optim.Optimizer]] = {
     "adamw": lambda m, lr: torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
     "sgd": lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9),
     "plain-sgd": lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr),
-    "muon": lambda m, lr: make_inner_optimizer(TrainConfig(inner_optimizer="muon", lr=lr), m),
+    "muon": lambda m, lr: make_inner_optimizer(TrainConfig.of(inner_optimizer="muon", lr=lr), m),
 }
 # plain-sgd is for methods that carry momentum themselves; where nobody does, steps are ten times as long
 LR = {"digits": {"adamw": 3e-3, "sgd": 0.05, "plain-sgd": 0.05, "no-momentum": 0.5, "sign": 1e-3}}

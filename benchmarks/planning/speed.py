@@ -21,7 +21,7 @@ import torch
 from thinwire.planning.cluster import Cluster, Machine, Wire
 from thinwire.planning.search import make_plan
 from thinwire.planning.workload import Workload
-from thinwire.training.models.sketch import sketch_model
+from thinwire.training.models.presets import sketch_model
 from thinwire.training.summary import describe_machine
 
 RESULTS = Path(__file__).parents[1] / "results" / "plan_speed.json"

@@ -65,7 +65,7 @@ def test_a_loss_that_is_not_finite_is_null_in_json_and_shown_in_the_table(tmp_pa
 def test_runs_on_other_data_models_or_tokens_are_flagged(tmp_path: Path, capsys: Output) -> None:
     first = write_run(tmp_path / "first")
     same = write_run(tmp_path / "same", method="diloco")
-    other = write_run(tmp_path / "other", steps=600, config={"data": "books"}, summary={"model": "35m"})
+    other = write_run(tmp_path / "other", steps=600, config={"data": {"source": "books"}}, summary={"model": "35m"})
     comparison = compare((first, same, other), out=None, json=False)
     assert len(comparison.notes) == 1
     for words in ("other", "data (books against stdlib)", "model (35m against nano)", "tokens (1.23 M against 614 k)"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from thinwire.cli.main import main
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.global_state import GlobalState
-from thinwire.training.config import TrainConfig, config_text, resolve
+from thinwire.training.config import TrainConfig, config_text, read_config, resolve
 from thinwire.training.run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 Output = pytest.CaptureFixture[str]
@@ -28,7 +27,7 @@ def state_of(step: int) -> GlobalState:
 def run(tmp_path: Path) -> tuple[Path, RunIdentity]:
     """Make the folder of an elastic run with checkpoints of the steps 20 and 1740."""
     (tmp_path / "text.txt").write_text("a thin wire carries little. " * 200)
-    given = TrainConfig(
+    given = TrainConfig.of(
         elastic=True, replicas=1, steps=3000, data=str(tmp_path / "text.txt"), tokenizer="bytes", batch_size=1,
         seq_len=16, out=tmp_path / "run", cache_dir=tmp_path / "cache",
     )  # fmt: skip
@@ -66,10 +65,8 @@ def test_resume_does_not_take_over_another_runs_step(run: tuple[Path, RunIdentit
     folder, identity = run
     mine = folder.with_name("mine")
     mine.mkdir()
-    config = json.loads((folder / "config.json").read_text())
-    (mine / "config.json").write_text(
-        json.dumps({**config, "out": str(mine), "checkpoint_to": str(folder / "checkpoints")})
-    )
+    config = read_config(folder).replace(out=mine, checkpoint_to=str(folder / "checkpoints"))
+    (mine / "config.json").write_text(config_text(config))
     own = dataclasses.replace(identity, run=16 * "a")
     write_identity(mine, own)
     before = content_of(mine) | content_of(folder)
@@ -102,8 +99,7 @@ def test_a_folder_without_a_run_id_is_refused_with_the_remedy(run: tuple[Path, R
 
 def test_changed_options_are_refused(run: tuple[Path, RunIdentity], capsys: Output) -> None:
     folder, identity = run
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "seed": 7}))
+    (folder / "config.json").write_text(config_text(read_config(folder).replace(seed=7)))
     assert main(["train", "--elastic", "--resume", str(folder)]) == 1
     assert f"is of run {identity.run} with options {identity.config_digest}" in capsys.readouterr().err
 

@@ -201,8 +201,8 @@ def test_two_hosts_probe_their_wires_plan_and_train_in_one_command(tmp_path: Pat
     plan = load_plan(tmp_path / "run" / "plan.json")
     ran = json.loads((tmp_path / "run" / "config.json").read_text())
     assert plan.hosts == ("host-0", "host-1") and plan.settings["model"] == "nano"
-    assert ran["expected_step_s"] == plan.prediction.step_s > 0
-    assert (ran["method"], ran["sync_interval"]) == (plan.settings["method"], 2)
+    assert ran["run"]["expected_step_s"] == plan.prediction.step_s > 0
+    assert (ran["sync"]["method"], ran["sync"]["sync_interval"]) == (plan.settings["method"], 2)
     assert "plan: " in done.stderr and "validation loss of the global parameters" in done.stdout
 
 

@@ -22,7 +22,7 @@ def test_one_method_is_explained_with_its_equations_and_options(capsys: pytest.C
     assert main(["streaming_diloco"]) == 0
     text = capsys.readouterr().out
     assert "theta_mp(t) = alpha theta_mp(t) + (1 - alpha) theta_p(t)" in text
-    assert "overlap_steps: int or numbers joined by commas, 1" in text and "outer_momentum: float, 0.9" in text
+    assert "--overlap-steps: int or numbers joined by commas, 1" in text and "--outer-momentum: float, 0.9" in text
 
 
 def test_a_program_gets_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from thinwire.cli.plan import ClusterOptions, PlanOptions
 from thinwire.cli.simulate import SimulateOptions
 from thinwire.cli.train_options import parse, settle
 from thinwire.cli.train_plan import planned
-from thinwire.training.config import check_values
+from thinwire.training.config import validate
 from thinwire.units import parse_bytes
 
 ALIKE = ["--hosts", "2", "--rate", "20mbit", "--latency", "10ms"]
@@ -266,14 +266,14 @@ def test_a_method_that_is_named_beside_a_plan_gets_none_of_the_planned_one_s_set
     assert plan_command.main([*HOME, "--method", "streaming-diloco", "--min-replicas", "2", "--out", str(out)]) == 0
     words = ["--plan", str(out), "--method", "diloco"]
     found, _ = planned(parse(words), words, say=lambda text: None)
-    assert (found.method, found.overlap_steps, found.layers_per_fragment, found.expected_step_s) == (
+    assert (found.sync.method, found.sync.overlap_steps, found.sync.layers_per_fragment, found.run.expected_step_s) == (
         "diloco", None, None, None,
     )  # fmt: skip
-    assert found.steps == json.loads(out.read_text())["train"]["steps"] and found.replicas == 2
-    check_values(settle(found, words))
+    assert found.run.steps == json.loads(out.read_text())["train"]["steps"] and found.run.replicas == 2
+    validate(settle(found, words))
     words = ["--plan", str(out), "--method", "streaming_diloco"]
     same, _ = planned(parse(words), words, say=lambda text: None)
-    assert same.overlap_steps is not None and same.expected_step_s is not None
+    assert same.sync.overlap_steps is not None and same.run.expected_step_s is not None
 
 
 def test_train_takes_what_the_plan_says_and_words_go_before_it(tmp_path: Path) -> None:
@@ -283,14 +283,18 @@ def test_train_takes_what_the_plan_says_and_words_go_before_it(tmp_path: Path) -
     words, said = ["--plan", str(out), "--steps", "7"], list[str]()
     found, plan = planned(parse(words), words, say=said.append)
     assert plan is None and "'host-0', 'host-1'" in said[0]
-    assert found.steps == 7
-    assert found.method == wanted["train"]["method"] and found.replicas == 2
-    assert found.sync_interval == wanted["train"]["sync_interval"]
-    assert found.expected_step_s == wanted["predicted"]["step_s"]
+    assert found.run.steps == 7
+    assert found.sync.method == wanted["train"]["method"] and found.run.replicas == 2
+    assert found.sync.sync_interval == wanted["train"]["sync_interval"]
+    assert found.run.expected_step_s == wanted["predicted"]["step_s"]
     # what was not planned is not held against the plan
     words = [*words, "--codec=bfloat16"]
     other, _ = planned(parse(words), words, say=said.append)
-    assert (other.codec, other.sync_interval, other.expected_step_s) == ("bfloat16", found.sync_interval, None)
+    assert (other.sync.codec, other.sync.sync_interval, other.run.expected_step_s) == (
+        "bfloat16",
+        found.sync.sync_interval,
+        None,
+    )
 
 
 @pytest.mark.parametrize(

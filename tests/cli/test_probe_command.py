@@ -44,7 +44,7 @@ UNDER_TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADD
         (["--most", "9"], UNDER_TORCHRUN, "the largest transfer must have at least 65536 bytes, got 9"),
         (["--step-time", "0s"], UNDER_TORCHRUN, "the time for steps must be above 0 s"),
         (["--model", "big"], UNDER_TORCHRUN, "big"),
-        (["--device", "tpu"], UNDER_TORCHRUN, "--device must be cpu or cuda, got 'tpu'"),
+        (["--device", "tpu"], UNDER_TORCHRUN, "--device must be one of cpu, cuda, got 'tpu'"),
         (["--batch-size", "0"], UNDER_TORCHRUN, "--batch-size must be at least 1, got 0"),
         (["--threads", "-1"], UNDER_TORCHRUN, "--threads must be at least 1, got -1"),
         (["--secret", "nowhere"], UNDER_TORCHRUN, "nowhere"),

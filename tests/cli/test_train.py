@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -16,7 +15,7 @@ import pytest
 
 from thinwire.cli.main import main
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
-from thinwire.training.config import TrainConfig, config_text, resolve
+from thinwire.training.config import OPTIONS, TrainConfig, config_text, read_config, resolve
 from thinwire.training.run_identity import new_identity, write_identity
 from thinwire.version import __version__
 
@@ -58,9 +57,9 @@ def test_the_options_of_train_are_those_that_were_agreed_on() -> None:
 
 
 def test_every_option_has_a_help_text() -> None:
-    told = thinwire("train", "--help", COLUMNS="400").stdout
-    for field in dataclasses.fields(TrainConfig):
-        flag = ("no-" if field.default is True else "") + field.name.replace("_", "-")
+    told = thinwire("train", "--help", COLUMNS="100").stdout
+    for name in OPTIONS:
+        flag = ("no-" if TrainConfig().option(name) is True else "") + name.replace("_", "-")
         assert re.search(rf"--{flag}( [A-Z]+)?[ │\n]+[\w:/][^│]{{10,}}", told), flag
 
 
@@ -117,7 +116,7 @@ def test_an_impossible_run_is_refused_before_any_process_starts(tmp_path: Path) 
         (["--data", "binary.txt"], "is binary"),
         (["--data", "short.txt"], "tokens are too few"),
         (["--replicas", "0"], "--replicas must be at least 1"),
-        (["--device", "cuda:9"], "--device must be cpu or cuda"),
+        (["--device", "cuda:9"], "--device must be one of cpu, cuda, got 'cuda:9'"),
         (["--compile"], "--compile needs a C++ compiler, and there is no no-such-compiler; install it"),
     ]
     lines = [["train", *cache, "--quiet", *words] for words, _ in cases]
@@ -136,7 +135,7 @@ def stopped_run(tmp_path: Path) -> Path:
     """Make a run of two replicas with checkpoints of the steps 10 and 20, as one that was stopped leaves it."""
     (tmp_path / "text.txt").write_text("a thin wire carries little. " * 200)
     run = tmp_path / "run"
-    given = TrainConfig(
+    given = TrainConfig.of(
         replicas=2, steps=30, data=str(tmp_path / "text.txt"), tokenizer="bytes", batch_size=1, seq_len=16, out=run,
         cache_dir=tmp_path / "cache",
     )  # fmt: skip
@@ -159,19 +158,22 @@ def content_of(folder: Path) -> dict[str, bytes]:
 def test_a_run_that_cannot_be_resumed_is_refused_and_left_as_it_is(stopped_run: Path) -> None:
     foreign = stopped_run.with_name("foreign")
     subprocess.run(["cp", "-r", stopped_run, foreign], check=True)
-    config = json.loads((foreign / "config.json").read_text())
-    (foreign / "config.json").write_text(json.dumps({**config, "seed": 7}))
+    (foreign / "config.json").write_text(config_text(read_config(foreign).replace(seed=7)))
     damaged = stopped_run.with_name("damaged")
     subprocess.run(["cp", "-r", stopped_run, damaged], check=True)
     for path in damaged.glob("checkpoints/*/replica-1.safetensors"):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
     unreadable = stopped_run.with_name("unreadable")
     unreadable.mkdir()
-    (unreadable / "config.json").write_text('{"steps": "many"}')
+    (unreadable / "config.json").write_text('{"run": {"steps": "many"}}')
+    older = stopped_run.with_name("older")
+    older.mkdir()
+    (older / "config.json").write_text('{"model": "nano", "steps": 10, "thinwire_version": "0.0.1"}')
     cases: list[tuple[list[str], int, str]] = [
         (["--resume", str(foreign)], 1, "is of another run: its config_digest"),
         (["--resume", str(damaged)], 1, "replica-1.safetensors is damaged (its SHA-256 is wrong)"),
-        (["--resume", str(unreadable)], 1, "steps must be int, got 'many'"),
+        (["--resume", str(unreadable)], 1, "Expected `int`, got `str` - at `$.run.steps`"),
+        (["--resume", str(older)], 1, "config.json has no sections: thinwire 0.0.1 wrote it"),
         (["--resume", str(stopped_run), "--steps", "40"], 2, "--steps is 40, but"),
         (["--resume", str(stopped_run), "--lr=0.5"], 2, "a run goes on with its own options"),
         (["--resume", str(stopped_run), "--no-final-exchange"], 2, "--final-exchange is False"),
@@ -189,7 +191,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_left_as_it_is(stopped_run: 
 
 
 def test_a_finished_run_is_shown_again(tmp_path: Path) -> None:
-    config = resolve(TrainConfig(out=tmp_path), world_size=None, cores=2, home=tmp_path)
+    config = resolve(TrainConfig.of(out=tmp_path), world_size=None, cores=2, home=tmp_path)
     (tmp_path / "config.json").write_text(config_text(config))
     summary: dict[str, Any] = {
         "method": "diloco", "replicas": 2, "steps": 3, "tokens": 6, "val_loss": 1.5, "wall_s": 1.0, "tokens_per_s": 6.0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 from pathlib import Path
@@ -58,7 +57,7 @@ def _end(folder: Path, monkeypatch: pytest.MonkeyPatch, *, broken: str, wait: st
     """Run three replicas until they have ended; return the launcher's reason, and what the records tell."""
     (folder / "replica_that_breaks.py").write_text(REPLICA.replace("BREAK", broken).replace("WAIT", wait))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
-    config = dataclasses.replace(TrainConfig(), replicas=3, out=folder / "run")
+    config = TrainConfig.of(replicas=3, out=folder / "run")
     (folder / "run").mkdir()
     with pytest.raises(WorkerFailed) as failed:
         launch(config, module="replica_that_breaks", is_resumed=False)

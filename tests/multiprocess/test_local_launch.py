@@ -37,7 +37,7 @@ def test_a_replica_that_the_launcher_has_to_kill_is_not_blamed_and_nothing_is_le
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     run = tmp_path / "run"
     run.mkdir()
-    config = resolve(TrainConfig(replicas=2, out=run), world_size=None, cores=2, home=tmp_path)
+    config = resolve(TrainConfig.of(replicas=2, out=run), world_size=None, cores=2, home=tmp_path)
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
     with pytest.raises(WorkerFailed, match=r"^replica 0 ended with exit code 5; see .*replica-0\.err$"):
         launch(config, module="stopping_replica", is_resumed=False)

@@ -153,7 +153,7 @@ LATE_ROUND = 2
 
 
 def config_of(folder: str) -> TrainConfig:
-    given = TrainConfig(
+    given = TrainConfig.of(
         elastic=True, replicas=2, model="nano", seq_len=8, batch_size=ROWS, inner_optimizer="plain-sgd",
         steps=STEPS, clip_norm=0.5, out=Path(folder), lr=0.01,
     )  # fmt: skip
@@ -218,7 +218,7 @@ def one_step(
     if crew is None:
         loss, nll = model.loss(tokens, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
     else:
         _, nll = crew.backward(tokens, targets, factor=1.0)
         crew.clip()

@@ -145,7 +145,7 @@ def test_each_replica_is_told_once_that_steps_take_longer_than_planned_and_only_
         [(step, message)] = told
         assert step == 9 and message.startswith(f"replica {replica}: steps take ")
         assert "times the plan's 100 us: computing " in message
-        assert "plan anew" in message and "\n" not in message
+        assert "plan again" in message and "\n" not in message
         assert untold == []
 
 
@@ -181,4 +181,4 @@ def test_a_compiler_that_fails_ends_the_run_in_one_line(inputs: Path, tmp_path: 
         run(as_rank, num_ranks=1, arguments=arguments, environment=broken, deadline_s=DEADLINE_S)
     )
     assert (code, stdout) == (1, "") and len(stderr.splitlines()) == 1
-    assert "--compile failed: " in stderr and "start anew without --compile" in stderr
+    assert "--compile failed: " in stderr and "start a new run without --compile" in stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -135,7 +134,7 @@ def test_other_ranks_of_a_host_and_runs_that_are_not_judged_start_nothing(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     monkeypatch.setattr(run_watchdog.subprocess, "Popen", None)
-    with watchdog_process(dataclasses.replace(TrainConfig(), on_finding=on_finding)):
+    with watchdog_process(TrainConfig.of(on_finding=on_finding)):
         pass
 
 
@@ -148,6 +147,6 @@ def test_a_judge_that_cannot_be_started_is_told_and_ends_no_run(
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(run_watchdog.subprocess, "Popen", refuse)
-    with watchdog_process(dataclasses.replace(TrainConfig(), out="runs/x")):
+    with watchdog_process(TrainConfig.of(out="runs/x")):
         pass
     assert "the run is not diagnosed while it trains: Cannot allocate memory" in capsys.readouterr().err

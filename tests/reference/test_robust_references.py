@@ -12,17 +12,15 @@ import torch
 from thinwire.averaging.aggregation_rules import (
     Aggregate,
     CoordinateMedian,
-    MeaMed,
     Mean,
     MedianNormClip,
-    Phocas,
     TrimmedMean,
     WeightedMean,
     token_weight,
 )
 from thinwire.methods.robust.attacks import ATTACKS, Attack, attack
 from thinwire.methods.robust.flag import FlagAggregator
-from thinwire.methods.robust.krum import Bulyan, Krum, MultiKrum
+from thinwire.methods.robust.krum import Krum, MultiKrum
 
 Rows = list[list[float]]
 
@@ -41,10 +39,6 @@ def by_columns(rule: Callable[[list[float]], float]) -> Callable[[Rows], list[fl
 
 def average(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def closest(values: Sequence[float], centre: float, count: int) -> list[float]:
-    return sorted(values, key=lambda value: (abs(value - centre), value))[:count]
 
 
 def trimmed(values: Sequence[float], num_bad: int) -> float:
@@ -72,17 +66,6 @@ def slow_krum(rows: Rows, num_bad: int, num_kept: int) -> list[float]:
     scores = krum_scores(rows, range(len(rows)), num_bad)
     kept = sorted(scores, key=lambda one: scores[one])[:num_kept]
     return [average([rows[one][column] for one in kept]) for column in range(len(rows[0]))]
-
-
-def slow_bulyan(rows: Rows, num_bad: int) -> list[float]:
-    left, chosen = list(range(len(rows))), []
-    for _ in range(len(rows) - 2 * num_bad):
-        scores = krum_scores(rows, left, num_bad)
-        best = min(left, key=lambda one: scores[one])
-        chosen.append(rows[best])
-        left.remove(best)
-    count = len(chosen) - 2 * num_bad
-    return by_columns(lambda values: average(closest(values, statistics.median(values), count)))(chosen)
 
 
 def slow_clip(rows: Rows) -> list[float]:
@@ -139,15 +122,9 @@ REFERENCES: list[tuple[Aggregate, Callable[[Rows], list[float]]]] = [
     (CoordinateMedian(), by_columns(statistics.median)),
     (TrimmedMean(num_bad=3), by_columns(lambda values: trimmed(values, 3))),
     (TrimmedMean(num_bad=7), by_columns(lambda values: trimmed(values, 7))),
-    (MeaMed(num_bad=3), by_columns(lambda values: average(closest(values, statistics.median(values), 12)))),
-    (MeaMed(num_bad=7), by_columns(lambda values: average(closest(values, statistics.median(values), 8)))),
-    (Phocas(num_bad=3), by_columns(lambda values: average(closest(values, trimmed(values, 3), 12)))),
-    (Phocas(num_bad=7), by_columns(lambda values: average(closest(values, trimmed(values, 7), 8)))),
     (Krum(num_bad=3), lambda rows: slow_krum(rows, 3, 1)),
     (MultiKrum(num_bad=3), lambda rows: slow_krum(rows, 3, 10)),
     (MultiKrum(num_bad=2, num_kept=4), lambda rows: slow_krum(rows, 2, 4)),
-    (Bulyan(num_bad=3), lambda rows: slow_bulyan(rows, 3)),
-    (Bulyan(num_bad=1), lambda rows: slow_bulyan(rows, 1)),
     (MedianNormClip(), slow_clip),
     (WeightedMean(weights=WEIGHTS), lambda rows: slow_weighted(rows, WEIGHTS, preserve_norm=False)),
     (
@@ -192,11 +169,8 @@ def test_the_flag_aggregator_is_what_a_decomposition_of_the_whole_vectors_gives(
 ROBUST: list[Aggregate] = [
     CoordinateMedian(),
     TrimmedMean(num_bad=3),
-    MeaMed(num_bad=3),
-    Phocas(num_bad=3),
     Krum(num_bad=3),
     MultiKrum(num_bad=3),
-    Bulyan(num_bad=3),
     MedianNormClip(),
     FlagAggregator(num_columns=4, num_iterations=4),
 ]

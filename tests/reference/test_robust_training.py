@@ -44,7 +44,7 @@ def distance(method: thinwire.Method, *, lies: bool) -> float:
     return float((honest[0][0] - TRUE).norm())
 
 
-@pytest.mark.parametrize("rule", ["flag", "median", "trimmed-mean", "krum", "multi-krum", "bulyan", "meamed", "phocas"])
+@pytest.mark.parametrize("rule", ["flag", "median", "trimmed-mean", "krum", "multi-krum"])
 def test_a_robust_rule_finds_the_line_in_spite_of_a_liar(rule: str) -> None:
     assert distance(robust(rule=rule, num_bad=1), lies=True) < 0.2  # type: ignore[arg-type]
 

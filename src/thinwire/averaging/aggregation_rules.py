@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from thinwire.averaging.reductions import combine, mean_around, mean_of, median_of, norms, over_sorted_columns
+from thinwire.averaging.reductions import combine, mean_of, median_of, norms, over_sorted_columns
 
 
 @runtime_checkable
@@ -137,77 +137,6 @@ class TrimmedMean:
         """See `Aggregate.__call__`."""
         kept = slice(self.num_bad, check_stack(self, stack) - self.num_bad)
         return over_sorted_columns(stack, lambda values: mean_of(values[kept]))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeaMed:
-    """The mean of the `M - num_bad` values of each coordinate that lie closest to its median (arXiv 1802.10116).
-
-    Attributes:
-        num_bad: How many replicas may be bad; the rule needs more than twice as many.
-
-    Raises:
-        ValueError: `num_bad` is negative.
-
-    Example:
-        >>> MeaMed(num_bad=1)(torch.tensor([[1.0], [2.0], [1e9]]))
-        tensor([1.5000])
-    """
-
-    num_bad: int
-
-    def __post_init__(self) -> None:
-        check_num_bad(self.num_bad)
-
-    @property
-    def name(self) -> str:
-        """See `Aggregate.name`."""
-        return "meamed"
-
-    def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; it needs `2 num_bad + 1` replicas."""
-        require(self, num_replicas, at_least=2 * self.num_bad + 1, num_bad=self.num_bad)
-
-    def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
-        num_kept = check_stack(self, stack) - self.num_bad
-        return over_sorted_columns(stack, lambda values: mean_around(values, median_of(values), num_kept=num_kept))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Phocas:
-    """The mean of the `M - num_bad` values of each coordinate that lie closest to its trimmed mean (arXiv 1805.09682).
-
-    Attributes:
-        num_bad: How many replicas may be bad; the rule needs more than twice as many.
-
-    Raises:
-        ValueError: `num_bad` is negative.
-
-    Example:
-        >>> Phocas(num_bad=1)(torch.tensor([[1.0], [2.0], [1e9]]))
-        tensor([1.5000])
-    """
-
-    num_bad: int
-
-    def __post_init__(self) -> None:
-        check_num_bad(self.num_bad)
-
-    @property
-    def name(self) -> str:
-        """See `Aggregate.name`."""
-        return "phocas"
-
-    def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; it needs `2 num_bad + 1` replicas."""
-        require(self, num_replicas, at_least=2 * self.num_bad + 1, num_bad=self.num_bad)
-
-    def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
-        num_kept = check_stack(self, stack) - self.num_bad
-        inner = slice(self.num_bad, num_kept)
-        return over_sorted_columns(stack, lambda values: mean_around(values, mean_of(values[inner]), num_kept=num_kept))
 
 
 def check_stack(aggregate: Aggregate, stack: torch.Tensor) -> int:

@@ -133,12 +133,7 @@ def sorting_network(num_rows: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def over_sorted_columns(
-    stack: torch.Tensor,
-    reduce: Callable[[list[torch.Tensor]], torch.Tensor],
-    *,
-    rows: Sequence[int] | None = None,
-) -> torch.Tensor:
+def over_sorted_columns(stack: torch.Tensor, reduce: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
     """Sort every column and reduce it to one value.
 
     NaN counts as +infinity, so it lies at the end, where a robust rule cuts; -0 counts as 0.
@@ -146,7 +141,6 @@ def over_sorted_columns(
     Args:
         stack: float32, `(num_replicas, numel)`.
         reduce: Gets the sorted rows of some columns, float32, the smallest values first; returns one value a column.
-        rows: The replicas that count, all by default.
 
     Returns:
         float32, `(numel,)`.
@@ -156,8 +150,7 @@ def over_sorted_columns(
     chunk = _SORT_CHUNK if stack.device.type == "cpu" else _SORT_CHUNK_ON_DEVICE
     for start in range(0, numel, chunk):
         part = stack[:, start : start + chunk]
-        chosen = part if rows is None else part[list(rows)]
-        clean = torch.nan_to_num(chosen, nan=math.inf, posinf=math.inf, neginf=-math.inf).add_(0.0)
+        clean = torch.nan_to_num(part, nan=math.inf, posinf=math.inf, neginf=-math.inf).add_(0.0)
         values = list(clean.unbind())
         for low, high in sorting_network(len(values)):
             first, second = values[low], values[high]
@@ -178,27 +171,3 @@ def median_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the median of sorted rows as float64: the central one, or the mean of the two central ones."""
     middle = len(values) // 2
     return mean_of(values[middle : middle + 1] if len(values) % 2 else values[middle - 1 : middle + 1])
-
-
-def mean_around(values: Sequence[torch.Tensor], centre: torch.Tensor, *, num_kept: int) -> torch.Tensor:
-    """Return the mean of the `num_kept` values closest to the centre, as float64; of two as close, the smaller counts.
-
-    Args:
-        values: Sorted rows, float32.
-        centre: float64, one value a column.
-        num_kept: How many count, 1 to `len(values)`.
-    """
-    num_out = len(values) - num_kept
-    # The closest ones are neighbours in a sorted column, so it is enough to know how many are left out below them.
-    num_below = torch.zeros_like(centre, dtype=torch.int16)
-    for low in range(num_out):
-        num_below += (centre - values[low]) > (values[low + num_kept] - centre)
-    total = torch.zeros_like(centre)
-    for place, value in enumerate(values):
-        counts = value
-        if place < num_out:
-            counts = torch.where(num_below <= place, counts, 0.0)
-        if place >= num_kept:
-            counts = torch.where(num_below > place - num_kept, counts, 0.0)
-        total = total + counts
-    return divided(total, num_kept)

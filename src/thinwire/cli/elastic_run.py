@@ -146,7 +146,7 @@ def _new(reported: list[str], findings: list[str]) -> list[str]:
 
 def run_here(
     roles: Sequence[Role], *, run_dir: Path, invitation: Invitation, secret: Secret, is_quiet: bool,
-    part: Callable[[], None] = lambda: None, on_finding: str = "warn", steer_dry_run: bool = False, batch_size: int = 1,
+    part: Callable[[], None] = lambda: None, on_finding: str = "warn", is_dry_run: bool = False, batch_size: int = 1,
     is_joined: bool = False, spare: str = "",
 ) -> int:  # fmt: skip
     """Run this host's processes to the end; return the exit code.
@@ -163,7 +163,7 @@ def run_here(
 
     hands = ElasticHands(run_dir, status=lambda: poller.status, tell=command)
     diagnosis = diagnosis_of(
-        run_dir, on_finding=on_finding, is_dry_run=steer_dry_run, hands=hands, say=log,
+        run_dir, on_finding=on_finding, is_dry_run=is_dry_run, hands=hands, say=log,
         is_mine=poller.is_cut_off if is_joined else lambda: True,
     )  # fmt: skip
     began_s = time.time()

@@ -61,20 +61,20 @@ def check_elastic(config: TrainConfig) -> None:
         MissingExtra: pyzmq is not installed.
     """
     need_pyzmq()
-    if config.pace:
+    if config.sync.pace:
         raise ValueError("--pace does not go with --elastic: parts are fetched by those that need them; leave it out")
     was = LocalSettings.of_resumed(config)
     here = config.num_replicas if was is None else was.replicas
-    if config.begin_with is not None and config.begin_with < here:
+    if config.elastic.begin_with is not None and config.elastic.begin_with < here:
         raise ValueError(
-            f"--begin-with must be at least the {here} replicas that this host starts, got {config.begin_with}"
+            f"--begin-with must be at least the {here} replicas that this host starts, got {config.elastic.begin_with}"
         )
-    if config.overlap_steps is not None and "," in config.overlap_steps:
+    if config.sync.overlap_steps is not None and "," in config.sync.overlap_steps:
         raise ValueError(
-            f"--overlap-steps must be one number with --elastic, got {config.overlap_steps}, since replicas come and "
-            f"go; a slow one is not waited for anyway"
+            f"--overlap-steps must be one number with --elastic, got {config.sync.overlap_steps}, since replicas "
+            f"come and go; a slow one is not waited for anyway"
         )
-    check_ranks(config, num_ranks=config.ranks_per_replica, num_replicas=here)
+    check_ranks(config, num_ranks=config.elastic.ranks_per_replica, num_replicas=here)
     elastic(make_method(config), session=_NoSession())
 
 
@@ -109,12 +109,12 @@ def prepare(config: TrainConfig) -> Begun:
         CheckpointError: The run cannot be resumed from this folder; says why.
     """
     local = LocalSettings(
-        invitation="", secret="", out=str(config.run_dir.resolve()), cache_dir=str(config.cache_dir),
-        threads=config.threads or 1, device=config.device, data=config.data,
-        address=own_address(address=config.address, interface=config.interface),
-        ranks_per_replica=config.ranks_per_replica, replicas=config.num_replicas,
+        invitation="", secret="", out=str(config.run_dir.resolve()), cache_dir=str(config.data.cache_dir),
+        threads=config.model.threads or 1, device=config.model.device, data=config.data.source,
+        address=own_address(address=config.run.address, interface=config.run.interface),
+        ranks_per_replica=config.elastic.ranks_per_replica, replicas=config.num_replicas,
     )  # fmt: skip
-    if config.resume is None:
+    if config.output.resume is None:
         identity = new_identity(config_digest=config.digest())
         return Begun(config=config, identity=identity, local=local, replaced=_replaced(config, new=identity))
     before = read_identity(config.run_dir)
@@ -126,7 +126,7 @@ def prepare(config: TrainConfig) -> Begun:
     identity = before.next_incarnation()
     was = LocalSettings.of_resumed(config)
     if was is not None:
-        address = was.address if config.address is None and config.interface is None else local.address
+        address = was.address if config.run.address is None and config.run.interface is None else local.address
         local = dataclasses.replace(
             local, data=was.data, batch_size=was.batch_size, replicas=was.replicas, address=address
         )  # fmt: skip
@@ -150,10 +150,10 @@ def _replaced(config: TrainConfig, *, new: RunIdentity) -> tuple[int, ...]:
     """
     checkpoints = checkpoints_of(config, run=None)
     try:
-        old = read_identity(config.run_dir).run if config.overwrite else ""
+        old = read_identity(config.run_dir).run if config.output.overwrite else ""
     except CheckpointError:
         old = ""
-    steps = checkpoints.steps() if config.checkpoint_to is not None else []
+    steps = checkpoints.steps() if config.elastic.checkpoint_to is not None else []
     for step in steps:
         try:
             stamp = checkpoints.describe(step).run
@@ -180,8 +180,8 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     """
     config, run_dir, address = begun.config, begun.config.run_dir, begun.local.address
     assert address is not None
-    plain = dataclasses.replace(config, resume=None, overwrite=False)
-    make_run_folder(plain, run=begun.identity, is_resumed=config.resume is not None)
+    plain = config.replace(resume=None, overwrite=False)
+    make_run_folder(plain, run=begun.identity, is_resumed=config.output.resume is not None)
     for step in begun.replaced:
         checkpoints_of(config, run=None).remove(step)
     if begun.is_kept and begun.state is not None:  # replicas go on from checkpoints
@@ -190,19 +190,19 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     for name in (PORT_FILE, JOURNAL_FILE, ALONE_FILE):
         (run_dir / name).unlink(missing_ok=True)
     # the replicas wait for the coordinator by themselves, but must know where it will be
-    port = config.port or _free_port(address)
+    port = config.elastic.port or _free_port(address)
     invitation = Invitation(host=address, port=port, secret=secret)
     place = dataclasses.replace(invitation, secret=None).text()
     dataclasses.replace(begun.local, invitation=place, secret=str(secret_path)).save()
-    if config.resume is not None and config.begin_with is None:
-        config = dataclasses.replace(config, begin_with=begun.local.replicas)
+    if config.output.resume is not None and config.elastic.begin_with is None:
+        config = config.replace(begin_with=begun.local.replicas)
     step = 0 if begun.state is None else begun.state.step
     sha256 = "" if begun.state is None else tensors_sha256(begun.state)
     job = Job.of(config, identity=begun.identity, resumed_step=step, resumed_sha256=sha256)
     write_whole(run_dir / JOB_FILE, json.dumps(job.to_json()) + "\n")
     _begin_journal(begun)
-    if not config.quiet:
-        if config.resume is not None:
+    if not config.output.quiet:
+        if config.output.resume is not None:
             new_host = ", with this host as its first host and a new secret" if begun.is_taken_over else ""
             log(f"going on with run {begun.identity.run} from step {step}{new_host}")
         where = " (this host has no address that others reach)" if address == "127.0.0.1" else ""
@@ -213,9 +213,9 @@ def run(begun: Begun) -> tuple[int, dict[str, Any] | None]:
     )  # fmt: skip
     roles = [coordinator, *replica_roles(begun.local.replicas)]
     code = run_here(
-        roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.quiet,
-        part=(run_dir / ALONE_FILE).touch, on_finding=config.on_finding, steer_dry_run=config.steer_dry_run,
-        batch_size=config.batch_size or 1,
+        roles, run_dir=run_dir, invitation=invitation, secret=secret, is_quiet=config.output.quiet,
+        part=(run_dir / ALONE_FILE).touch, on_finding=config.run.on_finding, is_dry_run=config.run.on_finding_dry_run,
+        batch_size=config.data.batch_size or 1,
     )  # fmt: skip
     path = run_dir / "summary.json"
     return code, json.loads(path.read_text()) if code == 0 and path.exists() else None
@@ -254,8 +254,8 @@ def _secret(config: TrainConfig, *, is_new: bool) -> tuple[Secret, Path]:
         config: Resolved options.
         is_new: Whether to replace the run's own: who has an address of the coordinator before cannot join then.
     """
-    if config.secret is not None:
-        return read_secret(config.secret), config.secret.resolve()
+    if config.run.secret is not None:
+        return read_secret(config.run.secret), config.run.secret.resolve()
     path = config.run_dir / SECRET_FILE
     if is_new:
         path.unlink(missing_ok=True)

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 def _facts(name: str) -> dict[str, str]:
     from thinwire.methods import about, recipe
 
-    first = (recipe(name).__doc__ or "").strip().splitlines()[0]
+    first = next(iter((recipe(name).__doc__ or "").strip().splitlines()), "")
     return {"does": first, **dataclasses.asdict(about(name))}
 
 
@@ -81,6 +81,6 @@ def _explain(name: str) -> None:
     print(f"{name} ({card.paper})\n\n{story(name)}\n")
     print(f"exchanged: {card.exchanged}\nbits a parameter and step: {card.bits}")
     print(f"extra copies of the parameters: {card.memory}\nrestrictions: {card.restrictions}\n")
-    print("options (thinwire train --method-option NAME=VALUE, or the option of that name):")
+    print("options of thinwire train:")
     for option, kind in options_of(recipe(name)).items():
-        print(f"  {option}: {kind}")
+        print(f"  --{option.replace('_', '-')}: {kind}")

@@ -198,7 +198,7 @@ def workload_of(options: PlanOptions) -> tuple[Workload, bool]:
     """
     from thinwire.planning.workload import Workload
     from thinwire.training.config import BATCH_SIZE, default_seq_len
-    from thinwire.training.models.sketch import sketch_model
+    from thinwire.training.models.presets import sketch_model
 
     if options.batch_size is not None and options.global_batch is not None:
         raise ValueError("give --batch-size (of one replica) or --global-batch (of all together), not both")

@@ -85,19 +85,19 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.planning.cluster import save_cluster
     from thinwire.planning.probe import ProbeBudget
     from thinwire.training.build import check_device
-    from thinwire.training.config import TrainConfig, check_values, resolve
+    from thinwire.training.config import TrainConfig, resolve, validate
     from thinwire.training.probe_hosts import probe_hosts
 
     budget = ProbeBudget(seconds=parse_seconds(options.budget), most_bytes=int(parse_bytes(options.most)))
     step_s, deadline_s = parse_seconds(options.step_time), parse_seconds(options.deadline)
-    wanted = TrainConfig(
+    wanted = TrainConfig.of(
         model=options.model, batch_size=options.batch_size, seq_len=options.seq_len, device=options.device,
         threads=os.cpu_count() if options.threads is None else options.threads, interface=options.interface,
         address=options.address, secret=options.secret, join_deadline_s=deadline_s,
     )  # fmt: skip
     config = resolve(wanted, world_size=1, cores=os.cpu_count() or 1, home=Path.home())
-    check_values(config)
-    check_device(config.device)
+    validate(config)
+    check_device(config.model.device)
     found = probe_hosts(config, budget=budget, step_s=step_s)
     if found.replica != 0:
         return 0

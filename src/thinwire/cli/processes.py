@@ -69,10 +69,10 @@ def replica(arguments: Sequence[str]) -> int:
     exit_with_parent(launcher)
     from thinwire.training.config import read_config
     from thinwire.training.launch import leave_last_words
-    from thinwire.training.worker import Place, run_replica
+    from thinwire.training.worker import ReplicaStart, run_replica
 
     try:
-        place = Place(local_rank=int(os.environ["LOCAL_RANK"]), is_prepared=True, is_resumed=mode == "resume")
+        place = ReplicaStart(local_rank=int(os.environ["LOCAL_RANK"]), is_prepared=True, is_resumed=mode == "resume")
         run_replica(read_config(run_dir), place=place)
     except Exception as error:
         traceback.print_exc()

@@ -109,7 +109,8 @@ def watched_run(config: TrainConfig, *, step: int, say: Callable[[str], None]) -
     """Diagnose the static run inside the block, and report at its end what broke and what it cost."""
     aborter, parts, done = RunAborter(), RunParts(config.run_dir), threading.Event()
     diagnosis = diagnosis_of(
-        config.run_dir, on_finding=config.on_finding, is_dry_run=config.steer_dry_run, hands=aborter, say=say,
+        config.run_dir, on_finding=config.run.on_finding, is_dry_run=config.run.on_finding_dry_run, hands=aborter,
+        say=say,
         # the launcher ends the run and reports the reason once, as an error
         is_said=lambda finding: not finding.is_own_error,
     )  # fmt: skip
@@ -138,7 +139,7 @@ def watched_run(config: TrainConfig, *, step: int, say: Callable[[str], None]) -
         found_s = [line["at"] for line in diagnosis.actions if line["action"] == "abort" and aborter.why]
         parts.end(outcome, found_s=found_s[0] if found_s else None)  # type: ignore[arg-type]
         downtime = downtime_of(read_parts(config.run_dir), now_s=time.time())
-        is_quiet = config.quiet and not diagnosis.news
+        is_quiet = config.output.quiet and not diagnosis.news
         report_end(config.run_dir, diagnosis, downtime, say=_ignore if is_quiet else say)
 
 
@@ -149,7 +150,7 @@ def _ignore(text: str) -> None:
 @contextlib.contextmanager
 def watchdog_process(config: TrainConfig) -> Iterator[None]:
     """Have the run inside the block diagnosed by a process beside the first rank of each host."""
-    if config.on_finding == "off" or os.environ.get("LOCAL_RANK", "0") != "0":
+    if config.run.on_finding == "off" or os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
     line = [sys.executable, "-m", *WATCHDOG.split(), str(config.run_dir), os.environ["RANK"], str(os.getpid())]

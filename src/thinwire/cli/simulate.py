@@ -95,7 +95,7 @@ def main(arguments: Sequence[str]) -> int:
     from thinwire.planning.simulator_adapter import simulated_cluster, traffic_of
     from thinwire.simulate import simulate_training
     from thinwire.training.config import BATCH_SIZE, default_seq_len
-    from thinwire.training.models.sketch import sketch_model
+    from thinwire.training.models.presets import sketch_model
 
     cluster = cluster_of(options, needs_flops=options.step_time is None)
     if cluster.num_replicas < 2:
@@ -156,10 +156,9 @@ def _method(name: str, options: SimulateOptions) -> Method:
     settings: dict[str, Any] = {option: getattr(options, option) for option in takes}
     if settings.get("overlap_steps") is not None:
         settings["overlap_steps"] = str(settings["overlap_steps"])
-    config = TrainConfig(method=name, model=options.model, **settings)
+    config = TrainConfig.of(method=name, model=options.model, **settings)
     resolved = resolve(config, world_size=None, cores=os.cpu_count() or 1, home=Path.home())
-    has_interval = "sync_interval" in takes
-    return make_method(resolved if has_interval else dataclasses.replace(resolved, sync_interval=None))
+    return make_method(resolved)
 
 
 def _replicas(

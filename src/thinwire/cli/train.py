@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from thinwire.cli.processes import REPLICA, exit_with_parent
 from thinwire.cli.run_watchdog import watchdog_process, watched_run
-from thinwire.cli.train_options import parse, settle, world_size
+from thinwire.cli.train_options import expand_method_options, parse, settle, world_size
 from thinwire.cli.train_plan import planned
 from thinwire.errors import DataError, Stopped, ThinwireError, WorkerFailed
-from thinwire.training.config import TrainConfig, check_values, command_line, flag, to_json
+from thinwire.training.config import TrainConfig, command_line, validate
 
 if TYPE_CHECKING:
     from thinwire.planning.plan import Plan
@@ -33,18 +32,23 @@ def main(arguments: Sequence[str]) -> int:
     """
     is_told = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a host are given the same words
     try:
-        words = parse(arguments)
-        given, plan = planned(words, arguments, say=_say if is_told and not words.quiet else _say_nothing)
+        arguments = expand_method_options(arguments)
+        given, plan = planned(
+            parse(arguments), arguments, say=_say if is_told and "--quiet" not in arguments else _say_nothing
+        )
         config = settle(given, arguments)
-        check_values(config)
+        validate(config, world_size=world_size())
         _check_secret(config)
-        if config.quiet:
+        if config.output.quiet:
             _hide_progress_bars()
         from thinwire.training.build import check
 
         check(config)
         _check_compiler(config)
-        _check_elastic(config)
+        if config.elastic.is_enabled:
+            from thinwire.cli.elastic_train import check_elastic
+
+            check_elastic(config)
     except ValueError as error:
         return _fail(USAGE, error, is_told=is_told)
     except ThinwireError as error:
@@ -62,56 +66,19 @@ def main(arguments: Sequence[str]) -> int:
 def _check_compiler(config: TrainConfig) -> None:
     # named as torch's own compiler for CPUs finds it
     name = os.environ.get("CXX") or "g++"
-    if config.compile and config.device == "cpu" and shutil.which(name) is None:
+    if config.model.compile and config.model.device == "cpu" and shutil.which(name) is None:
         raise ValueError(
             f"--compile needs a C++ compiler, and there is no {name}; install it, name another in CXX, or leave "
             f"--compile out"
         )
 
 
-def _check_elastic(config: TrainConfig) -> None:
-    if not config.elastic:
-        fresh = TrainConfig()
-        for name in ("port", "begin_with", "preserve_norm", "checkpoint_to", "keep_checkpoints", "ranks_per_replica"):
-            if getattr(config, name) != getattr(fresh, name):
-                raise ValueError(f"{flag(name)} is for elastic runs; give --elastic too, or leave it out")
-        if config.checkpoint_auto and world_size() is not None:
-            raise ValueError(
-                "--checkpoint-auto is not possible under torchrun, where hosts would choose apart; give "
-                "--checkpoint-every"
-            )
-        if config.on_finding in ("exclude", "restart", "replace"):
-            raise ValueError(
-                f"--on-finding {config.on_finding} is for elastic runs, since others cannot go on without a replica; "
-                f"give --elastic too, or --on-finding warn or abort"
-            )
-        if world_size() is not None and config.on_finding == "abort":
-            raise ValueError(
-                "--on-finding abort is not possible under torchrun, which starts the replicas; leave it out"
-            )
-    if config.elastic:
-        from thinwire.cli.elastic_train import check_elastic
-
-        if config.checkpoint_auto:
-            raise ValueError(
-                "--checkpoint-auto is for runs without --elastic: an elastic one goes back to a checkpoint only where "
-                "all replicas are lost at once; give --checkpoint-every"
-            )
-
-        if world_size() is not None:
-            raise ValueError(
-                "--elastic starts its own replicas and lets others join; run it without torchrun, and thinwire join on "
-                "the other hosts"
-            )
-        check_elastic(config)
-
-
 def _check_secret(config: TrainConfig) -> None:
-    if config.secret is not None:
+    if config.run.secret is not None:
         from thinwire.transport.secret import need_pyzmq, read_secret
 
         need_pyzmq()
-        read_secret(config.secret)
+        read_secret(config.run.secret)
 
 
 def _hide_progress_bars() -> None:
@@ -123,14 +90,14 @@ def _hide_progress_bars() -> None:
 def _train_here(config: TrainConfig) -> int:
     from thinwire.training.launch import launch
 
-    is_resumed = config.resume is not None
+    is_resumed = config.output.resume is not None
     if is_resumed and (config.run_dir / "summary.json").exists():
         _say(f"the run in {config.run_dir} has finished; this is its result")
         return _show(config, json.loads((config.run_dir / "summary.json").read_text()))
     config = _with_interval(config)
     with _ended_by_sigterm():
         try:
-            if config.elastic:
+            if config.elastic.is_enabled:
                 return _train_elastic(config)
             code, step = _prepare(config)
             if code:
@@ -158,12 +125,12 @@ def _train_elastic(config: TrainConfig) -> int:
     from thinwire.cli.elastic_train import prepare, run
     from thinwire.training.worker import check_data, has_run, occupied, open_data
 
-    if config.resume is None and not config.overwrite and has_run(config.run_dir):
+    if config.output.resume is None and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir))
     with alone_in(config.run_dir):
         begun = prepare(config)
-        if not config.quiet:
-            _say(f"reading {begun.local.data or config.data}")
+        if not config.output.quiet:
+            _say(f"reading {begun.local.data or config.data.source}")
         here = begun.local.apply(config)
         try:
             check_data(here, open_data(here))
@@ -181,11 +148,11 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     from thinwire.training.run_identity import new_identity, read_identity
     from thinwire.training.worker import check_data, has_run, make_run_folder, occupied, open_data
 
-    is_resumed = config.resume is not None
-    if not is_resumed and not config.overwrite and has_run(config.run_dir):
+    is_resumed = config.output.resume is not None
+    if not is_resumed and not config.output.overwrite and has_run(config.run_dir):
         return _fail(USAGE, occupied(config.run_dir)), 0
-    if not config.quiet:
-        _say(f"reading {config.data}")
+    if not config.output.quiet:
+        _say(f"reading {config.data.source}")
     try:
         check_data(config, open_data(config))
     except DataError as error:
@@ -193,10 +160,10 @@ def _prepare(config: TrainConfig) -> tuple[int, int]:
     step, warnings = step_to_resume(config) if is_resumed else (0, [])
     for warning in warnings:
         _say(f"warning: {warning}")
-    if is_resumed and not config.quiet:
+    if is_resumed and not config.output.quiet:
         _say(f"going on from step {step}")
     run = read_identity(config.run_dir) if is_resumed else new_identity(config_digest=config.digest())
-    make_run_folder(dataclasses.replace(config, resume=None, overwrite=False), run=run, is_resumed=is_resumed)
+    make_run_folder(config.replace(resume=None, overwrite=False), run=run, is_resumed=is_resumed)
     return 0, step
 
 
@@ -204,30 +171,30 @@ def _with_interval(config: TrainConfig) -> TrainConfig:
     """Return the options with the steps between checkpoints that earlier parts of the run speak for."""
     from thinwire.training.attempts import chosen_interval
 
-    if not config.checkpoint_auto:
+    if not config.output.checkpoint_auto:
         return config
-    chosen = chosen_interval(config.run_dir) if config.resume is not None else None
+    chosen = chosen_interval(config.run_dir) if config.output.resume is not None else None
     if chosen is None:
-        _say(f"a checkpoint every {config.checkpoint_every} steps, until it is known what one costs")
+        _say(f"a checkpoint every {config.output.checkpoint_every} steps, until it is known what one costs")
         return config
     _say(chosen[1])
-    return dataclasses.replace(config, checkpoint_every=chosen[0])
+    return config.replace(checkpoint_every=chosen[0])
 
 
 def _train_under_torchrun(config: TrainConfig, plan: Plan | None = None) -> int:
     from thinwire.planning.plan import save_plan
-    from thinwire.training.worker import Place, run_replica
+    from thinwire.training.worker import ReplicaStart, run_replica
 
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent is the parent; other launchers may come and go
         exit_with_parent(os.getppid())
-    is_resumed = config.resume is not None
-    place = Place(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
-    plain = dataclasses.replace(config, resume=None)
+    is_resumed = config.output.resume is not None
+    place = ReplicaStart(local_rank=int(os.environ.get("LOCAL_RANK", "0")), is_resumed=is_resumed)
+    plain = config.replace(resume=None)
     replicas = 1 if os.environ["RANK"] == "0" else 0
     # until the hosts agree on a step, all that is there is of an earlier part of the run
     with (
         watchdog_process(config),
-        _view(config, replicas=replicas, after_step=config.steps if is_resumed else None) as view,
+        _view(config, replicas=replicas, after_step=config.run.steps if is_resumed else None) as view,
     ):
 
         def go_on(step: int) -> None:
@@ -245,7 +212,7 @@ def _report(config: TrainConfig, summary: dict[str, Any]) -> dict[str, Any]:
     from thinwire.monitor.report.report import write_report
 
     try:
-        write_report(config.run_dir, command=command_line(to_json(config)))
+        write_report(config.run_dir, command=command_line(config))
     except (ThinwireError, OSError) as error:
         _say(f"warning: no report.html: {error}")
     return summary
@@ -256,8 +223,8 @@ def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
 
     from thinwire.cli.tables import final_table
 
-    Console(stderr=config.json, soft_wrap=True).print(final_table(summary))
-    if config.json:
+    Console(stderr=config.output.json, soft_wrap=True).print(final_table(summary))
+    if config.output.json:
         print(json.dumps(summary), flush=True)
     return 0
 
@@ -265,9 +232,9 @@ def _show(config: TrainConfig, summary: dict[str, Any]) -> int:
 def _view(config: TrainConfig, *, replicas: int, after_step: int | None) -> contextlib.AbstractContextManager[Any]:
     from thinwire.cli.view import LiveView
 
-    if config.quiet or not replicas:
+    if config.output.quiet or not replicas:
         return contextlib.nullcontext()
-    return LiveView(config.run_dir, replicas=replicas, total_steps=config.steps, after_step=after_step)
+    return LiveView(config.run_dir, replicas=replicas, total_steps=config.run.steps, after_step=after_step)
 
 
 @contextlib.contextmanager
@@ -294,7 +261,7 @@ def _say(text: str) -> None:
 
 
 def _fail(code: int, error: object, *, is_told: bool = True) -> int:
-    text = " ".join(str(error).split())
     if is_told:
-        print(f"thinwire train: error: {text}", file=sys.stderr, flush=True)
+        for line in str(error).splitlines() or [""]:
+            print(f"thinwire train: error: {' '.join(line.split())}", file=sys.stderr, flush=True)
     return code

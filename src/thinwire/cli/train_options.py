@@ -12,18 +12,47 @@ from typing import Annotated, Any
 import tyro
 
 from thinwire.cli.argument_parsing import parse_options
-from thinwire.training.config import FREE, TrainConfig, read_config, resolve
+from thinwire.training.config import FREE, OPTIONS, SECTIONS, TrainConfig, flag, read_config, resolve
+
+
+def expand_method_options(arguments: Sequence[str]) -> list[str]:
+    """Rewrite `--NAME VALUE` of an option that only the chosen method has as `--method-option NAME=VALUE`.
+
+    Example:
+        >>> expand_method_options(["--method", "dgc", "--density", "0.01", "--steps", "3"])
+        ['--method', 'dgc', '--method-option', 'density=0.01', '--steps', '3']
+    """
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else (word,))]
+    heads = {word[2:].replace("-", "_") for word in words if word.startswith("--")}
+    if heads <= {*OPTIONS, "help", *(f"no_{name}" for name in OPTIONS)}:
+        return list(arguments)
+    from thinwire.methods import options_of, recipe  # torch, which other command lines need only later
+
+    places = [place for place, word in enumerate(words[:-1]) if word == "--method"]
+    try:
+        own = set(options_of(recipe(words[places[-1] + 1] if places else TrainConfig().sync.method))) - set(OPTIONS)
+    except ValueError:  # an unknown method is reported with the other options
+        return list(arguments)
+    expanded: list[str] = []
+    rest = iter(arguments)
+    for word in rest:
+        name, sign, value = word.partition("=")
+        name = name[2:].replace("-", "_") if name.startswith("--") else ""
+        expanded += ["--method-option", f"{name}={value if sign else next(rest, '')}"] if name in own else [word]
+    return expanded
 
 
 def parse(arguments: Sequence[str]) -> TrainConfig:
-    """Turn words into options.
+    """Read options from a command line.
 
     Raises:
         ValueError: The words are no options of this command; in one line.
         SystemExit: After `--help`.
     """
-    shown = parse_options(_as_shown(), arguments, prog="thinwire train")
-    return TrainConfig(**{field.name: getattr(shown, field.name) for field in dataclasses.fields(TrainConfig)})
+    shown: Any = parse_options(_as_shown(), arguments, prog="thinwire train")
+    return TrainConfig.of(
+        **{name: getattr(getattr(shown, section), field) for name, (section, field) in OPTIONS.items()}
+    )
 
 
 def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
@@ -34,32 +63,29 @@ def settle(given: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
         CheckpointError: There is no run to resume.
     """
     ranks = world_size()
-    if given.resume is None:
+    if given.output.resume is None:
         return resolve(given, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
-    saved = read_config(given.resume)
-    named = {name for field in dataclasses.fields(given) if is_named(name := field.name, arguments)}
+    saved = read_config(given.output.resume)
+    named = {name for name in OPTIONS if is_named(name, arguments)}
     for name in sorted(named - set(FREE)):
-        if getattr(given, name) != getattr(saved, name):
-            flag = "--" + name.replace("_", "-")
+        if given.option(name) != saved.option(name):
             raise ValueError(
-                f"{flag} is {getattr(given, name)!r}, but {given.resume} was started with {getattr(saved, name)!r}; a "
-                f"run goes on with its own options: leave {flag} out, or start a new run"
+                f"{flag(name)} is {given.option(name)!r}, but {given.output.resume} was started with "
+                f"{saved.option(name)!r}; a run goes on with its own options: leave "
+                f"{flag(name)} out, or start a new run"
             )
-    if given.overwrite or (given.out is not None and given.out != given.resume):
+    if given.output.overwrite or (given.output.out is not None and given.output.out != given.output.resume):
         raise ValueError("--resume goes on in its own folder; leave --out and --overwrite out")
-    if ranks not in (None, saved.replicas):
-        raise ValueError(f"{given.resume} has {saved.replicas} replicas, but torchrun starts {ranks} ranks")
-    own = {name: getattr(given, name) for name in named & set(FREE)}
+    if ranks not in (None, saved.run.replicas):
+        raise ValueError(f"{given.output.resume} has {saved.run.replicas} replicas, but torchrun starts {ranks} ranks")
+    own = {name: given.option(name) for name in named & set(FREE)}
     fresh: dict[str, Any] = {
-        "quiet": given.quiet,
-        "json": given.json,
-        "overwrite": False,
-        "out": given.resume,
-        "resume": given.resume,
-    }
-    if saved.elastic:  # whoever goes on with it waits for its own replicas, unless told to wait for more
-        fresh["begin_with"] = given.begin_with
-    return dataclasses.replace(saved, **{**own, **fresh})
+        "quiet": given.output.quiet, "json": given.output.json, "overwrite": False, "out": given.output.resume,
+        "resume": given.output.resume,
+    }  # fmt: skip
+    if saved.elastic.is_enabled:  # whoever goes on with it waits for its own replicas, unless told to wait for more
+        fresh["begin_with"] = given.elastic.begin_with
+    return saved.replace(**{**own, **fresh})
 
 
 def world_size() -> int | None:
@@ -72,19 +98,33 @@ def world_size() -> int | None:
     return int(text)
 
 
-def _as_shown() -> type[Any]:
-    """Return the configuration as the help shall show it: without the parser's words for "may be left out"."""
-    hints = typing.get_type_hints(TrainConfig)
-    fields = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
-    for name, default in fields.items():
-        if default is None:
-            kind = next(part for part in typing.get_args(hints[name]) if part is not type(None))
-            # the help text itself says what stands in for it
-            hints[name] = Annotated[hints[name], tyro.conf.arg(metavar=kind.__name__.upper(), help_behavior_hint="")]
-    hints["method_option"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-    members = {"__annotations__": hints, "__doc__": TrainConfig.__doc__, **fields}
+def _as_shown() -> Any:
+    """Return the configuration as the help shows it: option names without sections, no "None" in metavars."""
+    members: dict[str, Any] = {name: _section_as_shown(name, kind) for name, kind in SECTIONS.items()}
+    fields = {name: kind() for name, kind in members.items()}
+    shown = type("TrainConfig", (), {"__annotations__": members, "__doc__": TrainConfig.__doc__, **fields})
+    return Annotated[dataclasses.dataclass(frozen=True, kw_only=True)(shown), tyro.conf.OmitArgPrefixes]
+
+
+def _section_as_shown(section: str, kind: type[Any]) -> type[Any]:
+    hints = typing.get_type_hints(kind)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    for option, (owner, name) in OPTIONS.items():
+        if owner != section:
+            continue
+        # the help text itself says what replaces a missing value
+        named: dict[str, Any] = {"name": option.replace("_", "-")} if option != name else {}
+        if defaults[name] is None:
+            value = next(part for part in typing.get_args(hints[name]) if part is not type(None))
+            hidden = tyro.conf.arg(metavar=value.__name__.upper(), help_behavior_hint="", **named)
+            hints[name] = Annotated[hints[name], hidden]
+        elif named:
+            hints[name] = Annotated[hints[name], tyro.conf.arg(**named)]
+    if "method_option" in hints:
+        hints["method_option"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    members = {"__annotations__": hints, "__doc__": kind.__doc__, **defaults}
     # a subclass, so that the parser finds the help texts beside the fields
-    return dataclasses.dataclass(frozen=True, kw_only=True)(type("TrainConfig", (TrainConfig,), members))
+    return dataclasses.dataclass(frozen=True, kw_only=True)(type(kind.__name__, (kind,), members))
 
 
 def is_named(name: str, arguments: Sequence[str]) -> bool:

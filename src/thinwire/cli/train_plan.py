@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,19 +37,19 @@ def planned(
         ValueError: The words contradict each other.
         ThinwireError: The plan cannot be read, or the hosts cannot be probed.
     """
-    is_auto = given.method.lower() == AUTO
-    if given.resume is not None and (is_auto or given.plan is not None):
+    is_auto = given.sync.method.lower() == AUTO
+    if given.output.resume is not None and (is_auto or given.run.plan is not None):
         raise ValueError("a run goes on with its own options; leave --plan and --method auto out with --resume")
-    if is_auto and given.plan is not None:
+    if is_auto and given.run.plan is not None:
         raise ValueError("--plan names the method already; leave --method auto out")
-    if given.plan is not None:
+    if given.run.plan is not None:
         from thinwire.planning.plan import load_plan
 
-        read = load_plan(given.plan)
+        read = load_plan(given.run.plan)
         say(f"the plan is for {', '.join(map(repr, read.hosts))}, in the order of their ranks")
         found = dict(read.settings)
-        if _key(given.method) == _key(found["method"]):
-            given = dataclasses.replace(given, method=found["method"])  # however it is written
+        if _key(given.sync.method) == _key(found["method"]):
+            given = given.replace(method=found["method"])  # however it is written
         elif is_named("method", arguments):
             # another method's settings would be refused, though nobody has named them
             found = {name: read.settings[name] for name in _OF_ANY_METHOD}
@@ -60,7 +59,7 @@ def planned(
     plan = _plan_here(given, arguments, say=say)
     # what was asked for stays: how long, and with how many
     found = {name: value for name, value in plan.settings().items() if name not in ("steps", "replicas", "model")}
-    plain = dataclasses.replace(given, method=found["method"])
+    plain = given.replace(method=found["method"])
     return _filled(plain, found, arguments, step_s=plan.best.prediction.step_s), plan
 
 
@@ -71,11 +70,11 @@ def _key(method: str) -> str:
 def _filled(given: TrainConfig, found: Mapping[str, Any], arguments: Sequence[str], *, step_s: float) -> TrainConfig:
     """Put in what is not named; where nothing else runs than was planned, also how long a step should take."""
     own = {name: value for name, value in found.items() if not is_named(name, arguments)}
-    filled = dataclasses.replace(given, **own)
-    is_planned = all(getattr(filled, name) == value for name, value in found.items() if name != "steps")
+    filled = given.replace(**own)
+    is_planned = all(filled.option(name) == value for name, value in found.items() if name != "steps")
     if not is_planned or "method" not in found or is_named("expected_step_s", arguments):
         return filled
-    return dataclasses.replace(filled, expected_step_s=step_s)
+    return filled.replace(expected_step_s=step_s)
 
 
 def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[str], None]) -> Plan:
@@ -84,8 +83,8 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
     from thinwire.planning.search import PlanConstraints, make_plan
     from thinwire.planning.workload import Workload
     from thinwire.training.build import check_device
-    from thinwire.training.config import check_values
-    from thinwire.training.models.sketch import sketch_model
+    from thinwire.training.config import validate
+    from thinwire.training.models.presets import sketch_model
     from thinwire.training.probe_hosts import probe_hosts
 
     ranks = world_size()
@@ -94,26 +93,27 @@ def _plan_here(given: TrainConfig, arguments: Sequence[str], *, say: Callable[[s
             "--method auto probes the wires between hosts; start it by torchrun on each of at least 2, or in a lab: "
             "thinwire lab --hosts 2 --rate 20mbit -- thinwire train --method auto"
         )
-    plain = dataclasses.replace(given, method="streaming-diloco")
+    plain = given.replace(method="streaming-diloco")
     config = resolve(plain, world_size=ranks, cores=os.cpu_count() or 1, home=Path.home())
-    check_values(config)
-    check_device(config.device)
-    assert config.batch_size is not None and config.seq_len is not None
+    validate(config)
+    check_device(config.model.device)
+    assert config.data.batch_size is not None and config.model.seq_len is not None
     say("probing the wires between the hosts")
     found = probe_hosts(config, budget=ProbeBudget(seconds=_WIRES_S), step_s=_STEPS_S)
-    model, _ = sketch_model(config.model, seq_len=config.seq_len)
-    tokens = float(config.steps * config.num_replicas * config.batch_size * config.seq_len)
+    model, _ = sketch_model(config.model.name, seq_len=config.model.seq_len)
+    tokens = float(config.run.steps * config.num_replicas * config.data.batch_size * config.model.seq_len)
     workload = Workload(
-        name=config.model, model=model, tokens=tokens, seq_len=config.seq_len, batch_size=config.batch_size
-    )
+        name=config.model.name, model=model, tokens=tokens, seq_len=config.model.seq_len,
+        batch_size=config.data.batch_size,
+    )  # fmt: skip
     # the hosts are here, so all of them take part, whatever it costs in loss; and what was named is not to be chosen
     named: dict[str, Any] = {
-        wish: (getattr(given, option),)
+        wish: (given.option(option),)
         for wish, option in (("intervals", "sync_interval"), ("layers", "layers_per_fragment"), ("codecs", "codec"))
-        if getattr(given, option) is not None
+        if given.option(option) is not None
     }
-    if isinstance(given.overlaps, int):
-        named["overlaps"] = (given.overlaps,)
+    if isinstance(given.sync.overlaps, int):
+        named["overlaps"] = (given.sync.overlaps,)
     wishes = PlanConstraints(min_replicas=config.num_replicas, max_penalty=1.0, **named)
     plan = make_plan(workload, found.cluster, wishes)
     best = plan.best

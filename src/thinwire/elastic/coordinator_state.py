@@ -133,7 +133,8 @@ class CoordinatorState:
         config = self.config
         self.rounds = ElasticRounds(
             sync_interval=config.sync_interval, overlap_steps=config.overlap_steps,
-            allows_overdue=config.allows_overdue, last_step=config.job.get("config", {}).get("steps") or math.inf,
+            allows_overdue=config.allows_overdue,
+            last_step=config.job.get("config", {}).get("run", {}).get("steps") or math.inf,
         )  # fmt: skip
         self.leases = DataLeases(shard_windows=config.shard_windows)
         self.resumed_step = config.resumed_step

@@ -1,13 +1,13 @@
-"""Methods by name: one module or package a paper, each a choice of parts."""
+"""Methods by name: one module or package a paper, each a choice of parts.
+
+A module in this folder that registers a function is known to `thinwire train --method` without any other change.
+"""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import sys
-from collections.abc import Callable
+import importlib
+import pkgutil
 
-from thinwire.methods.about import About
 from thinwire.methods.all_reduce import all_reduce
 from thinwire.methods.co2 import co2
 from thinwire.methods.decoupled_diloco import decoupled_diloco
@@ -23,8 +23,8 @@ from thinwire.methods.muloco import muloco
 from thinwire.methods.noloco import noloco
 from thinwire.methods.one_bit_adam import one_bit_adam
 from thinwire.methods.one_bit_lamb import one_bit_lamb
-from thinwire.methods.options import options_of, parse_options
 from thinwire.methods.power_sgd import power_sgd
+from thinwire.methods.registry import RECIPES, About, about, options_of, parse_options, recipe, register, story
 from thinwire.methods.robust import robust
 from thinwire.methods.slowmo import slowmo
 from thinwire.methods.sparse_loco import sparse_loco
@@ -32,73 +32,8 @@ from thinwire.methods.streaming_diloco import streaming_diloco
 from thinwire.methods.zero_one_adam import zero_one_adam
 from thinwire.sync.method import Method
 
-RECIPES: dict[str, Callable[..., Method]] = {
-    "all-reduce": all_reduce,
-    "local-sgd": local_sgd,
-    "diloco": diloco,
-    "streaming-diloco": streaming_diloco,
-    "decoupled-diloco": decoupled_diloco,
-    "eager": eager,
-    "muloco": muloco,
-    "sparse-loco": sparse_loco,
-    "power-sgd": power_sgd,
-    "dgc": dgc,
-    "demo": demo,
-    "ef21": ef21,
-    "masha1": masha1,
-    "masha2": masha2,
-    "robust": robust,
-    "slowmo": slowmo,
-    "co2": co2,
-    "noloco": noloco,
-    "one-bit-adam": one_bit_adam,
-    "zero-one-adam": zero_one_adam,
-    "one-bit-lamb": one_bit_lamb,
-    "dimat": dimat,
-}
-
-
-def recipe(name: str) -> Callable[..., Method]:
-    """Return the function that makes a method, by the method's name; `_` and `-` are the same.
-
-    Raises:
-        ValueError: No method has this name; names the nearest ones.
-
-    Example:
-        >>> recipe("streaming_diloco").__name__
-        'streaming_diloco'
-    """
-    key = name.replace("_", "-").lower()
-    if key in RECIPES:
-        return RECIPES[key]
-    near = difflib.get_close_matches(key, RECIPES, n=2, cutoff=0.4)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    raise ValueError(f"unknown method {name!r}{hint} There are: {', '.join(RECIPES)}")
-
-
-def about(name: str) -> About:
-    """Return the card of a method, by its name.
-
-    Raises:
-        ValueError: No method has this name; names the nearest ones.
-
-    Example:
-        >>> about("diloco").paper
-        'arXiv 2311.08105'
-    """
-    module = sys.modules[recipe(name).__module__]
-    card: About = module.ABOUT
-    return card
-
-
-def story(name: str) -> str:
-    """Return the docstring of a method's module: the paper, its equations, what we changed.
-
-    Raises:
-        ValueError: No method has this name; names the nearest ones.
-    """
-    return inspect.cleandoc(sys.modules[recipe(name).__module__].__doc__ or "")
-
+for _module in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
+    importlib.import_module(_module.name)
 
 __all__ = [
     "RECIPES",
@@ -127,6 +62,7 @@ __all__ = [
     "parse_options",
     "power_sgd",
     "recipe",
+    "register",
     "robust",
     "slowmo",
     "sparse_loco",

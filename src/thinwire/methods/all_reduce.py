@@ -9,7 +9,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
@@ -20,9 +20,11 @@ ABOUT = About(
     exchanged="gradients, at every step",
     bits="64 (M - 1) / M",
     memory="0",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 
+@register(ABOUT)
 def all_reduce(*, codec: Codec | None = None) -> Method:
     """Average gradients at every step and wait for them.
 

@@ -41,7 +41,7 @@ from thinwire.averaging.exchange import Exchange, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
 from thinwire.codecs.error_feedback import MemoryVectors
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import OuterOptimizer, PlainSGD, check_rates
@@ -54,9 +54,11 @@ ABOUT = About(
     exchanged="pseudo-gradients, every H steps, each while the next H steps run",
     bits="64 (M - 1) / M / H",
     memory="2 (global value, outer momentum), and 1 in flight",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 
+@register(ABOUT)
 def co2(
     *,
     sync_interval: int = 48,

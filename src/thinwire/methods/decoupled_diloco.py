@@ -35,8 +35,8 @@ from thinwire.averaging.exchange import Exchange, cheapest
 from thinwire.averaging.quorum import Quorum
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, e3m0
-from thinwire.methods.about import About
 from thinwire.methods.diloco import default_outer_lr
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov
@@ -54,6 +54,7 @@ ABOUT = About(
 _MOST_FRAGMENTS = 24
 
 
+@register(ABOUT)
 def decoupled_diloco(
     *,
     sync_interval: int = 24,

@@ -18,7 +18,7 @@ from thinwire.averaging.exchange import AllGather, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import dct_top_k, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
@@ -30,9 +30,12 @@ ABOUT = About(
     bits="28 k / chunk^2 (M - 1) of full tiles",
     memory="1 (momentum)",
     restrictions="inner optimizer SGD without momentum; no GradScaler; bytes grow with M",
+    inner_optimizer="plain-sgd",
+    lr=1e-3,  # it steps with signs
 )
 
 
+@register(ABOUT)
 def demo(*, k: int = 32, chunk: int = 64, decay: float = 0.999) -> Method:
     """Send the fast parts of the momentum at every step, and step with the sign of their mean.
 

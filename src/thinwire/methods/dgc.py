@@ -25,7 +25,7 @@ from thinwire.averaging.payloads import Ramp
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, TopK, float32, top_k
 from thinwire.codecs.error_feedback import Momentum, MomentumCorrection
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
@@ -39,9 +39,12 @@ ABOUT = About(
     bits="about 28 density (M - 1)",
     memory="2 (momentum, velocity)",
     restrictions="inner optimizer without momentum; no GradScaler; bytes grow with M",
+    inner_optimizer="plain-sgd",
+    lr=0.02,  # the method carries the momentum itself
 )
 
 
+@register(ABOUT)
 def dgc(
     *,
     density: float = 0.001,

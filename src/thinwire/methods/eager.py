@@ -29,8 +29,8 @@ from thinwire.averaging.exchange import Exchange, NoExchange, cheapest
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
 from thinwire.methods.diloco import default_outer_lr
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import load_vectors, load_waiting
 from thinwire.sync.method import Method
@@ -48,12 +48,9 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def eager(
-    *,
-    sync_interval: int = 100,
-    codec: Codec | None = None,
-    outer_lr: float | None = None,
-    outer_momentum: float = 0.9,
+    *, sync_interval: int = 100, codec: Codec | None = None, outer_lr: float | None = None, outer_momentum: float = 0.9
 ) -> Method:
     """Exchange the whole model every `sync_interval` inner steps; take one's own part in at once, the others' later.
 

@@ -32,7 +32,7 @@ from thinwire.averaging.exchange import AllGather, Exchange, cheapest
 from thinwire.averaging.topology import AllReplicas, Participation, Topology
 from thinwire.codecs import Codec, float32, top_k
 from thinwire.codecs.error_feedback import Shift
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
@@ -47,6 +47,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def ef21(
     *, codec: Codec | None = None, momentum: float = 0.0, participation: float = 1.0, seed: int = 0
 ) -> Method:  # fmt: skip

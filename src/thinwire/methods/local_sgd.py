@@ -10,7 +10,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import PlainSGD
@@ -23,9 +23,11 @@ ABOUT = About(
     exchanged="pseudo-gradients, every H steps",
     bits="64 (M - 1) / M / H",
     memory="1 (global value)",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 
+@register(ABOUT)
 def local_sgd(*, sync_interval: int = 100, codec: Codec | None = None) -> Method:
     """Average the parameters every `sync_interval` inner steps and wait for it.
 

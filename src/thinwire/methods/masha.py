@@ -40,8 +40,8 @@ from thinwire.codecs import Codec, Sign, float32, random_k, top_k
 from thinwire.codecs.error_feedback import ErrorFeedback, SenderMemory
 from thinwire.compat import kind_of
 from thinwire.errors import CheckpointError
-from thinwire.methods.about import About
 from thinwire.methods.ef21 import check_contractive
+from thinwire.methods.registry import About, register
 from thinwire.sync.closure_methods import BoundOperator, Operator, Program
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import RandomRefresh, Round
@@ -53,9 +53,11 @@ ABOUT = About(
     bits="twice the codec's (M - 1)",
     memory="3 (reference point, its operator, the point itself); MASHA2 4 (also residuals)",
     restrictions="step(closure) with the same loss at both evaluations; inner SGD without momentum; two passes a step",
+    inner_optimizer="plain-sgd",  # it uses no more of the optimizer than its rate and decay
 )
 
 
+@register(ABOUT)
 def masha1(
     *, codec: Codec | None = None, server_codec: Codec | None = None, refresh_probability: float | None = None,
     ascent: tuple[str, ...] = (), seed: int = 0,
@@ -87,6 +89,7 @@ def masha1(
     return _masha("masha1", differences, server_codec, refresh_probability, ascent=ascent, seed=seed, memory=None)
 
 
+@register(ABOUT)
 def masha2(
     *, codec: Codec | None = None, server_codec: Codec | None = None, refresh_probability: float | None = None,
     ascent: tuple[str, ...] = (), seed: int = 0,

@@ -21,7 +21,7 @@ from thinwire.averaging.exchange import AllGather, Exchange, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, block_2bit, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov
@@ -35,9 +35,11 @@ ABOUT = About(
     bits="2.06 (M - 1) / H",
     memory="3 (global value, outer momentum, residual)",
     restrictions="bytes grow with M; thinwire train takes Muon as its inner optimizer by default",
+    inner_optimizer="muon",
 )
 
 
+@register(ABOUT)
 def muloco(
     *,
     sync_interval: int = 30,

@@ -48,7 +48,7 @@ from thinwire.averaging.mixing import RandomPairs
 from thinwire.averaging.round_context import Average
 from thinwire.averaging.topology import Peers
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.global_parameters import load_waiting
 from thinwire.sync.method import Method
@@ -63,9 +63,11 @@ ABOUT = About(
     bits="64 / H",
     memory="2 (slow weights, outer momentum), and 2 in flight",
     restrictions="pull below 2 (1 - momentum^2); replicas differ until the final exchange",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 
+@register(ABOUT)
 def noloco(
     *,
     sync_interval: int = 50,

@@ -40,7 +40,7 @@ from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.errors import CheckpointError
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, check_adam
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round, WarmUp
@@ -55,6 +55,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def one_bit_adam(*, warmup_steps: int = 100, codec: Codec | None = None) -> Method:
     """Average gradients in a warm-up, then momenta in 1 bit an element with a frozen variance; needs Adam or AdamW.
 

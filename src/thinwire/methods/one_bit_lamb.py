@@ -40,7 +40,7 @@ from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.codecs.ordered_sum import ordered_sum
 from thinwire.errors import CheckpointError
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.adam_momentum_view import AdamMomentum, BoundAdamMomentum, Slot, check_adam
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Round, WarmUp
@@ -56,6 +56,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def one_bit_lamb(
     *,
     warmup_steps: int = 100,

@@ -15,7 +15,7 @@ from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.low_rank import LowRank
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
@@ -30,6 +30,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def power_sgd(*, rank: int = 4, seed: int = 0) -> Method:
     """Average gradients at every step as matrices of low rank.
 

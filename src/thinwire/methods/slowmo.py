@@ -18,7 +18,7 @@ from __future__ import annotations
 from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import HeavyBall
@@ -31,9 +31,11 @@ ABOUT = About(
     exchanged="pseudo-gradients, every H steps",
     bits="64 (M - 1) / M / H",
     memory="2 (global value, outer momentum)",
+    plan_codecs=("float32", "bfloat16"),
 )
 
 
+@register(ABOUT)
 def slowmo(
     *, sync_interval: int = 48, codec: Codec | None = None, outer_lr: float = 1.0, outer_momentum: float = 0.5
 ) -> Method:

@@ -20,7 +20,7 @@ from thinwire.averaging.exchange import AllGather, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import chunked_top_k, float32
 from thinwire.codecs.error_feedback import ErrorFeedback
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import PlainSGD
@@ -37,6 +37,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def sparse_loco(
     *,
     sync_interval: int = 30,

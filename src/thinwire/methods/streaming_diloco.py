@@ -29,8 +29,8 @@ from typing import Literal
 from thinwire.averaging.exchange import AllGather, Exchange, TwoPhase, cheapest
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, e3m0
-from thinwire.methods.about import About
 from thinwire.methods.diloco import default_outer_lr
+from thinwire.methods.registry import About, register
 from thinwire.sync.fragments import Pattern
 from thinwire.sync.method import Method
 from thinwire.sync.outer_optimizer import Nesterov, OuterOptimizer
@@ -43,9 +43,11 @@ ABOUT = About(
     exchanged="pseudo-gradients in E3M0, a fragment at a time, while training goes on",
     bits="4.13 (M - 1) / H; above 4 replicas 8.25 (M - 1) / M / H",
     memory="2 (global value, outer momentum)",
+    plan_codecs=("bfloat16", "e3m0"),
 )
 
 
+@register(ABOUT)
 def streaming_diloco(
     *,
     sync_interval: int = 100,

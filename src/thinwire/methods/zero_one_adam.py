@@ -41,7 +41,7 @@ from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32, sign
 from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.errors import CheckpointError
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.sync.adam_momentum_view import AdamMomentum, AdamState, BoundAdamMomentum, Slot, check_adam
 from thinwire.sync.global_parameters import GlobalParameters, checksum
 from thinwire.sync.method import Method
@@ -58,6 +58,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def zero_one_adam(
     *,
     variance_steps: int = 1000,

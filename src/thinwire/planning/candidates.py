@@ -24,12 +24,6 @@ from thinwire.sync.views import BoundView
 INTERVALS = (10, 20, 30, 50, 100, 200, 300, 500)
 OVERLAPS = (1, 2, 5, 10)
 LAYERS = (1, 3, 6)
-# Codes to choose from; a method that is not named here has one of its own, or none.
-CODECS = {
-    "all-reduce": ("float32", "bfloat16"), "local-sgd": ("float32", "bfloat16"),
-    "diloco": ("float32", "bfloat16", "e3m0"), "streaming-diloco": ("bfloat16", "e3m0"),
-    "slowmo": ("float32", "bfloat16"), "co2": ("float32", "bfloat16"), "noloco": ("float32", "bfloat16"),
-}  # fmt: skip
 # Methods whose loss is published for several sizes, so that a plan can choose between them.
 PUBLISHED = ("all-reduce", "diloco", "streaming-diloco")
 # What of a candidate is an option of a method.
@@ -143,7 +137,7 @@ def candidates(
 
 
 def _codecs_of(name: str, wanted: Sequence[str]) -> Sequence[str | None]:
-    known = CODECS.get(name, (None,))
+    known = methods.about(name).plan_codecs or (None,)
     return [codec for codec in known if not wanted or codec is None or codec in wanted]
 
 

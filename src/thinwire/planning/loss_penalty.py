@@ -82,13 +82,7 @@ class LossPenalty:
 
 
 def loss_penalty(
-    method: str,
-    *,
-    num_parameters: float,
-    num_replicas: int,
-    sync_interval: int,
-    overlap_steps: int,
-    codec: str | None,
+    method: str, *, num_parameters: float, num_replicas: int, sync_interval: int, overlap_steps: int, codec: str | None
 ) -> LossPenalty | None:
     """Predict by how much a method's final loss exceeds that of an all-reduce at every step.
 

@@ -18,22 +18,19 @@ from thinwire.sync.fragments import Pattern, find_blocks
 from thinwire.sync.method import Method
 from thinwire.sync.multi_optimizer import MultiOptimizer
 from thinwire.sync.schedule import WarmUp
-from thinwire.training.config import TrainConfig, check_values, flag
+from thinwire.training.config import TrainConfig, flag, validate
 from thinwire.training.models import PRESETS, build_model
 
 _FLOOR = 0.1
 # Options that a method may take, and why one that does not take them has no use for them.
 _METHOD_OPTIONS = {
-    "sync_interval": "it exchanges at every step",
-    "overlap_steps": "it waits for every exchange, so nothing overlaps",
-    "blend": "nothing overlaps, so there is nothing to blend",
-    "exchange": "its exchange is the cheaper one",
+    "sync_interval": "it exchanges at every step", "overlap_steps": "it waits for every exchange, so nothing overlaps",
+    "blend": "nothing overlaps, so there is nothing to blend", "exchange": "its exchange is the cheaper one",
     "fragment_order": "it exchanges the whole model at once",
     "layers_per_fragment": "it exchanges the whole model at once",
-    "num_fragments": "it exchanges the whole model at once",
-    "outer_lr": "it has no outer optimizer",
+    "num_fragments": "it exchanges the whole model at once", "outer_lr": "it has no outer optimizer",
     "outer_momentum": "it has no outer optimizer",
-}
+}  # fmt: skip
 
 
 def make_method(config: TrainConfig) -> Method:
@@ -42,23 +39,23 @@ def make_method(config: TrainConfig) -> Method:
     Raises:
         ValueError: The method or codec is unknown, an option is out of its range, or the method does not take it.
     """
-    recipe = methods.recipe(config.method)
+    recipe = methods.recipe(config.sync.method)
     takes = inspect.signature(recipe).parameters
     arguments: dict[str, Any] = {}
     for name, reason in _METHOD_OPTIONS.items():
-        value = config.overlaps if name == "overlap_steps" else getattr(config, name)
+        value = config.sync.overlaps if name == "overlap_steps" else config.option(name)
         if value is None:
             continue
         if name not in takes:
-            raise ValueError(f"{flag(name)} does not go with --method {config.method}: {reason}; leave it out")
+            raise ValueError(f"{flag(name)} does not go with --method {config.sync.method}: {reason}; leave it out")
         arguments[name] = value
-    if config.codec is not None:
+    if config.sync.codec is not None:
         if "codec" not in takes:
             raise ValueError(
-                f"--codec does not go with --method {config.method}: its code is a part of it; leave it out"
+                f"--codec does not go with --method {config.sync.method}: its code is a part of it; leave it out"
             )
-        arguments["codec"] = codecs.by_name(config.codec)
-    for name, value in methods.parse_options(recipe, config.method_option).items():
+        arguments["codec"] = codecs.by_name(config.sync.codec)
+    for name, value in methods.parse_options(recipe, config.sync.method_option).items():
         if name in arguments:
             raise ValueError(f"{name} is given by --method-option and by {flag(name)}; give it once")
         arguments[name] = value
@@ -69,16 +66,16 @@ def make_method(config: TrainConfig) -> Method:
 
 def _check_run(config: TrainConfig, method: Method, *, takes_overlap: bool) -> None:
     """Refuse options of the run that the method has no use for, or cannot do with."""
-    if not config.final_exchange and not method.has_common_value:
+    if not config.sync.final_exchange and not method.has_common_value:
         raise ValueError(
-            f"--no-final-exchange does not go with --method {config.method}: only that exchange makes one model of its "
-            f"replicas'; leave it out"
+            f"--no-final-exchange does not go with --method {config.sync.method}: only that exchange makes one "
+            f"model of its replicas'; leave it out"
         )
-    if config.pace and not isinstance(config.overlaps, tuple) and not _overlaps(method):
+    if config.sync.pace and not isinstance(config.sync.overlaps, tuple) and not _overlaps(method):
         reason = _METHOD_OPTIONS["overlap_steps"]
         if takes_overlap:
             reason = "with --overlap-steps 0 every exchange is waited for, so there are no steps to spread it over"
-        raise ValueError(f"--pace does not go with --method {config.method}: {reason}; leave it out")
+        raise ValueError(f"--pace does not go with --method {config.sync.method}: {reason}; leave it out")
 
 
 def _overlaps(method: Method) -> bool:
@@ -94,7 +91,9 @@ def make_model(config: TrainConfig, *, vocab_size: int | None, device: torch.dev
     Raises:
         ValueError: There is no such model, or it does not fit the vocabulary or the sequence.
     """
-    return build_model(config.model, vocab_size=vocab_size, max_seq_len=config.seq_len, seed=config.seed, device=device)
+    return build_model(
+        config.model.name, vocab_size=vocab_size, max_seq_len=config.model.seq_len, seed=config.run.seed, device=device
+    )
 
 
 def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -105,15 +104,17 @@ def make_inner_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.O
     Raises:
         ValueError: Muon is wanted, and the model's blocks have no matrices.
     """
-    assert config.lr is not None
-    if config.inner_optimizer == "muon":
-        return _make_muon(config, model, lr=config.lr)
-    groups = _groups(model.parameters(), weight_decay=config.weight_decay)
-    if config.inner_optimizer in ("sgd", "plain-sgd"):
-        return eager(torch.optim.SGD)(groups, lr=config.lr, momentum=0.9 if config.inner_optimizer == "sgd" else 0.0)
-    if config.inner_optimizer == "adam":
-        return eager(torch.optim.Adam)(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-    return eager(torch.optim.AdamW)(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    options = config.optimizer
+    assert options.lr is not None
+    if options.inner_optimizer == "muon":
+        return _make_muon(config, model, lr=options.lr)
+    groups = _groups(model.parameters(), weight_decay=options.weight_decay)
+    if options.inner_optimizer in ("sgd", "plain-sgd"):
+        momentum = 0.9 if options.inner_optimizer == "sgd" else 0.0
+        return eager(torch.optim.SGD)(groups, lr=options.lr, momentum=momentum)
+    if options.inner_optimizer == "adam":
+        return eager(torch.optim.Adam)(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    return eager(torch.optim.AdamW)(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
 
 def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.optim.Optimizer:
@@ -123,8 +124,10 @@ def _make_muon(config: TrainConfig, model: nn.Module, *, lr: float) -> torch.opt
     """
     hidden = _block_matrices(config, model)
     chosen = {id(parameter) for parameter in hidden}
-    groups = _groups((p for p in model.parameters() if id(p) not in chosen), weight_decay=config.weight_decay)
-    muon = eager(torch.optim.Muon)(hidden, lr=lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    groups = _groups((p for p in model.parameters() if id(p) not in chosen), weight_decay=config.optimizer.weight_decay)
+    muon = eager(torch.optim.Muon)(
+        hidden, lr=lr, weight_decay=config.optimizer.weight_decay, adjust_lr_fn="match_rms_adamw"
+    )
     adamw = [eager(torch.optim.AdamW)(groups, lr=lr, betas=(0.9, 0.95), fused=True)] if groups else []
     return MultiOptimizer([muon, *adamw])
 
@@ -145,8 +148,9 @@ def _block_matrices(config: TrainConfig, model: nn.Module) -> list[nn.Parameter]
     found = [p for name, p in model.named_parameters() if name in blocks and p.ndim == 2]
     if not found:
         raise ValueError(
-            f"--inner-optimizer muon is for matrices of a model's blocks, and --model {config.model} has none: its "
-            f"blocks hold {len(blocks)} trained tensors, none of them of two dimensions; use --inner-optimizer adamw"
+            f"--inner-optimizer muon is for matrices of a model's blocks, and --model {config.model.name} has none: "
+            f"its blocks hold {len(blocks)} trained tensors, none of them of two dimensions; use "
+            f"--inner-optimizer adamw"
         )
     return found
 
@@ -155,16 +159,16 @@ def lr_factor(step: int, *, config: TrainConfig) -> float:
     """Return the learning rate at a step (from 1) as a share of its peak.
 
     Example:
-        >>> config = TrainConfig(steps=100, warmup_steps=10)
+        >>> config = TrainConfig.of(steps=100, warmup_steps=10)
         >>> [round(lr_factor(step, config=config), 3) for step in (1, 10, 55, 100)]
         [0.1, 1.0, 0.55, 0.1]
     """
-    warmup_steps = config.warmup_steps or 0
+    warmup_steps = config.optimizer.warmup_steps or 0
     if step <= warmup_steps:
         return step / warmup_steps
-    if config.schedule == "constant" or config.steps <= warmup_steps:
+    if config.optimizer.schedule == "constant" or config.run.steps <= warmup_steps:
         return 1.0
-    progress = (step - warmup_steps) / (config.steps - warmup_steps)
+    progress = (step - warmup_steps) / (config.run.steps - warmup_steps)
     return _FLOOR + (1 - _FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -178,19 +182,19 @@ def check(config: TrainConfig) -> None:
         ValueError: One clear line: the option, its value, the limit, the remedy.
         MissingExtra: A logger is wanted that is not installed.
     """
-    check_values(config)
-    check_device(config.device)
-    for package, is_wanted in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
+    validate(config)
+    check_device(config.model.device)
+    for package, is_wanted in (("tensorboard", config.output.tensorboard), ("wandb", config.output.wandb)):
         if is_wanted and importlib.util.find_spec(package) is None:
             raise MissingExtra.of(package, extra="report")
     method = make_method(config)
     _check_warm_ups(config, method)
-    vocab_size = 257 if config.tokenizer == "bytes" else config.vocab_size
+    vocab_size = 257 if config.data.tokenizer == "bytes" else config.model.vocab_size
     model = make_model(config, vocab_size=vocab_size, device="meta")
     # the pattern alone: binding a view would copy values, and a model on the meta device has none
     pattern = getattr(method.view, "fragments", Pattern(num_fragments=1))
     num_fragments = len(pattern.partition(find_blocks(model)))
-    if config.inner_optimizer == "muon":
+    if config.optimizer.inner_optimizer == "muon":
         _block_matrices(config, model)
     method.schedule.check(num_fragments=num_fragments, num_replicas=config.num_replicas)
     method.exchanges(config.num_replicas)
@@ -200,30 +204,28 @@ def check(config: TrainConfig) -> None:
 def _check_warm_ups(config: TrainConfig, method: Method) -> None:
     """Refuse a learning rate that still rises when a method freezes what it has learnt of the gradients."""
     own = method.schedule.warmup_steps if isinstance(method.schedule, WarmUp) else None
-    if own is not None and (config.warmup_steps or 0) > own:
+    if own is not None and (config.optimizer.warmup_steps or 0) > own:
         raise ValueError(
-            f"--warmup-steps {config.warmup_steps}, of the learning rate, ends after the {own} steps that --method "
-            f"{config.method} warms up for; what it freezes then would be that of small steps; give at most {own}, or "
-            f"the method a longer warm-up"
+            f"--warmup-steps {config.optimizer.warmup_steps}, of the learning rate, ends after the {own} steps that "
+            f"--method {config.sync.method} warms up for; what it freezes then would be that of small steps; give at "
+            f"most {own}, or the method a longer warm-up"
         )
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that is unknown, or that torch does not see here.
+    """Check that torch has the device.
 
     Raises:
         ValueError: Names it and what to do.
     """
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but torch sees no GPU; install a CUDA build of torch, or use --device cpu")
 
 
 def wanted_vocabulary(config: TrainConfig) -> int:
     """Return how many tokens the tokenizer may have: what the user said, else what the model is made for."""
-    if config.vocab_size is not None:
-        return config.vocab_size
-    if config.model in PRESETS:
-        return PRESETS[config.model].vocab_size
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    if config.model.name in PRESETS:
+        return PRESETS[config.model.name].vocab_size
     return int(make_model(config, vocab_size=None, device="meta").vocab_size)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Before training: whether a method's code costs more time than it saves on this wire."""
+"""Warning before training: a method's codec costs more time than it saves on this link."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from thinwire.sync.schedule import Schedule
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.base import Envelope, Kind, Transport
 
-# Small first, so that a thin wire is not kept busy for long; more where that was too quick to be told from a latency.
+# Bytes of the probes: few first, so that a slow link is not busy for long; more if that took too little time to be
+# distinguished from latency.
 _PROBE_BYTES = (2**14, 2**17)
 _LONG_ENOUGH_S = 0.1
-# No probe is quicker; a clock that stands still between two looks says so all the same.
+# Lower bound of a probe's time, for a clock that does not advance between two readings.
 _SHORTEST_S = 1e-9
-# The times of more replicas are those of so many: what a replica computes does not shrink with their number.
+# Codecs are timed among at most so many replicas: a replica's computation does not shrink with their number.
 _MOST_REPLICAS = 8
-# What nobody would notice is not worth a word.
+# Losses a step below this are not reported.
 _LEAST_LOSS_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeCost:
-    """What a code costs and saves in one round of one fragment, against float32 payloads.
+    """Cost and saving of a codec in one round of one fragment, against float32 payloads.
 
     Attributes:
-        extra_s: Seconds that a replica computes more; may be negative.
-        saved_bytes: Payload bytes that it sends less, at least; negative where it sends more.
-        channels: The channels whose rounds are in this code.
+        extra_s: Additional seconds of computation on a replica; may be negative.
+        saved_bytes: Payload bytes that it sends less, at least; negative if it sends more.
+        channels: The channels whose rounds use this codec.
     """
 
     extra_s: float
@@ -49,10 +50,7 @@ class CodeCost:
     channels: tuple[int, ...] = (0,)
 
     def lost_s(self, *, rate_bits_per_s: float) -> float:
-        """Return the seconds that a round takes longer than with float32 payloads; negative where the code pays.
-
-        Args:
-            rate_bits_per_s: Of the wire.
+        """Return the seconds that a round takes longer than with float32 payloads; negative if the codec pays.
 
         Example:
             >>> CodeCost(extra_s=0.020, saved_bytes=1_000).lost_s(rate_bits_per_s=1e6)
@@ -61,15 +59,11 @@ class CodeCost:
         return self.extra_s - 8 * self.saved_bytes / rate_bits_per_s
 
     def complaint(self, *, rate_bits_per_s: float, steps_between: float = 1.0) -> str:
-        """Return what to tell the user where the code does not pay on a wire of this rate, else an empty text.
+        """Return the warning if the codec does not pay on a link of this rate, else an empty text.
 
         Args:
-            rate_bits_per_s: Of the wire.
-            steps_between: Inner steps from one round to the next; less than a millisecond a step is not told.
-
-        Example:
-            >>> CodeCost(extra_s=0.020, saved_bytes=1_000_000).complaint(rate_bits_per_s=1e6)
-            ''
+            rate_bits_per_s: Of the link.
+            steps_between: Inner steps from one round to the next; less than a millisecond a step is not reported.
         """
         if self.lost_s(rate_bits_per_s=rate_bits_per_s) / steps_between < _LEAST_LOSS_S:
             return ""
@@ -87,15 +81,15 @@ class CodeCost:
 def complain(
     optimizer: DistributedOptimizer, *, num_steps: int, number: int, deadline_s: float, device: torch.device
 ) -> str:
-    """Return what to tell the user where a code of the optimizer's method does not pay here, else an empty text.
+    """Return the warning about the codec of the optimizer's method that loses most here, else an empty text.
 
-    Where a method has several codes, it is about the one that loses most: each is a part of its own, and what one saves
-    is no reason to lose time by another. All replicas must call this at the same time; times are this replica's own.
+    The codecs of a method are compared one by one, each with the largest fragment that this run sends by it: what one
+    saves does not excuse another. All replicas must call this together; times are this replica's own.
 
     Args:
-        optimizer: What is to run, on at least two replicas.
+        optimizer: The optimizer of the run.
         num_steps: Inner steps of the run.
-        number: The first of four numbers of notes that nobody else uses.
+        number: First of four note numbers that no other caller uses.
         deadline_s: Seconds to wait for the others.
         device: Where the model is.
 
@@ -126,11 +120,6 @@ def complain(
 def count_rounds(schedule: Schedule, *, num_fragments: int, num_steps: int) -> Counter[tuple[int, int]]:
     """Count a run's rounds by channel and fragment.
 
-    Args:
-        schedule: When.
-        num_fragments: How many fragments there are.
-        num_steps: Inner steps of the run.
-
     Example:
         >>> from thinwire.sync.schedule import WarmUp
         >>> sorted(count_rounds(WarmUp(warmup_steps=100), num_fragments=1, num_steps=500).items())
@@ -146,19 +135,18 @@ def count_rounds(schedule: Schedule, *, num_fragments: int, num_steps: int) -> C
 def measure_codes(
     method: Method, shapes: Sequence[Shapes], *, num_replicas: int, device: torch.device
 ) -> list[CodeCost]:
-    """Time every code of a method against float32 payloads, each with the tensors that its channels send.
+    """Time every codec of a method against float32 payloads, each with the tensors that its channels send.
 
-    Bytes are those that a round has among `num_replicas`. Times are those among 8, where there are more and the method
-    takes so few: a replica computes as long with more, or longer.
+    Bytes are those of a round among `num_replicas`. Times are those among at most 8, if the method takes so few.
 
     Args:
-        method: What is to run.
-        shapes: Of the tensors that one round sends, by channel.
-        num_replicas: How many there are, at least 2.
+        method: The method of the run.
+        shapes: Shapes of the tensors that one round sends, by channel.
+        num_replicas: At least 2.
         device: Where the model is.
 
     Returns:
-        The cost of each code; channels that send float32 or nothing have none.
+        The cost of each codec; channels that send float32 or nothing have none.
 
     Raises:
         ValueError: The method does not fit so many replicas.
@@ -189,7 +177,7 @@ def measure_codes(
 
 
 def _measured(method: Method, *, num_replicas: int) -> int:
-    """Return among how many replicas the method is timed: few, or all where it does not take so few."""
+    """Return among how many replicas the method is timed: few, or all if it does not take so few."""
     if num_replicas <= _MOST_REPLICAS:
         return num_replicas
     try:
@@ -202,7 +190,7 @@ def _measured(method: Method, *, num_replicas: int) -> int:
 
 
 def _alike(exchanges: Sequence[Exchange], shapes: Sequence[Shapes]) -> list[tuple[tuple[int, ...], Exchange, Shapes]]:
-    """Put channels together that send the same tensors in the same way."""
+    """Group channels that send the same tensors in the same way."""
     found: list[tuple[tuple[int, ...], Exchange, Shapes]] = []
     for channel, (exchange, sent) in enumerate(zip(exchanges, shapes, strict=True)):
         for place, (channels, other, theirs) in enumerate(found):
@@ -215,13 +203,13 @@ def _alike(exchanges: Sequence[Exchange], shapes: Sequence[Shapes]) -> list[tupl
 
 
 def _is_coded(exchange: Exchange, shapes: Shapes) -> bool:
-    """Tell whether payloads are smaller than in float32. Between two replicas nothing else makes a difference."""
+    """Return whether payloads are smaller than in float32; between two replicas nothing else makes a difference."""
     plain = sent_bytes_of(_plain(exchange, num_members=2), shapes, num_members=2)
     return 0 < sent_bytes_of(exchange, shapes, num_members=2) < plain
 
 
 def _plain(exchange: Exchange, *, num_members: int) -> Exchange:
-    """Return the exchange that does the same with float32 payloads: the cheapest where a mean is all that it does.
+    """Return the exchange that does the same with float32 payloads: the cheapest if it only takes a mean.
 
     A rule, a graph's weights and what receivers remember of each sender need everyone's own vector.
     """
@@ -237,8 +225,8 @@ def measure_rate(transport: Transport, *, number: int, deadline_s: float) -> flo
     """Send to the next replica while the one before sends to this one, all at once, and return the slowest rate.
 
     Args:
-        transport: Joins the replicas, at least two.
-        number: The first of four numbers of notes that nobody else uses.
+        transport: Joins at least two replicas.
+        number: First of four note numbers that no other caller uses.
         deadline_s: Seconds to wait for the others.
 
     Returns:

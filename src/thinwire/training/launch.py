@@ -262,7 +262,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 def leave_last_words(run_dir: Path, replica: int, error: Exception) -> None:
-    """Write down why a replica of a local run ends, for `launch` to tell."""
+    """Write down why a replica of a local run ends, for `launch` to report."""
     if isinstance(error, OSError):
         text = f"{error.strerror or error}: {error.filename}" if error.filename else str(error)
     elif isinstance(error, ThinwireError | ValueError):

@@ -1,11 +1,11 @@
-"""The training loop of one replica: the user's own loop, with metrics, evaluations and checkpoints around it."""
+"""Training loop of one replica, with metrics, evaluations, checkpoints and timed passes."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,27 +20,70 @@ from thinwire.training.attempts import note_cost
 from thinwire.training.build import lr_factor
 from thinwire.training.checkpoints.replica_checkpoints import ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
-from thinwire.training.drift import Watch
+from thinwire.training.drift import StepMonitor
 from thinwire.training.metrics import Meter, ReplicaCounts
-from thinwire.training.step_timing import Passes
+
+
+class Passes:
+    """Adds up the time of a step's forward and backward passes; a method may ask for several of each.
+
+    Passes are timed on the CPU only: a GPU computes after its calls have returned, and waiting for it would cost what
+    is to be measured.
+
+    Args:
+        device: Where the model is.
+        clock: Monotonic seconds.
+
+    Example:
+        >>> passes = Passes(torch.device("cpu"), clock=iter([1.0, 1.25, 2.0, 2.5]).__next__)
+        >>> with passes.forward():
+        ...     pass
+        >>> with passes.backward():
+        ...     pass
+        >>> passes.take(), passes.take()
+        ((0.25, 0.5), (None, None))
+    """
+
+    def __init__(self, device: torch.device, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._is_timed = device.type == "cpu"
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+
+    def forward(self) -> contextlib.AbstractContextManager[None]:
+        """Time a forward pass."""
+        return self._timed("forward")
+
+    def backward(self) -> contextlib.AbstractContextManager[None]:
+        """Time a backward pass."""
+        return self._timed("backward")
+
+    def take(self) -> tuple[float | None, float | None]:
+        """Return the seconds of all forward and of all backward passes since the last call, None if none was timed."""
+        taken, self._seconds = self._seconds, {}
+        return taken.get("forward"), taken.get("backward")
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began_s = self._clock() if self._is_timed else 0.0
+        yield
+        if self._is_timed:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - began_s
+
 
 Batch = tuple[Tensor, Tensor]
 
 
 class Batches(Protocol):
-    """One replica's share of the training data, without an end."""
+    """Endless iterator over one replica's share of the training data."""
 
     def __next__(self) -> Batch:
         """Return tokens and targets, (batch, seq) int64 each, on the CPU."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a position."""
-        ...
+        """Restore a position."""
 
 
 class Training:
@@ -51,12 +94,12 @@ class Training:
         model: A language model on `device`.
         optimizer: Wraps the inner optimizer over the model's parameters.
         batches: This replica's data.
-        held_out: Gives so many batches (at most) that nobody trains on, the same at every call.
-        meter: Takes the metrics.
-        checkpoints: Takes the states; None where somebody else sees to them.
+        held_out: Returns at most so many held-out batches, the same at every call.
+        meter: Receives the metrics.
+        checkpoints: Receives the states; None if another part saves them.
         device: Where the model is.
-        watch: Tells when steps take longer than planned, where there is a plan.
-        recorder: Takes each step's time and loss.
+        watch: Reports when steps take longer than planned.
+        recorder: Receives each step's time and loss.
 
     Attributes:
         step: Inner steps done.
@@ -65,7 +108,7 @@ class Training:
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
         held_out: Callable[[int], Iterable[Batch]], meter: Meter, checkpoints: ReplicaCheckpoints | None,
-        device: torch.device, watch: Watch | None = None, recorder: Recorder | None = None,
+        device: torch.device, watch: StepMonitor | None = None, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         self.step = 0
         self._recorder = recorder
@@ -81,7 +124,7 @@ class Training:
         self._device = device
         self._watch = watch
         loss: Callable[[Tensor, Tensor], Batch] = model.loss  # type: ignore[assignment]
-        self._loss = _compiled(loss) if config.compile else loss
+        self._loss = _compiled(loss) if config.model.compile else loss
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._deadlines = Deadlines()
         self._last_step_s: float | None = None
@@ -91,7 +134,7 @@ class Training:
 
     @property
     def deadline_s(self) -> float:
-        """How long a replica may keep the others waiting outside of a round, from measured times."""
+        """Seconds that a replica may keep the others waiting outside of a round, from measured times."""
         return self._deadlines.deadline_s(steps=self._drift_steps)
 
     def reading(self) -> ReplicaCounts:
@@ -105,15 +148,15 @@ class Training:
             ThinwireError: A replica was lost, a checkpoint could not be written, or the like.
         """
         self._model.train()
-        while self.step < self._config.steps:
+        while self.step < self._config.run.steps:
             self.step += 1
             self._train_step()
             self._report()
             self._look_for_drift()
-            if self._is_due(self._config.checkpoint_every):
+            if self._is_due(self._config.output.checkpoint_every):
                 with self._apart():
                     self.save()
-        self._optimizer.close(final_exchange=self._config.final_exchange)
+        self._optimizer.close(final_exchange=self._config.sync.final_exchange)
         self._optimizer.average_buffers()
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
@@ -149,7 +192,7 @@ class Training:
 
     def evaluate_at_end(self) -> float:
         """Evaluate on all the batches that the end deserves, write it down, and return the loss."""
-        val_loss, targets = self.evaluate(self._config.final_eval_batches)
+        val_loss, targets = self.evaluate(self._config.output.final_eval_batches)
         self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
         return val_loss
 
@@ -159,16 +202,13 @@ class Training:
             return
         state = {
             "model": {name: parameter.detach() for name, parameter in self._model.named_parameters()},
-            "buffers": dict(self._model.named_buffers()),
-            "optimizer": self._optimizer.state_dict(),
-            "batches": self._batches.state_dict(),
-            "random": _random_state(self._device),
-            "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s),
-            "step": self.step,
-        }
+            "buffers": dict(self._model.named_buffers()), "optimizer": self._optimizer.state_dict(),
+            "batches": self._batches.state_dict(), "random": _random_state(self._device),
+            "meter": self._meter.state_dict(stalled_s=self._optimizer.statistics.stalled_s), "step": self.step,
+        }  # fmt: skip
         began_s = time.monotonic()
         self._checkpoints.save(state, step=self.step, drift_steps=self._drift_steps)
-        if self._optimizer.transport.replica == 0 and self._step_s and self._config.out is not None:
+        if self._optimizer.transport.replica == 0 and self._step_s and self._config.output.out is not None:
             note_cost(self._config.run_dir, cost_s=time.monotonic() - began_s, step_s=self._step_s)
 
     def load(self, state: dict[str, Any]) -> None:
@@ -188,7 +228,7 @@ class Training:
             self.step = self._reported_step = int(state["step"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint does not fit this run: {error!r}; start anew with --overwrite"
+                f"the checkpoint does not fit this run: {error!r}; start a new run with --overwrite"
             ) from error
 
     def _train_step(self) -> None:
@@ -255,34 +295,34 @@ class Training:
         return loss.detach(), nll.detach()
 
     def _clip(self) -> None:
-        if self._config.clip_norm > 0:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
+        if self._config.optimizer.clip_norm > 0:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.clip_norm)
 
     def _next_stop(self) -> int:
         """Return the next step from here after which all replicas do something together."""
-        every = [self._config.steps, self._config.eval_every, self._config.checkpoint_every]
+        every = [self._config.run.steps, self._config.output.eval_every, self._config.output.checkpoint_every]
         return min(-(-self.step // steps) * steps for steps in every if steps)
 
     def _report(self) -> None:
         # a replica that catches up may pass over the very step
-        is_due = self.step // self._config.log_every > self._reported_step // self._config.log_every
-        if is_due or self.step == self._config.steps:
+        is_due = self.step // self._config.output.log_every > self._reported_step // self._config.output.log_every
+        if is_due or self.step == self._config.run.steps:
             self._reported_step = self.step
             self._meter.write_step(
                 self.step,
                 stalled_s=self._optimizer.statistics.stalled_s,
                 rounds_in_flight=len(self._optimizer.rounds_in_flight),
             )
-        is_last = self.step == self._config.steps
-        if not is_last and self._is_due(self._config.eval_every):
+        is_last = self.step == self._config.run.steps
+        if not is_last and self._is_due(self._config.output.eval_every):
             # shared out, so that no replica waits for the one that evaluates
             part, num_parts = self.share()
             with self._apart():
-                val_loss, targets = self.evaluate(self._config.eval_batches, part=part, num_parts=num_parts)
+                val_loss, targets = self.evaluate(self._config.output.eval_batches, part=part, num_parts=num_parts)
             self._meter.write_eval(self.step, val_loss=val_loss, targets=targets)
 
     def _look_for_drift(self) -> None:
-        complaint = self._watch.look(self.step) if self._watch else ""
+        complaint = self._watch.observe_step(self.step) if self._watch else ""
         if complaint:
             self._meter.write_warning(self.step, message=f"replica {self._optimizer.transport.replica}: {complaint}")
 
@@ -290,16 +330,16 @@ class Training:
         return self._watch.apart() if self._watch else contextlib.nullcontext()
 
     def _is_due(self, every: int | None) -> bool:
-        is_last = self.step == self._config.steps
+        is_last = self.step == self._config.run.steps
         return is_last or bool(every and self.step % every == 0)
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self._config.autocast == "bf16"
+        enabled = self._config.model.autocast == "bf16"
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
 def _compiled(loss: Callable[[Tensor, Tensor], Batch]) -> Callable[[Tensor, Tensor], Batch]:
-    """Compile at the first call; what the compiler cannot do ends the run in words, not in its own traceback."""
+    """Compile at the first call; a failure of the compiler ends the run with one error instead of its traceback."""
     compiled = torch.compile(loss)
 
     def run(tokens: Tensor, targets: Tensor) -> Batch:
@@ -310,7 +350,7 @@ def _compiled(loss: Callable[[Tensor, Tensor], Batch]) -> Callable[[Tensor, Tens
                 raise
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ThinwireError(
-                f"--compile failed: {reason}; mend the compiler, or start anew without --compile"
+                f"--compile failed: {reason}; fix the compiler, or start a new run without --compile"
             ) from error
 
     return run

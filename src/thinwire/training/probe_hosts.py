@@ -1,27 +1,103 @@
-"""Measuring all hosts of a run together: each one's inner step, and the wires between them."""
+"""Measurement of all hosts of a run: each one's inner step and codec speed, and the links between them."""
 
 from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 
+import psutil
+import torch
+
+from thinwire.codecs import e3m0
 from thinwire.errors import DataError, PayloadError
 from thinwire.planning.cluster import Cluster, Machine, read_machine
+from thinwire.planning.predict import FLOPS_PER_PARAMETER
 from thinwire.planning.probe import ProbeBudget, WireMeasurements, probe_wires
+from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig
-from thinwire.training.host_benchmark import measure_machine
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.base import Transport
 from thinwire.transport.connect import connect
 from thinwire.transport.secret import need_pyzmq, read_secret
+
+# Enough to drown what a call costs.
+_CODED_ELEMENTS = 2**20
+_LEAST_STEPS, _LEAST_CODINGS = 3, 3
+
+
+def measure_machine(config: TrainConfig, *, name: str, seconds: float = 5.0) -> Machine:
+    """Train a few steps on random tokens, code a few vectors, and ask for the free memory.
+
+    Args:
+        config: Says the model, the batch, the sequence, the device and the threads.
+        name: What the machine is called.
+        seconds: About how long to train; at least three steps after a first one that does not count.
+
+    Returns:
+        The machine without its wires.
+
+    Raises:
+        ValueError: The model or the device is not there.
+    """
+    if not seconds > 0:
+        raise ValueError(f"the time for steps must be above 0 s, got {seconds}; 5 s is usual")
+    device = torch.device(config.model.device)
+    torch.set_num_threads(config.model.threads or 1)
+    free_bytes = torch.cuda.mem_get_info()[0] if device.type == "cuda" else psutil.virtual_memory().available
+    model = make_model(config, vocab_size=None, device=device)
+    inner = make_inner_optimizer(config, model)
+    assert config.data.batch_size is not None and config.model.seq_len is not None
+    shape = (config.data.batch_size, config.model.seq_len)
+    tokens = torch.randint(int(model.vocab_size), shape, device=device)  # type: ignore[arg-type]
+
+    def step() -> None:
+        model.loss(tokens, tokens)[0].backward()  # type: ignore[operator]
+        inner.step()
+        inner.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    step_s = _median_s(step, seconds=seconds, at_least=_LEAST_STEPS)
+    step_tokens = shape[0] * shape[1]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Machine(
+        name=name, step_s=step_s, step_tokens=step_tokens,
+        flops_per_s=FLOPS_PER_PARAMETER * num_parameters * step_tokens / step_s,
+        memory_bytes=float(free_bytes), encode_bytes_per_s=coding_bytes_per_s(device),
+    )  # fmt: skip
+
+
+def coding_bytes_per_s(device: torch.device) -> float:
+    """Return how many bytes of float32 are encoded and decoded again in a second, in E3M0."""
+    codec, vector = e3m0(), torch.randn(_CODED_ELEMENTS, device=device)
+
+    def code() -> None:
+        codec.decode(codec.encode(vector), numel=_CODED_ELEMENTS)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return 4 * _CODED_ELEMENTS / _median_s(code, seconds=0.2, at_least=_LEAST_CODINGS)
+
+
+def _median_s(action: Callable[[], None], *, seconds: float, at_least: int) -> float:
+    action()  # the first one compiles, allocates and reads from disk
+    found: list[float] = []
+    while len(found) < at_least or sum(found) < seconds:
+        began_s = time.perf_counter()
+        action()
+        found.append(time.perf_counter() - began_s)
+    return statistics.median(found)
+
 
 _NAMES = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What a probe found, the same on all hosts.
+    """Result of a probe, the same on all hosts.
 
     Attributes:
         replica: The number of this host.
@@ -53,12 +129,14 @@ def probe_hosts(config: TrainConfig, *, budget: ProbeBudget, step_s: float) -> P
         ThinwireError: A host did not come, was lost, or sent something else.
         ValueError: There is one host only, an option is out of its range, or the secret's file cannot be used.
     """
-    if config.secret is not None:  # said before the steps are timed, not after
+    if config.run.secret is not None:  # said before the steps are timed, not after
         need_pyzmq()
-        read_secret(config.secret)
+        read_secret(config.run.secret)
     machine = measure_machine(config, name=socket.gethostname(), seconds=step_s)
-    deadline_s = config.join_deadline_s
-    transport = connect(interface=config.interface, address=config.address, secret=config.secret, deadline_s=deadline_s)
+    deadline_s = config.run.join_deadline_s
+    transport = connect(
+        interface=config.run.interface, address=config.run.address, secret=config.run.secret, deadline_s=deadline_s
+    )
     try:
         machines = _all_machines(machine, transport, deadline_s=deadline_s)
         wires = probe_wires(transport, budget=budget, deadline_s=deadline_s, number=_NAMES + 1)

@@ -17,6 +17,7 @@ from torch import nn
 
 from thinwire.errors import DesyncError
 from thinwire.files import replace_whole, write_whole
+from thinwire.sync.method import Method
 from thinwire.training.build import make_method
 from thinwire.training.config import TrainConfig
 from thinwire.training.metrics import ReplicaCounts
@@ -40,15 +41,10 @@ def parameters_sha256(model: nn.Module) -> str:
 def replica_note(reading: ReplicaCounts, *, sha256: str) -> dict[str, Any]:
     """Return what a replica tells the others at the end."""
     return {
-        "sha256": sha256,
-        "tokens": reading.tokens,
-        "time_s": reading.time_s,
-        "stalled_s": reading.stalled_s,
-        "payload_bytes": reading.sent.payload_bytes,
-        "wire_bytes_sent": reading.sent.wire_bytes,
-        "wire_bytes_received": reading.received.wire_bytes,
-        "peak_bits_per_s": reading.peak_bits_per_s,
-    }
+        "sha256": sha256, "tokens": reading.tokens, "time_s": reading.time_s, "stalled_s": reading.stalled_s,
+        "payload_bytes": reading.sent.payload_bytes, "wire_bytes_sent": reading.sent.wire_bytes,
+        "wire_bytes_received": reading.received.wire_bytes, "peak_bits_per_s": reading.peak_bits_per_s,
+    }  # fmt: skip
 
 
 def summarise(
@@ -74,48 +70,34 @@ def summarise(
     def mean(name: str) -> float:
         return sum(float(note[name]) for note in notes) / count
 
+    method = make_method(config)
     wall_s = max(note["time_s"] for note in notes)
     tokens = sum(note["tokens"] for note in notes)
     payload_bytes, sent_bytes = mean("payload_bytes"), mean("wire_bytes_sent")
-    allreduce_bytes = 2 * (count - 1) / count * 4 * parameters * config.steps
+    allreduce_bytes = 2 * (count - 1) / count * 4 * parameters * config.run.steps
     return {
-        "method": config.method.replace("_", "-"),
-        "replicas": count,
-        "steps": config.steps,
-        "tokens": tokens,
-        "val_loss": val_loss,
-        "wall_s": round(wall_s, 3),
-        "tokens_per_s": round(tokens / wall_s, 2),
-        "payload_bytes": round(payload_bytes),
-        "wire_bytes_sent": round(sent_bytes),
+        "method": config.sync.method.replace("_", "-"), "replicas": count, "steps": config.run.steps, "tokens": tokens,
+        "val_loss": val_loss, "wall_s": round(wall_s, 3), "tokens_per_s": round(tokens / wall_s, 2),
+        "payload_bytes": round(payload_bytes), "wire_bytes_sent": round(sent_bytes),
         "wire_bytes_received": round(mean("wire_bytes_received")),
         "peak_bits_per_s": round(max(note["peak_bits_per_s"] for note in notes), 1),
         "compute_utilisation": round(sum(1 - note["stalled_s"] / note["time_s"] for note in notes) / count, 5),
-        "global_parameters_sha256": notes[0]["sha256"],
-        "model": config.model,
-        "data": config.data,
-        "parameters": parameters,
-        "sync_interval": config.sync_interval or 1,
-        "overlap_steps": getattr(make_method(config).schedule, "overlap_steps", 0),
-        "codec": config.codec or _default_codec(config),
-        "num_fragments": num_fragments,
-        "allreduce_bytes": round(allreduce_bytes),
-        "all_reduce_dtype": all_reduce_dtype,
-        "times_fewer_bytes": round(allreduce_bytes / sent_bytes, 2) if sent_bytes else None,
-        "seed": config.seed,
-        "machine": describe_machine(config.device),
-        "thinwire_version": __version__,
-    }
+        "global_parameters_sha256": notes[0]["sha256"], "model": config.model.name, "data": config.data.source,
+        "parameters": parameters, "sync_interval": config.sync.sync_interval or 1,
+        "overlap_steps": getattr(method.schedule, "overlap_steps", 0),
+        "codec": config.sync.codec or _codec_of(method, num_replicas=count), "num_fragments": num_fragments,
+        "allreduce_bytes": round(allreduce_bytes), "all_reduce_dtype": all_reduce_dtype,
+        "times_fewer_bytes": round(allreduce_bytes / sent_bytes, 2) if sent_bytes else None, "seed": config.run.seed,
+        "machine": describe_machine(config.model.device), "thinwire_version": __version__,
+    }  # fmt: skip
 
 
 def describe_machine(device: str) -> dict[str, Any]:
     """Return what numbers of speed depend on, without the host's name."""
     machine: dict[str, Any] = {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+        "system": f"{platform.system()} {platform.machine()}", "cores": os.cpu_count(),
+        "python": platform.python_version(), "torch": torch.__version__,
+    }  # fmt: skip
     if device == "cuda":
         machine["gpu"] = torch.cuda.get_device_name()
     return machine
@@ -152,8 +134,10 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def _default_codec(config: TrainConfig) -> str:
-    return "e3m0" if config.method.replace("_", "-") in ("streaming-diloco", "decoupled-diloco") else "float32"
+def _codec_of(method: Method, *, num_replicas: int) -> str:
+    """Return the name of the method's first lossy codec, `float32` if it has none."""
+    codecs = [getattr(exchange, "codec", None) for exchange in method.exchanges(num_replicas)]
+    return next((codec.name for codec in codecs if codec is not None and codec.name != "float32"), "float32")
 
 
 def _check_hashes(hashes: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""One replica's part in a run: join the others, agree on where to begin, train, and tell what came of it."""
+"""One replica of a run: joins the others, agrees on the first step, trains, and reports the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from thinwire.training.checkpoints.replica_checkpoints import (
 from thinwire.training.config import TrainConfig, config_text, meaning
 from thinwire.training.corpora import Corpus, Sampler, open_corpus, validation_batches
 from thinwire.training.cost_check import complain
-from thinwire.training.drift import watch_for
+from thinwire.training.drift import step_monitor_of
 from thinwire.training.loop import Batch, Training
 from thinwire.training.metrics import Logger, Meter, open_loggers
 from thinwire.training.run_identity import (
@@ -35,7 +35,7 @@ from thinwire.training.run_identity import (
     new_identity,
     read_identity,
     write_identity,
-)
+)  # fmt: skip
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.connect import connect
@@ -45,30 +45,20 @@ _OPENING, _READY, _CLOSING, _PROBING = range(4)
 # Known by other names on other hosts; what they stand for is compared by content.
 _LOCAL_NAMES = ("data", "model")
 _OUTPUTS = (
-    "config.json",
-    RUN_FILE,
-    "summary.json",
-    "report.html",
-    "metrics-replica-*",
-    "transfers-replica-*",
-    "records-rank-*",
-    "findings.jsonl",
-    "actions.jsonl",
-    "downtime.json",
-    "parts.jsonl",
-    "checkpoint-cost.json",
-)
+    "config.json", RUN_FILE, "summary.json", "report.html", "metrics-replica-*", "transfers-replica-*",
+    "records-rank-*", "findings.jsonl", "actions.jsonl", "downtime.json", "parts.jsonl", "checkpoint-cost.json",
+)  # fmt: skip
 _OUTPUT_FOLDERS = ("checkpoints", "model", "logs", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """How a process takes part.
+class ReplicaStart:
+    """Circumstances in which a replica's process starts.
 
     Attributes:
         local_rank: Its number on this host; also its GPU.
-        is_prepared: Whether somebody has made the run's folder already; else the first rank of each host does.
-        is_resumed: Whether the run goes on from a checkpoint.
+        is_prepared: Whether the launcher has made the run's folder; else the first rank of each host does.
+        is_resumed: Whether the run resumes from a checkpoint.
     """
 
     local_rank: int = 0
@@ -82,10 +72,11 @@ def open_data(config: TrainConfig) -> Corpus:
     Raises:
         DataError: There is no such corpus, or it is too small or no text.
     """
-    assert config.cache_dir is not None
+    assert config.data.cache_dir is not None
     return open_corpus(
-        config.data, cache=config.cache_dir, tokenizer=config.tokenizer, vocab_size=wanted_vocabulary(config)
-    )
+        config.data.source, cache=config.data.cache_dir, tokenizer=config.data.tokenizer,
+        vocab_size=wanted_vocabulary(config),
+    )  # fmt: skip
 
 
 def check_data(config: TrainConfig, corpus: Corpus) -> None:
@@ -100,41 +91,33 @@ def check_data(config: TrainConfig, corpus: Corpus) -> None:
 
 def make_sampler(config: TrainConfig, corpus: Corpus, *, replica: int) -> Sampler:
     """Return one replica's share of the corpus."""
-    assert config.batch_size is not None and config.seq_len is not None
+    assert config.data.batch_size is not None and config.model.seq_len is not None
     return Sampler(
-        corpus.train,
-        replica=replica,
-        num_replicas=config.num_replicas,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        seed=config.seed,
-    )
+        corpus.train, replica=replica, num_replicas=config.num_replicas, batch_size=config.data.batch_size,
+        seq_len=config.model.seq_len, seed=config.run.seed,
+    )  # fmt: skip
 
 
 def held_out_batches(config: TrainConfig, corpus: Corpus, *, num_batches: int) -> Iterable[Batch]:
-    """Return at most so many batches that nobody trains on, the same at every call."""
-    assert config.batch_size is not None and config.seq_len is not None
+    """Return at most so many held-out batches, the same at every call."""
+    assert config.data.batch_size is not None and config.model.seq_len is not None
     return validation_batches(
-        corpus.held_out, batch_size=config.batch_size, seq_len=config.seq_len, max_batches=num_batches
+        corpus.held_out, batch_size=config.data.batch_size, seq_len=config.model.seq_len, max_batches=num_batches
     )
 
 
 def run_replica(
-    config: TrainConfig,
-    *,
-    place: Place,
-    loggers: Sequence[Logger] = (),
-    warn: Callable[[str], None] | None = None,
-    on_start: Callable[[int], None] | None = None,
-) -> dict[str, Any] | None:
+    config: TrainConfig, *, place: ReplicaStart, loggers: Sequence[Logger] = (),
+    warn: Callable[[str], None] = lambda text: None, on_start: Callable[[int], None] = lambda step: None,
+) -> dict[str, Any] | None:  # fmt: skip
     """Train one replica in this process, from joining the others to the end.
 
     Args:
         config: Resolved options, the same on all replicas but for paths.
         place: How this process takes part.
-        loggers: Take metrics besides the files.
-        warn: Told what went wrong without stopping the run.
-        on_start: Told the step to begin after, once all replicas agree on it and before metrics are written.
+        loggers: Receive metrics besides the files.
+        warn: Receives problems that do not stop the run.
+        on_start: Receives the step to begin after, once all replicas agree on it and before metrics are written.
 
     Returns:
         The run's summary on replica 0, None on the others.
@@ -143,21 +126,23 @@ def run_replica(
         ThinwireError: The run cannot go on.
         ValueError: The run's folder holds a run already, or an option is wrong.
     """
-    torch.set_num_threads(config.threads or 1)
+    torch.set_num_threads(config.model.threads or 1)
     corpus = open_data(config)
     transport = connect(
-        interface=config.interface, address=config.address, secret=config.secret, deadline_s=config.join_deadline_s
-    )
+        interface=config.run.interface, address=config.run.address, secret=config.run.secret,
+        deadline_s=config.run.join_deadline_s,
+    )  # fmt: skip
     try:
-        return _Replica(config, place=place, corpus=corpus, transport=transport).run(
-            loggers, warn or (lambda text: None), on_start or (lambda step: None)
-        )
+        replica = _Replica(config, place=place, corpus=corpus, transport=transport)
+        return replica.run(loggers, warn, on_start)
     finally:
         transport.close()
 
 
 class _Replica:
-    def __init__(self, config: TrainConfig, *, place: Place, corpus: Corpus, transport: RecordingTransport) -> None:
+    def __init__(
+        self, config: TrainConfig, *, place: ReplicaStart, corpus: Corpus, transport: RecordingTransport
+    ) -> None:
         self._config = config
         self._place = place
         self._corpus = corpus
@@ -174,8 +159,8 @@ class _Replica:
         step = self._open(warn)
         on_start(step)
         own = open_loggers(
-            config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=self._transport.replica,
-            after_step=step,
+            config.run_dir, tensorboard=config.output.tensorboard, wandb=config.output.wandb,
+            replica=self._transport.replica, after_step=step,
         )  # fmt: skip
         meter = Meter(
             config.run_dir, replica=self._transport.replica, log=self._transport.log, loggers=(*own, *loggers),
@@ -212,18 +197,14 @@ class _Replica:
         return ReplicaCheckpoints(self._config.run_dir, identity=identity)
 
     def _open(self, warn: Callable[[str], None]) -> int:
-        """Compare options and data, choose where to begin, and make the run's folder."""
+        """Compare options and data, choose the first step, and make the run's folder."""
         found = verify_all(self._checkpoints) if self._place.is_resumed else Found(good=(), bad={})
         note = {
-            "options": _comparable(self._config),
-            "corpus": self._corpus.sha256,
-            "run": self._run.to_json(),
-            "has_run": has_run(self._config.run_dir),
-            "is_resumed": self._place.is_resumed,
-            "good": found.good[-32:],
+            "options": _comparable(self._config), "corpus": self._corpus.sha256, "run": self._run.to_json(),
+            "has_run": has_run(self._config.run_dir), "is_resumed": self._place.is_resumed, "good": found.good[-32:],
             "bad": [[step, problem[:200]] for step, problem in sorted(found.bad.items())[-8:]],
-        }
-        notes = self._tell(note, number=_OPENING, deadline_s=self._config.join_deadline_s)
+        }  # fmt: skip
+        notes = self._tell(note, number=_OPENING, deadline_s=self._config.run.join_deadline_s)
         _check_same(notes)
         self._check_folder(notes)
         self._agree_on_run(notes)
@@ -234,11 +215,11 @@ class _Replica:
                 warn(warning)
         if not self._place.is_prepared and self._place.local_rank == 0:
             make_run_folder(self._config, run=self._run, is_resumed=self._place.is_resumed)
-        self._tell({}, number=_READY, deadline_s=self._config.join_deadline_s)
+        self._tell({}, number=_READY, deadline_s=self._config.run.join_deadline_s)
         return step
 
     def _check_folder(self, notes: list[dict[str, Any]]) -> None:
-        if self._place.is_prepared or self._place.is_resumed or self._config.overwrite:
+        if self._place.is_prepared or self._place.is_resumed or self._config.output.overwrite:
             return
         holders = [replica for replica, note in enumerate(notes) if note["has_run"]]
         if holders:
@@ -260,43 +241,30 @@ class _Replica:
 
     def _assemble(self, meter: Meter, recorder: Recorder) -> Training:
         config, corpus, transport = self._config, self._corpus, self._transport
-        device = torch.device("cuda", self._place.local_rank) if config.device == "cuda" else torch.device("cpu")
+        device = torch.device("cuda", self._place.local_rank) if config.model.device == "cuda" else torch.device("cpu")
         check_data(config, corpus)  # a host of its own may hold other files
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=corpus.tokenizer.vocab_size, device=device)
         optimizer = DistributedOptimizer(
-            model,
-            make_inner_optimizer(config, model),
-            method=make_method(config),
-            transport=transport,
-            seed=config.seed,
-            pace=config.pace,
-        )
+            model, make_inner_optimizer(config, model), method=make_method(config), transport=transport,
+            seed=config.run.seed, pace=config.sync.pace,
+        )  # fmt: skip
         self._model, self._optimizer = model, optimizer
         return Training(
-            config,
-            model=model,
-            optimizer=optimizer,
-            batches=make_sampler(config, corpus, replica=transport.replica),
-            held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches),
-            meter=meter,
-            checkpoints=self._checkpoints,
-            device=device,
-            watch=watch_for(config, optimizer, log=transport.log),
-            recorder=recorder,
-        )
+            config, model=model, optimizer=optimizer, batches=make_sampler(config, corpus, replica=transport.replica),
+            held_out=lambda num_batches: held_out_batches(config, corpus, num_batches=num_batches), meter=meter,
+            checkpoints=self._checkpoints, device=device,
+            watch=step_monitor_of(config, optimizer, log=transport.log), recorder=recorder,
+        )  # fmt: skip
 
     def _check_code(self) -> str:
-        """Return what to tell where the method's code costs more time than it saves on this wire."""
+        """Return the warning about a method whose codec costs more time than it saves on this link."""
         if self._transport.num_replicas < 2:
             return ""
         return complain(
-            self._optimizer,
-            num_steps=self._config.steps,
-            number=_PROBING,
-            deadline_s=self._config.join_deadline_s,
-            device=next(self._model.parameters()).device,
-        )
+            self._optimizer, num_steps=self._config.run.steps, number=_PROBING,
+            deadline_s=self._config.run.join_deadline_s, device=next(self._model.parameters()).device,
+        )  # fmt: skip
 
     def _go_to(self, step: int, training: Training, meter: Meter) -> None:
         if step:

@@ -19,9 +19,8 @@ from thinwire.codecs.error_feedback import ErrorFeedback
 from thinwire.elastic.elastic_mean import ElasticMean, elastic_mean
 from thinwire.elastic.elastic_method import elastic
 from thinwire.errors import ConnectError, Stopped, WorkerFailed
-from thinwire.training.config import TrainConfig, resolve
-from thinwire.training.corpora.sampler import Sampler
-from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.config import OPTIONS, TrainConfig, resolve
+from thinwire.training.corpora.sampler import Sampler, ShardBatches
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.launch import REFUSED, UNANSWERED, Role, launch
 from thinwire.training.run_identity import new_identity
@@ -29,7 +28,7 @@ from thinwire.transport.loopback import single
 
 
 def config_of(tmp_path: Path, **more: object) -> TrainConfig:
-    given = TrainConfig(elastic=True, replicas=3, steps=60, out=tmp_path, secret=tmp_path / "secret", **more)  # type: ignore[arg-type]
+    given = TrainConfig.of(elastic=True, replicas=3, steps=60, out=tmp_path, secret=tmp_path / "secret", **more)
     return resolve(given, world_size=None, cores=2, home=tmp_path)
 
 
@@ -41,9 +40,10 @@ def test_a_job_goes_over_the_wire_without_what_is_one_hosts_own(tmp_path: Path) 
     job = job_of(config_of(tmp_path, overlap_steps="2"))
     told = job.to_json()
     assert (job.sync_interval, job.overlap_steps, job.shard_windows) == (30, 2, 16 * 8)
-    assert not {"out", "secret", "cache_dir", "address"} & set(told["config"]), "a joiner has its own"
+    names = {name for section in told["config"].values() for name in section}
+    assert not {"out", "secret", "cache_dir", "address"} & names, "a joiner has its own"
     again = Job.from_json(told)
-    assert again.config.steps == 60 and again.config.secret is None and again.to_json() == told
+    assert again.config.run.steps == 60 and again.config.run.secret is None and again.to_json() == told
 
 
 @pytest.mark.parametrize("name", ["sync_interval", "config", "identity"])
@@ -58,7 +58,9 @@ def test_a_job_with_options_that_cannot_be_is_refused(tmp_path: Path) -> None:
     told = job_of(config_of(tmp_path)).to_json()
     for name, value in (("steps", 0), ("replicas", None), ("lr", -1.0), ("batch_size", None)):
         with pytest.raises(ConnectError, match="tells of no job of this thinwire"):
-            Job.from_json({**told, "config": {**told["config"], name: value}})
+            section, field = OPTIONS[name]
+            config = {**told["config"], section: {**told["config"][section], field: value}}
+            Job.from_json({**told, "config": config})
 
 
 def test_a_host_keeps_its_own_settings(tmp_path: Path) -> None:
@@ -67,8 +69,13 @@ def test_a_host_keeps_its_own_settings(tmp_path: Path) -> None:
     )
     settings.save()
     applied = LocalSettings.load(tmp_path).apply(job_of(config_of(tmp_path / "first")).config)
-    assert (applied.batch_size, applied.data, applied.threads, applied.run_dir) == (2, "here", 3, tmp_path)
-    assert applied.steps == 60 and applied.device == "cpu"
+    assert (applied.data.batch_size, applied.data.source, applied.model.threads, applied.run_dir) == (
+        2,
+        "here",
+        3,
+        tmp_path,
+    )
+    assert applied.run.steps == 60 and applied.model.device == "cpu"
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3])

@@ -20,7 +20,7 @@ from thinwire.monitor.report.figures import (
 )
 from thinwire.monitor.report.report import headline, render_report, write_report
 from thinwire.monitor.runlog.run_folder import read_run
-from thinwire.training.config import command_line
+from thinwire.training.config import TrainConfig, command_line, read_config
 
 REPEAT = "thinwire train --replicas 2"
 
@@ -277,7 +277,7 @@ def test_the_report_tells_what_was_warned_of_and_of_many_the_last(tmp_path: Path
 
 
 def test_hostile_words_from_the_files_stay_words(tmp_path: Path) -> None:
-    run = write_run(tmp_path / HOSTILE.replace("/", "_"), config={"data": HOSTILE, HOSTILE: HOSTILE})
+    run = write_run(tmp_path / HOSTILE.replace("/", "_"), config={"data": {"source": HOSTILE}, HOSTILE: HOSTILE})
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps(summary | {"method": HOSTILE, "model": HOSTILE, "machine": HOSTILE}))
     append(run / "metrics-replica-1.jsonl", {"kind": "error", "step": 3, "message": HOSTILE})
@@ -289,13 +289,13 @@ def test_hostile_words_from_the_files_stay_words(tmp_path: Path) -> None:
 
 
 def test_the_command_to_do_it_again_gives_what_is_not_the_default(tmp_path: Path) -> None:
-    words = command_line(read_run(write_run(tmp_path / "run")).config)
-    assert words.startswith("thinwire train --replicas 2 ")
+    words = command_line(read_config(write_run(tmp_path / "run")))
+    assert words.startswith("thinwire train --replicas 2")
     assert "--lr 0.003" in words and "--codec e3m0" in words
     assert "--method" not in words and "--quiet" not in words and "version" not in words
     page = _page(write_report(tmp_path / "run", command=words))
     assert ["".join(node.itertext()) for node in page.iter("pre")] == [words], "it can be copied as it stands"
-    assert "--data 'a b; rm'" in command_line({"data": "a b; rm"})
+    assert "--data 'a b; rm'" in command_line(TrainConfig.of(data="a b; rm"))
 
 
 def test_a_report_that_cannot_be_written_leaves_nothing_half_written(tmp_path: Path) -> None:

@@ -20,9 +20,8 @@ from thinwire.training.build import make_inner_optimizer
 from thinwire.training.checkpoints.replica_checkpoints import Identity, ReplicaCheckpoints
 from thinwire.training.config import TrainConfig
 from thinwire.training.corpora import Sampler
-from thinwire.training.loop import Training
+from thinwire.training.loop import Passes, Training
 from thinwire.training.metrics import Meter
-from thinwire.training.step_timing import Passes
 from thinwire.transport.loopback import single
 from thinwire.transport.recording import RecordingTransport
 
@@ -51,7 +50,7 @@ def training_of(
     run_dir: Path, model: nn.Module, *, seen: Callable[[Any, int], None] = lambda loss, tokens: None,
     recorder: Recorder | None = None, **options: Any,
 ) -> Training:  # fmt: skip
-    config = TrainConfig(
+    config = TrainConfig.of(
         replicas=1, steps=4, batch_size=2, seq_len=SEQ_LEN, inner_optimizer="plain-sgd", warmup_steps=0,
         schedule="constant", out=run_dir, **options,
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,7 +87,7 @@ def test_parameters_in_two_parts_and_later_groups_are_refused() -> None:
 
 def test_muon_gets_the_blocks_matrices_and_adamw_all_else() -> None:
     model = build("transformer")
-    config = TrainConfig(inner_optimizer="muon", lr=0.01)
+    config = TrainConfig.of(inner_optimizer="muon", lr=0.01)
     inner = make_inner_optimizer(config, model)
     assert isinstance(inner, thinwire.MultiOptimizer)
     muon, adamw = inner.parts
@@ -105,7 +104,7 @@ def test_muon_is_refused_where_no_block_has_a_matrix(monkeypatch: pytest.MonkeyP
         "--inner-optimizer muon is for matrices of a model's blocks, and --model nano has none: its blocks hold 4 "
         "trained tensors, none of them of two dimensions; use --inner-optimizer adamw"
     )
-    config = resolve(TrainConfig(inner_optimizer="muon"), world_size=None, cores=1, home=Path("/home/someone"))
+    config = resolve(TrainConfig.of(inner_optimizer="muon"), world_size=None, cores=1, home=Path("/home/someone"))
     with pytest.raises(ValueError) as found:
         make_inner_optimizer(config, build("conv"))
     assert str(found.value) == reason
@@ -115,7 +114,7 @@ def test_muon_is_refused_where_no_block_has_a_matrix(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(assembly, "make_model", lambda *_, **__: build("conv"))
     with pytest.raises(ValueError, match="none of them of two dimensions; use --inner-optimizer adamw"):
         check(config)  # before a worker starts
-    check(replace(config, inner_optimizer="adamw"))
+    check(config.replace(inner_optimizer="adamw"))
 
 
 @pytest.mark.parametrize("inner_optimizer", ["adamw", "muon"])
@@ -123,7 +122,7 @@ def test_vectors_do_not_decay_and_frozen_parameters_are_in_no_group(inner_optimi
     model = build("transformer")
     frozen = model.get_parameter("blocks.0.mlp.0.weight")
     frozen.requires_grad_(False)
-    inner = make_inner_optimizer(TrainConfig(inner_optimizer=inner_optimizer, lr=0.01, weight_decay=0.1), model)
+    inner = make_inner_optimizer(TrainConfig.of(inner_optimizer=inner_optimizer, lr=0.01, weight_decay=0.1), model)
     decay = {id(p): group["weight_decay"] for group in inner.param_groups for p in group["params"]}
     assert decay == {id(p): 0.1 if p.ndim >= 2 else 0.0 for p in model.parameters() if p is not frozen}
 

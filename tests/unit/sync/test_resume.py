@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ class _StoppedOnPurpose(Exception):
 
 
 def config_for(run_dir: Path, **options: Any) -> TrainConfig:
-    return TrainConfig(
+    return TrainConfig.of(
         replicas=2, steps=STEPS, batch_size=2, seq_len=8, lr=0.01, warmup_steps=3, eval_every=4, eval_batches=2,
         final_eval_batches=2, log_every=3, checkpoint_every=1, out=run_dir, **options,
     )  # fmt: skip
@@ -75,7 +74,7 @@ def run(config: TrainConfig, *, start: int = 0, stop: int | None = None) -> list
     def replica_main(loopback: LoopbackTransport) -> str:
         transport = RecordingTransport(loopback)
         model = build_transformer(SHAPE, seed=0)
-        method = SHORT.get(config.method, lambda: make_method(config))()
+        method = SHORT.get(config.sync.method, lambda: make_method(config))()
         optimizer = DistributedOptimizer(model, make_inner_optimizer(config, model), method=method, transport=transport)
         meter = Meter(config.run_dir, replica=transport.replica, log=transport.log)
         identity = Identity(run="r", replica=transport.replica, num_replicas=2, config_digest=config.digest())
@@ -117,9 +116,9 @@ def test_a_run_resumed_after_any_step_ends_with_the_bits_of_one_never_stopped(
     unbroken = run(config)
     assert unbroken[0] == unbroken[1]
     # newest first: a resumed run writes its last checkpoint only, and leaves the earlier ones
-    resumed = replace(config, checkpoint_every=0)
+    resumed = config.replace(checkpoint_every=0)
     kept = sorted(int(folder.name.removeprefix("step-")) for folder in (tmp_path / "checkpoints").iterdir())
-    assert len(kept) >= (PHASES if config.sync_interval else 3)
+    assert len(kept) >= (PHASES if config.sync.sync_interval else 3)
     for step in reversed(kept[-PHASES:]):
         assert run(resumed, start=step) == unbroken, f"resumed after step {step}"
 

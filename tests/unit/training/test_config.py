@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,38 +12,43 @@ from thinwire.training.build import check, lr_factor, make_method, wanted_vocabu
 from thinwire.training.config import (
     FREE,
     TrainConfig,
-    check_values,
     config_text,
     from_json,
     meaning,
     read_config,
     resolve,
     to_json,
+    validate,
 )
 
 
 def resolved(**options: object) -> TrainConfig:
-    return resolve(TrainConfig(**options), world_size=None, cores=4, home=Path("/home/someone"))  # type: ignore[arg-type]
+    return resolve(TrainConfig.of(**options), world_size=None, cores=4, home=Path("/home/someone"))
 
 
 def test_every_default_is_filled_in_and_what_the_user_said_stays() -> None:
     config = resolved(steps=60, lr=0.5)
-    assert (config.replicas, config.sync_interval, config.warmup_steps, config.eval_every) == (2, 30, 6, 10)
-    assert config.lr == 0.5
-    assert config.threads == 2
-    assert config.cache_dir == Path("/home/someone/.cache/thinwire")
-    assert config.out == Path("runs/streaming-diloco-nano-seed0")
+    assert (
+        config.run.replicas,
+        config.sync.sync_interval,
+        config.optimizer.warmup_steps,
+        config.output.eval_every,
+    ) == (2, 30, 6, 10)
+    assert config.optimizer.lr == 0.5
+    assert config.model.threads == 2
+    assert config.data.cache_dir == Path("/home/someone/.cache/thinwire")
+    assert config.output.out == Path("runs/streaming-diloco-nano-seed0")
 
 
 def test_threads_are_at_least_one_where_replicas_outnumber_cores() -> None:
-    assert resolved(replicas=7).threads == 1
+    assert resolved(replicas=7).model.threads == 1
 
 
 def test_world_size_of_torchrun_gives_the_replicas_and_contradicts_another_number() -> None:
     found = resolve(TrainConfig(), world_size=3, cores=4, home=Path("/"))
     assert found.num_replicas == 3
     with pytest.raises(ValueError, match="--replicas is 2, but torchrun starts 3 ranks"):
-        resolve(TrainConfig(replicas=2), world_size=3, cores=4, home=Path("/"))
+        resolve(TrainConfig.of(replicas=2), world_size=3, cores=4, home=Path("/"))
 
 
 def test_options_survive_json_and_keep_their_digest() -> None:
@@ -58,10 +62,10 @@ def test_the_digest_follows_what_is_computed_and_nothing_else() -> None:
     config = resolved()
     others = {"seed": 1, "lr": 0.1, "codec": "float32", "final_exchange": False, "steps": 7}
     for name, value in others.items():
-        assert dataclasses.replace(config, **{name: value}).digest() != config.digest(), name  # type: ignore[arg-type]
+        assert config.replace(**{name: value}).digest() != config.digest(), name
     for name in FREE:
         assert name not in meaning(config)
-    assert dataclasses.replace(config, quiet=True, threads=9, out=Path("other")).digest() == config.digest()
+    assert config.replace(quiet=True, threads=9, out=Path("other")).digest() == config.digest()
 
 
 @pytest.mark.parametrize(
@@ -69,8 +73,11 @@ def test_the_digest_follows_what_is_computed_and_nothing_else() -> None:
     [
         ("{", "is no configuration"),
         ("[]", "is no configuration"),
-        ('{"steps": "ten"}', "steps must be int, got 'ten'"),
-        ('{"steps": true}', "steps must be int, got True"),
+        ('{"run": {"steps": "ten"}}', "Expected `int`, got `str` - at `\\$.run.steps`"),
+        ('{"run": {"steps": true}}', "Expected `int`, got `bool` - at `\\$.run.steps`"),
+        ('{"run": 1}', "Expected `object`, got `int` - at `\\$.run`"),
+        ('{"output": {"out": 1}}', "expected the name of a file, got 1"),
+        ('{"run": {"stepps": 1}}', "unknown options run.stepps"),
         ('{"stepps": 1}', "unknown options stepps"),
     ],
 )
@@ -111,7 +118,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
 )
 def test_a_value_out_of_its_range_is_refused_with_value_and_limit(options: dict[str, object], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        check_values(resolved(**options))
+        validate(resolved(**options))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +150,7 @@ def test_a_value_out_of_its_range_is_refused_with_value_and_limit(options: dict[
         ({"method": "slowmo", "pace": True}, "--pace does not go with --method slowmo"),
         ({"method": "all-reduce", "sync_interval": 5}, "--sync-interval does not go with --method all-reduce"),
         ({"method": "local-sgd", "outer_lr": 0.7}, "--outer-lr does not go with --method local-sgd"),
-        ({"device": "tpu"}, "--device must be cpu or cuda"),
+        ({"device": "tpu"}, "--device must be one of cpu, cuda"),
     ],
 )
 def test_an_impossible_run_is_refused_before_it_starts(options: dict[str, object], reason: str) -> None:
@@ -154,15 +161,15 @@ def test_an_impossible_run_is_refused_before_it_starts(options: dict[str, object
 @pytest.mark.parametrize("method", [*RECIPES, "streaming_diloco"])
 def test_every_method_runs_with_its_defaults(method: str) -> None:
     config = resolved(method=method)
-    check_values(config)
+    validate(config)
     check(config)
     assert make_method(config).name == method.replace("_", "-")
 
 
 @pytest.mark.parametrize("method", ["dgc", "demo", "masha1", "MASHA2"])
 def test_methods_that_an_adamw_would_spoil_get_plain_sgd_unless_another_is_named(method: str) -> None:
-    assert resolved(method=method).inner_optimizer == "plain-sgd"
-    assert resolved(method=method, inner_optimizer="sgd").inner_optimizer == "sgd"
+    assert resolved(method=method).optimizer.inner_optimizer == "plain-sgd"
+    assert resolved(method=method, inner_optimizer="sgd").optimizer.inner_optimizer == "sgd"
 
 
 def test_a_method_gets_the_options_that_were_given() -> None:
@@ -178,7 +185,7 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
     assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert all(earlier > later for earlier, later in pairwise(factors[4:]))
     assert factors[-1] == pytest.approx(0.1)
-    constant = dataclasses.replace(config, schedule="constant", warmup_steps=0)
+    constant = config.replace(schedule="constant", warmup_steps=0)
     assert {lr_factor(step, config=constant) for step in range(1, 51)} == {1.0}
 
 

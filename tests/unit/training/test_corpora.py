@@ -13,8 +13,8 @@ import pytest
 
 from tests.sample_texts import TEXTS, decoded
 from thinwire.training.corpora import BpeTokenizer, ByteTokenizer, open_corpus
-from thinwire.training.corpora.readers import Document
-from thinwire.training.corpora.split import divide, limit
+from thinwire.training.corpora.corpus import divide, limit
+from thinwire.training.corpora.sources import Document
 from thinwire.training.corpora.tokenizers import load_tokenizer
 
 AWKWARD = ["", "a", "Grüße, 世界 🎉\n\t  x", "<|endoftext|>", "\x00\x7f\u0085", "a" * 1000]

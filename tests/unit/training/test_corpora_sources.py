@@ -14,8 +14,7 @@ import pytest
 from tests.sample_texts import decoded
 from thinwire.errors import DataError, MissingExtra
 from thinwire.training.corpora import open_corpus
-from thinwire.training.corpora.readers import read_file
-from thinwire.training.corpora.sources import StdlibSource, open_source
+from thinwire.training.corpora.sources import StdlibSource, open_source, read_file
 
 # --- sources
 

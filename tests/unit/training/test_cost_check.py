@@ -28,7 +28,7 @@ from thinwire.sync.views import PseudoGradient
 from thinwire.training import cost_check, worker
 from thinwire.training.config import TrainConfig, resolve
 from thinwire.training.cost_check import CodeCost, complain, measure_codes, measure_rate
-from thinwire.training.worker import Place
+from thinwire.training.worker import ReplicaStart
 from thinwire.transport.all_gather_json import all_gather_json
 from thinwire.transport.base import Transport
 from thinwire.transport.loopback import LoopbackTransport
@@ -213,7 +213,7 @@ def test_a_run_writes_its_complaint_down_where_the_view_of_the_run_finds_it_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "text.txt").write_text("a thin wire carries little. " * 200)
-    given = TrainConfig(
+    given = TrainConfig.of(
         replicas=2, steps=2, data=str(tmp_path / "text.txt"), tokenizer="bytes", batch_size=1, seq_len=16,
         checkpoint_every=1, out=tmp_path / "run", cache_dir=tmp_path / "cache",
     )  # fmt: skip
@@ -224,7 +224,7 @@ def test_a_run_writes_its_complaint_down_where_the_view_of_the_run_finds_it_and_
     def run(*, is_resumed: bool) -> None:
         def replica_main(transport: LoopbackTransport) -> None:
             monkeypatch.setattr(worker, "connect", lambda **rest: RecordingTransport(transport))
-            worker.run_replica(config, place=Place(local_rank=transport.replica, is_resumed=is_resumed))
+            worker.run_replica(config, place=ReplicaStart(local_rank=transport.replica, is_resumed=is_resumed))
 
         thinwire.run_replicas(2, replica_main)
 
@@ -250,7 +250,7 @@ def rates_where_a_replica_says(note: Mapping[str, Any], monkeypatch: pytest.Monk
     def lying(told: Mapping[str, Any], *, transport: Transport, **rest: Any) -> list[dict[str, Any]]:
         return all_gather_json(note if told and transport.replica == 1 else told, transport=transport, **rest)
 
-    monkeypatch.setattr(cost_check, "tell_all", lying)
+    monkeypatch.setattr(cost_check, "all_gather_json", lying)
     return list(thinwire.run_replicas(2, lambda transport: measure_rate(transport, number=3, deadline_s=10)))
 
 

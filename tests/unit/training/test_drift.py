@@ -8,13 +8,13 @@ import pytest
 
 from thinwire.events import Transfer, TransferLog
 from thinwire.sync.schedule import EveryStep, Schedule, Staggered, WarmUp
-from thinwire.training.drift import Drift, Watch, Window, sending, whole_intervals
+from thinwire.training.drift import Drift, StepMonitor, StepWindow, sending, whole_intervals
 
 EXPECTED_S = 0.4
 
 
-def window(step_s: float, *, steps: int = 30, **more: Any) -> Window:
-    return Window(steps=steps, seconds=steps * step_s, **more)
+def window(step_s: float, *, steps: int = 30, **more: Any) -> StepWindow:
+    return StepWindow(steps=steps, seconds=steps * step_s, **more)
 
 
 def drift_of(*, sync_interval: int = 30, **options: Any) -> Drift:
@@ -66,9 +66,9 @@ def test_the_word_has_the_mean_of_the_late_windows_and_what_to_do() -> None:
     found = [drift.observe(one) for one in late]
     assert found[:2] == ["", ""]
     assert found[2] == (
-        "steps take 600.0 ms, 50 % longer than the plan's 400.0 ms: computing 400.0 ms, waiting for the wire 200.0 ms, "
-        "4.00 Mbit/s while sending; measure again with thinwire probe and plan anew, or go on with a --sync-interval "
-        "above 30 in a new run"
+        "steps take 600.0 ms, 50 % longer than the plan's 400.0 ms: computing 400.0 ms, waiting for the network "
+        "200.0 ms, 4.00 Mbit/s while sending; measure again with thinwire probe and plan again, or use a "
+        "--sync-interval above 30 in a new run"
     )
 
 
@@ -77,7 +77,7 @@ def test_the_word_has_the_mean_of_the_late_windows_and_what_to_do() -> None:
     [
         (1, {"step_s": 1.0, "stalled_s": 24.0}, "2.5 times the plan's 400.0 ms", "--sync-interval"),
         (30, {"step_s": 0.7}, "75 % longer than the plan's", "while sending"),
-        (30, {"step_s": 0.7}, "what else runs on this machine", "--sync-interval"),
+        (30, {"step_s": 0.7}, "check what else runs on this machine", "--sync-interval"),
         (30, {"step_s": 0.7, "stalled_s": 7.5}, "--sync-interval above 30", "what else runs"),
     ],
 )
@@ -87,7 +87,7 @@ def test_the_word_advises_what_helps_where_the_time_goes(
     drift = drift_of(sync_interval=sync_interval, windows=1)
     drift.observe(window(0.4))
     found = drift.observe(window(**late))
-    assert has in found and "measure again with thinwire probe and plan anew" in found
+    assert has in found and "measure again with thinwire probe and plan again" in found
     assert lacks not in found
 
 
@@ -131,15 +131,15 @@ class Run:
     def __init__(self, schedule: Schedule, *, window_steps: int, num_steps: int = 1000) -> None:
         self.now_s = self.stalled_s = 0.0
         self.log = TransferLog()
-        self.judged: list[tuple[Window, bool]] = []
+        self.judged: list[tuple[StepWindow, bool]] = []
         self.step = 0
-        self.watch = Watch(
+        self.watch = StepMonitor(
             self,  # type: ignore[arg-type]
             window_steps=window_steps, schedule=schedule, num_fragments=2, num_steps=num_steps, log=self.log,
             stalled_s=lambda: self.stalled_s, clock=lambda: self.now_s,
         )  # fmt: skip
 
-    def observe(self, window: Window, *, is_typical: bool) -> str:
+    def observe(self, window: StepWindow, *, is_typical: bool) -> str:
         self.judged.append((window, is_typical))
         return "late"
 
@@ -150,7 +150,7 @@ class Run:
             self.step += stride
             self.now_s += step_s
             self.stalled_s += stalled_s
-            if self.watch.look(self.step):
+            if self.watch.observe_step(self.step):
                 found.append(self.step)
         return found
 
@@ -173,7 +173,7 @@ def test_evaluations_and_checkpoints_are_left_out_with_what_they_wait_for() -> N
         run.now_s += 100.0
         run.stalled_s += 50.0
     run.steps(2, stalled_s=0.5)
-    assert run.judged == [(Window(steps=4, seconds=4.0, stalled_s=2.0), True)]
+    assert run.judged == [(StepWindow(steps=4, seconds=4.0, stalled_s=2.0), True)]
 
 
 def test_a_window_has_the_messages_of_rounds_that_left_in_it() -> None:

@@ -74,7 +74,7 @@ def train(transport):
             saved.append((step, drift_steps))
             release(transport, HOLDS, after=step - 1, lets=False)
 
-    config = TrainConfig(
+    config = TrainConfig.of(
         steps=20, log_every=2, eval_every=9, checkpoint_every=12, eval_batches=1, warmup_steps=0, clip_norm=1.0,
         final_exchange=True,
     )  # fmt: skip

@@ -16,8 +16,7 @@ from thinwire.training.models import (
     build_transformer,
     preset,
 )
-from thinwire.training.models.arithmetic import RMS_EPSILON, next_token_loss, rms_norm
-from thinwire.training.models.transformer import rotate
+from thinwire.training.models.transformer import RMS_EPSILON, next_token_loss, rms_norm, rotate
 
 TINY = TransformerConfig(vocab_size=31, dim=16, layers=3, heads=2, max_seq_len=12)
 
@@ -60,7 +59,7 @@ from thinwire.training.models import build_model
 sketch = build_model("nano", device="meta")
 assert sketch.cosines.shape[0] == sketch.max_seq_len
 for name in ("adamw", "muon"):
-    config = TrainConfig(lr=0.1, inner_optimizer=name)
+    config = TrainConfig.of(lr=0.1, inner_optimizer=name)
     model = build_model("nano", vocab_size=257)
     inner = make_inner_optimizer(config, model)
     optimizer = thinwire.DistributedOptimizer(model, inner, method=thinwire.methods.diloco(sync_interval=2))

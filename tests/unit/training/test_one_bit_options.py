@@ -13,13 +13,13 @@ METHODS = ("one-bit-adam", "zero-one-adam", "one-bit-lamb")
 
 
 def config_of(method: str, **options: int) -> TrainConfig:
-    return resolve(TrainConfig(method=method, **options), world_size=None, cores=2, home=Path("/home/nobody"))
+    return resolve(TrainConfig.of(method=method, **options), world_size=None, cores=2, home=Path("/home/nobody"))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_defaults_go_together(method: str) -> None:
     config = config_of(method)
-    assert config.sync_interval is None
+    assert config.sync.sync_interval is None
     check(config)
 
 

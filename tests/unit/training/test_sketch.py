@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thinwire.training.models import PRESETS
-from thinwire.training.models.sketch import decoder_of, sketch_model
+from thinwire.training.models.presets import decoder_of, sketch_model
 
 
 @pytest.mark.parametrize(

@@ -31,9 +31,9 @@ from thinwire.averaging.exchange import cheapest
 from thinwire.averaging.gossip import Gossip
 from thinwire.averaging.mixing import Complete, MixingGraph, Neighbours, Ring, Torus
 from thinwire.codecs import float32
-from thinwire.methods.about import About
 from thinwire.methods.dimat.matched_merge import Batches, MatchedMerge, Parameters
 from thinwire.methods.dimat.matching import MergeMethod
+from thinwire.methods.registry import About, register
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import Staggered
 
@@ -48,6 +48,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def dimat(
     *,
     sync_interval: int = 100,

@@ -4,8 +4,7 @@
 
 Rules, each with the paper it is from: the Flag Aggregator (arXiv 2302.05865: the projection on the subspace that
 reconstructs most of the gradients), the coordinate-wise median and trimmed mean (arXiv 1803.01498), Krum and Multi-Krum
-(NeurIPS 2017), Bulyan (arXiv 1802.07927), the mean around the median (MeaMed, arXiv 1802.10116), Phocas (arXiv
-1805.09682), and the mean, which one replica can send anywhere. What a rule withstands: see the page on robust rules.
+(NeurIPS 2017), and the mean, which one replica can send anywhere. What a rule withstands: see the page on robust rules.
 
 What we changed: the papers have a server that applies the rule; here every replica gathers all gradients and applies it
 itself, to the same bits, so that there is no server to trust. Replicas do not compare hashes of their parameters, which
@@ -17,19 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from thinwire.averaging.aggregation_rules import Aggregate, CoordinateMedian, MeaMed, Mean, Phocas, TrimmedMean
+from thinwire.averaging.aggregation_rules import Aggregate, CoordinateMedian, Mean, TrimmedMean
 from thinwire.averaging.exchange import AllGather
 from thinwire.averaging.topology import AllReplicas
 from thinwire.codecs import Codec, float32
-from thinwire.methods.about import About
+from thinwire.methods.registry import About, register
 from thinwire.methods.robust.flag import FlagAggregator
-from thinwire.methods.robust.krum import Bulyan, Krum, MultiKrum
+from thinwire.methods.robust.krum import Krum, MultiKrum
 from thinwire.sync.method import Method
 from thinwire.sync.schedule import EveryStep
 from thinwire.sync.updates import InnerStep
 from thinwire.sync.views import Gradient
 
-Rule = Literal["flag", "mean", "median", "trimmed-mean", "krum", "multi-krum", "bulyan", "meamed", "phocas"]
+Rule = Literal["flag", "mean", "median", "trimmed-mean", "krum", "multi-krum"]
 _RULES: dict[str, Callable[[int], Aggregate]] = {
     "flag": lambda num_bad: FlagAggregator(),
     "mean": lambda num_bad: Mean(),
@@ -37,9 +36,6 @@ _RULES: dict[str, Callable[[int], Aggregate]] = {
     "trimmed-mean": lambda num_bad: TrimmedMean(num_bad=num_bad),
     "krum": lambda num_bad: Krum(num_bad=num_bad),
     "multi-krum": lambda num_bad: MultiKrum(num_bad=num_bad),
-    "bulyan": lambda num_bad: Bulyan(num_bad=num_bad),
-    "meamed": lambda num_bad: MeaMed(num_bad=num_bad),
-    "phocas": lambda num_bad: Phocas(num_bad=num_bad),
 }
 
 ABOUT = About(
@@ -51,6 +47,7 @@ ABOUT = About(
 )
 
 
+@register(ABOUT)
 def robust(*, rule: Rule = "flag", num_bad: int = 0, codec: Codec | None = None) -> Method:
     """Join gradients at every step by a rule that withstands bad replicas.
 

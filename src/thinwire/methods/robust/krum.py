@@ -1,4 +1,4 @@
-"""Robust rules that choose whole vectors by their distances: Krum, multi-Krum (arXiv 1703.02757), Bulyan (1802.07927).
+"""Robust rules that choose whole vectors by their distances: Krum and multi-Krum (arXiv 1703.02757).
 
 The distances come from the matrix of inner products, see `gram`: two vectors that differ by less than about 1e-8 of
 their length are as good as equal. A vector with infinity or NaN is infinitely far from all. Of vectors with the same
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.averaging.aggregation_rules import check_num_bad, check_stack, require
-from thinwire.averaging.reductions import combine, gram, mean_around, median_of, over_sorted_columns
+from thinwire.averaging.reductions import combine, gram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ class Krum:
 
     def __call__(self, stack: torch.Tensor) -> torch.Tensor:
         """See `Aggregate.__call__`."""
-        num_replicas = check_stack(self, stack)
-        return stack[_ranked(squared_distances(stack), range(num_replicas), num_bad=self.num_bad)[0]].clone()
+        check_stack(self, stack)
+        return stack[_ranked(squared_distances(stack), num_bad=self.num_bad)[0]].clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,55 +95,8 @@ class MultiKrum:
         """See `Aggregate.__call__`."""
         num_replicas = check_stack(self, stack)
         num_kept = num_replicas - self.num_bad - 2 if self.num_kept is None else self.num_kept
-        kept = _ranked(squared_distances(stack), range(num_replicas), num_bad=self.num_bad)[:num_kept]
+        kept = _ranked(squared_distances(stack), num_bad=self.num_bad)[:num_kept]
         return combine(stack, [float(replica in kept) for replica in range(num_replicas)], divisor=num_kept)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bulyan:
-    """Choose `M - 2 num_bad` vectors, Krum's best one after the other, then average them around their median.
-
-    Of the chosen values of a coordinate, the `M - 4 num_bad` closest to their median count. So a bad vector that is
-    close to the others but far off in a few coordinates is cut there, which Krum alone does not see. The last choices
-    are made among few vectors; each then uses one neighbour at least.
-
-    Attributes:
-        num_bad: How many replicas may be bad; the rule needs `4 num_bad + 3`.
-
-    Raises:
-        ValueError: `num_bad` is negative.
-
-    Example:
-        >>> Bulyan(num_bad=1)(torch.tensor([[1.0], [1.5], [2.0], [1.75], [1e9], [1.25], [1.5]]))
-        tensor([1.4167])
-    """
-
-    num_bad: int
-
-    def __post_init__(self) -> None:
-        check_num_bad(self.num_bad)
-
-    @property
-    def name(self) -> str:
-        """See `Aggregate.name`."""
-        return "bulyan"
-
-    def check(self, num_replicas: int) -> None:
-        """See `Aggregate.check`; it needs `4 num_bad + 3` replicas."""
-        require(self, num_replicas, at_least=4 * self.num_bad + 3, num_bad=self.num_bad)
-
-    def __call__(self, stack: torch.Tensor) -> torch.Tensor:
-        """See `Aggregate.__call__`."""
-        num_replicas = check_stack(self, stack)
-        distances = squared_distances(stack)
-        left, chosen = list(range(num_replicas)), list[int]()
-        while len(chosen) < num_replicas - 2 * self.num_bad:
-            chosen.append(_ranked(distances, left, num_bad=self.num_bad)[0])
-            left.remove(chosen[-1])
-        num_kept = num_replicas - 4 * self.num_bad
-        return over_sorted_columns(
-            stack, lambda values: mean_around(values, median_of(values), num_kept=num_kept), rows=sorted(chosen)
-        )
 
 
 def squared_distances(stack: torch.Tensor) -> list[list[float]]:
@@ -159,9 +112,10 @@ def squared_distances(stack: torch.Tensor) -> list[list[float]]:
     return [[max(0.0, square) if math.isfinite(square) else math.inf for square in row] for row in squares]
 
 
-def _ranked(distances: Sequence[Sequence[float]], among: Sequence[int], *, num_bad: int) -> list[int]:
+def _ranked(distances: Sequence[Sequence[float]], *, num_bad: int) -> list[int]:
     """Sort replicas by Krum's score, the best first; Python's sort keeps the order of equals."""
-    num_near = max(1, len(among) - num_bad - 2)
+    among = range(len(distances))
+    num_near = len(among) - num_bad - 2
 
     def score(replica: int) -> tuple[float, list[float]]:
         near = sorted(distances[replica][other] for other in among if other != replica)

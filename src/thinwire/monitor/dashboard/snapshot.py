@@ -21,7 +21,7 @@ from thinwire.monitor.findings import Finding
 from thinwire.monitor.heat import heat_maps
 from thinwire.monitor.runlog.reader import converted
 from thinwire.monitor.runlog.records import Count
-from thinwire.monitor.runlog.run_folder import RECORDS, join_evaluations, read_files
+from thinwire.monitor.runlog.run_folder import RECORDS, join_evaluations, read_files, setting
 
 VERSION = 1
 Entry = TypeVar("Entry")
@@ -89,13 +89,19 @@ def _first(is_one: bool, one: str, is_other: bool = False, other: str = "") -> s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """Fields of `config.json` that the page shows."""
+    """Options in `config.json` that the page shows."""
 
     method: Any = None
     model: Any = None
     data: Any = None
     steps: Count | None = None
     replicas: Count | None = None
+
+
+_OPTIONS = {
+    "method": ("sync", "method"), "model": ("model", "name"), "data": ("data", "source"),
+    "steps": ("run", "steps"), "replicas": ("run", "replicas"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +130,8 @@ def run_state(
         Among others `state`: `waiting` before the first line, `training`, `silent` if no file was written for too
         long, `failed`, or `finished`.
     """
-    settings, result = _lenient(_Config, config), _lenient(_Result, summary)
+    result = _lenient(_Result, summary)
+    settings = _lenient(_Config, {name: setting(config or {}, *place) for name, place in _OPTIONS.items()})
     changed_at = sources.changed_at()
     is_failed = bool(sources.replicas) and all(one.error for one in sources.replicas.values())
     if summary is not None or sources.journal.is_finished:

@@ -11,7 +11,7 @@ from typing import Any
 from thinwire.monitor.report.charts import escape
 from thinwire.monitor.report.figures import figures_of_runs
 from thinwire.monitor.report.report import gallery, grid, page, times_fewer, write_page
-from thinwire.monitor.runlog.run_folder import RunRecord, read_run
+from thinwire.monitor.runlog.run_folder import RunRecord, read_run, setting
 from thinwire.units import format_bytes, format_count, format_rate, format_seconds
 
 HEAD = (
@@ -151,11 +151,11 @@ def _remarks(runs: Mapping[str, RunRecord]) -> list[str]:
 
 
 def _subjects(run: RunRecord, reference: RunRecord) -> list[tuple[str, str, str]]:
-    def of(record: RunRecord, key: str) -> str:
-        return str(record.config.get(key, ""))
-
-    model, other = (record.finished().model or of(record, "model") for record in (run, reference))
-    return [("data", of(run, "data"), of(reference, "data")), ("model", model, other)]
+    data, other_data = (str(setting(record.config, "data", "source") or "") for record in (run, reference))
+    model, other = (
+        record.finished().model or str(setting(record.config, "model", "name") or "") for record in (run, reference)
+    )
+    return [("data", data, other_data), ("model", model, other)]
 
 
 def _headline(comparison: Comparison) -> str:

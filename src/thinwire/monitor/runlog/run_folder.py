@@ -210,6 +210,12 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
+def setting(config: Mapping[str, Any], section: str, name: str) -> Any:
+    """Return one option of a run's `config.json`, None if it is not there."""
+    options = config.get(section)
+    return options.get(name) if isinstance(options, Mapping) else None
+
+
 def join_evaluations(parts: Iterable[EvaluationMetrics]) -> list[EvaluationMetrics]:
     """Join the replicas' parts of each evaluation to one, in order of steps.
 

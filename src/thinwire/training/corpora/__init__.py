@@ -4,12 +4,4 @@ from thinwire.training.corpora.corpus import Corpus, open_corpus
 from thinwire.training.corpora.sampler import Sampler, validation_batches
 from thinwire.training.corpora.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer
 
-__all__ = [
-    "BpeTokenizer",
-    "ByteTokenizer",
-    "Corpus",
-    "Sampler",
-    "Tokenizer",
-    "open_corpus",
-    "validation_batches",
-]
+__all__ = ["BpeTokenizer", "ByteTokenizer", "Corpus", "Sampler", "Tokenizer", "open_corpus", "validation_batches"]

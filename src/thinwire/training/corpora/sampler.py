@@ -1,8 +1,9 @@
-"""Sampler of training tokens: shuffled windows of a corpus, split among replicas without overlap."""
+"""Batches of shuffled windows of a corpus: split among replicas without overlap, or lent in shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,9 @@ class Sampler:
         self._tokens = tokens
         # What a state must agree on to be continued here.
         self._identity = {
-            "seed": seed,
-            "replica": replica,
-            "num_replicas": num_replicas,
-            "batch_size": batch_size,
-            "seq_len": seq_len,
-            "num_tokens": len(tokens),
-        }
+            "seed": seed, "replica": replica, "num_replicas": num_replicas, "batch_size": batch_size,
+            "seq_len": seq_len, "num_tokens": len(tokens),
+        }  # fmt: skip
         self.num_windows = count_windows(tokens, seq_len=seq_len, at_least=num_replicas, what="replica")
         self.epoch = 0
         self._position = 0
@@ -147,16 +144,7 @@ def validation_batches(
 
 
 def shuffled(num_windows: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of an epoch's windows, the same on every replica.
-
-    Args:
-        num_windows: How many there are.
-        seed: The run's.
-        epoch: From 0.
-
-    Returns:
-        (num_windows,) their numbers.
-    """
+    """Return the order of an epoch's windows, (num_windows,), the same on every replica."""
     # Sorted by raw draws, not `Generator.permutation`: numpy keeps the raw stream the same in all versions, and
     # replicas with different versions must not come to different orders.
     draws = np.random.Philox(key=derive_seed(seed, "sampler", epoch)).random_raw(num_windows)
@@ -179,16 +167,95 @@ def count_windows(tokens: TokenArray, *, seq_len: int, at_least: int, what: str)
 
 
 def windows(tokens: TokenArray, numbers: NDArray[np.int64], *, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Read windows by their numbers.
-
-    Args:
-        tokens: (tokens,).
-        numbers: (batch,) numbers of windows.
-        seq_len: Tokens a window.
-
-    Returns:
-        Inputs and targets, each (batch, seq_len) int64.
-    """
+    """Read windows by their numbers (batch,); return inputs and targets, each (batch, seq_len) int64."""
     places = numbers[:, None] * seq_len + np.arange(seq_len + 1)
     read = torch.from_numpy(tokens[places].astype(np.int64))
     return read[:, :-1].contiguous(), read[:, 1:].contiguous()
+
+
+# Newest shards kept in `ShardBatches.used`: each round counts all earlier use, so older shards are counted already.
+_MOST_USED = 64
+
+
+class ShardBatches:
+    """An endless iterator over batches of leased shards.
+
+    The windows of all epochs, each epoch in its own order, form one sequence; shard k begins at window
+    `k * shard_windows` of it.
+
+    Args:
+        tokens: (tokens,) of any integer dtype.
+        batch_size: Windows a batch.
+        seq_len: Tokens a window.
+        seed: The run's seed, the same on all replicas.
+        shard_windows: Windows of a shard.
+        lend: Returns this replica's n-th shard and the first window there; may wait.
+        ask_ahead: Called with n when the n-th shard will be needed soon.
+
+    Attributes:
+        used: By shard, the number of windows that have been read.
+
+    Raises:
+        DataError: The tokens do not fill one window.
+
+    Example:
+        >>> batches = ShardBatches(
+        ...     np.arange(41), batch_size=2, seq_len=4, seed=0, shard_windows=3, lend=lambda number: (2 * number, 0)
+        ... )
+        >>> [next(batches)[0].shape for _ in range(2)], batches.used
+        ([torch.Size([2, 4]), torch.Size([2, 4])], {0: 3, 2: 1})
+    """
+
+    def __init__(
+        self, tokens: TokenArray, *, batch_size: int, seq_len: int, seed: int, shard_windows: int,
+        lend: Callable[[int], tuple[int, int]], ask_ahead: Callable[[int], None] = lambda number: None,
+    ) -> None:  # fmt: skip
+        self._tokens = tokens
+        self._batch_size = batch_size
+        self._seq_len = seq_len
+        self._seed = seed
+        self._shard_windows = shard_windows
+        self._lend = lend
+        self._ask_ahead = ask_ahead
+        self.num_windows = count_windows(tokens, seq_len=seq_len, at_least=1, what="training")
+        self.used: dict[int, int] = {}
+        self._orders: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=2)
+        self._number = -1
+        self._shard = 0
+        self._next = shard_windows
+
+    def __iter__(self) -> ShardBatches:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, each (batch_size, seq_len) int64; a target is the token after its input."""
+        chosen = np.array([self._take() for _ in range(self._batch_size)], dtype=np.int64)
+        return windows(self._tokens, chosen, seq_len=self._seq_len)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the coordinator remembers the leases."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `state_dict`."""
+
+    def _take(self) -> int:
+        if self._next == self._shard_windows:
+            self._number += 1
+            self._shard, self._next = self._lend(self._number)
+            self._ask_ahead(self._number + 1)
+            while len(self.used) >= _MOST_USED:
+                del self.used[next(iter(self.used))]
+        place = self._shard * self._shard_windows + self._next
+        self._next += 1
+        self.used[self._shard] = self._next
+        epoch, number = divmod(place, self.num_windows)
+        return int(self._order(epoch)[number])
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        for known, order in self._orders:
+            if known == epoch:
+                return order
+        order = shuffled(self.num_windows, seed=self._seed, epoch=epoch)
+        self._orders.append((epoch, order))
+        return order

@@ -17,16 +17,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,14 +40,13 @@ _POLL_S = 0.05
 TokenArray = NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a folder of tokens must hold.
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of `manifest.json`.
 
     Attributes:
         version: Of this format.
         key: Hash of what the content follows from: the listing of the source, the tokenizer, the split.
-        dtype: `uint16` or `uint32`.
+        dtype: Of both files of tokens.
         num_train_tokens: In `train.bin`.
         num_held_out_tokens: In `held_out.bin`.
         num_documents: In the corpus.
@@ -59,7 +57,7 @@ class Manifest:
 
     version: int
     key: str
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     num_train_tokens: int
     num_held_out_tokens: int
     num_documents: int
@@ -69,28 +67,22 @@ class Manifest:
 
 
 def read_manifest(folder: Path, *, key: str) -> Manifest | None:
-    """Return the manifest of a folder, or None where the folder is not there, or is not what its manifest says."""
+    """Return the manifest of a folder, None if there is none or the folder is not what it states."""
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
         tokenizer = (folder / TOKENIZER).read_bytes()
         sizes = [(folder / name).stat().st_size for name in ("train.bin", "held_out.bin")]
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict) or any(
-        type(found.get(field.name)).__name__ != field.type for field in fields(Manifest)
-    ):
-        return None
-    manifest = Manifest(**{field.name: found[field.name] for field in fields(Manifest)})
-    if manifest.version != FORMAT_VERSION or manifest.key != key or manifest.dtype not in ("uint16", "uint32"):
-        return None
     width = np.dtype(manifest.dtype).itemsize
     is_whole = sizes == [width * manifest.num_train_tokens, width * manifest.num_held_out_tokens]
-    return manifest if is_whole and sha256(tokenizer) == manifest.tokenizer_sha256 else None
+    is_ours = manifest.version == FORMAT_VERSION and manifest.key == key
+    return manifest if is_ours and is_whole and sha256(tokenizer) == manifest.tokenizer_sha256 else None
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest, which makes the folder valid."""
-    write_bytes(folder / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+    write_bytes(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def map_tokens(path: Path, *, dtype: str) -> TokenArray:

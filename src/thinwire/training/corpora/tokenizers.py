@@ -1,4 +1,4 @@
-"""Text to tokens and back: bytes, or byte-level BPE trained on the corpus. Both are saved as one `tokenizer.json`."""
+"""Tokenizers: bytes, or byte-level BPE trained on the corpus; both are saved as one `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,24 @@ Tokens = NDArray[np.uint32]
 
 
 class Tokenizer(Protocol):
-    """What the corpora ask of a tokenizer."""
+    """Interface of a tokenizer to the corpora."""
 
     @property
     def vocab_size(self) -> int:
         """Number of different tokens, the end of a text included."""
-        ...
 
     @property
     def end_of_text(self) -> int:
         """The token that follows each document; no text encodes to it."""
-        ...
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Encode texts, each to an array (tokens,) of uint32."""
-        ...
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens; bytes that are no UTF-8 become U+FFFD."""
-        ...
 
     def to_json(self) -> str:
         """Return the text of a `tokenizer.json`, which the tokenizers library reads too."""
-        ...
 
 
 class ByteTokenizer:
@@ -114,12 +109,9 @@ class BpeTokenizer:
         tokenizer = tokenizers.Tokenizer(models.BPE())
         _make_byte_level(tokenizer)
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            min_frequency=2,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=sorted(_characters_of_bytes()),
-            show_progress=False,
-        )
+            vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(_characters_of_bytes()), show_progress=False,
+        )  # fmt: skip
         tokenizer.train_from_iterator(texts, trainer)
         return cls(tokenizer)
 

@@ -65,10 +65,10 @@ def coordinate(
         write_whole(run_dir / PORT_FILE, json.dumps({"address": address, "port": server.port}) + "\n")
     held = HeldMessages(journal, send=server.send)
     config = CoordinatorConfig(
-        job=job, initial_replicas=job["config"]["begin_with"] or job["config"]["replicas"],
+        job=job, initial_replicas=job["config"]["elastic"]["begin_with"] or job["config"]["run"]["replicas"],
         sync_interval=job["sync_interval"], overlap_steps=job["overlap_steps"], shard_windows=job["shard_windows"],
         part_share=job.get("part_share", 0.0), allows_overdue=job.get("bears", False),
-        start_timeout_s=job["config"]["join_deadline_s"], resumed_step=job["resumed_step"],
+        start_timeout_s=job["config"]["run"]["join_deadline_s"], resumed_step=job["resumed_step"],
     )  # fmt: skip
     records = TakenRecords(run_dir, say=say)
     coordinator = Coordinator(

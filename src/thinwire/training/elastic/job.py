@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import CheckpointError, ConnectError
 from thinwire.files import write_whole
-from thinwire.training.config import TrainConfig, check_values, from_json, to_json
+from thinwire.training.config import TrainConfig, from_json, to_json, validate
 from thinwire.training.run_identity import RunIdentity, identity_from_json
 from thinwire.version import __version__
 
@@ -24,7 +24,7 @@ _BATCHES_A_SHARD = 16
 # Options of the host that began the job, which mean nothing to another one.
 _LOCAL = (
     "out", "resume", "overwrite", "quiet", "json", "cache_dir", "threads", "interface", "address", "secret", "plan",
-    "ranks_per_replica", "on_finding", "steer_dry_run",
+    "ranks_per_replica", "on_finding", "on_finding_dry_run",
 )  # fmt: skip
 LOCAL_FILE = "elastic.json"
 # A state holds each parameter and its momentum, 4 bytes each.
@@ -63,7 +63,7 @@ class Job:
     @classmethod
     def of(cls, config: TrainConfig, *, identity: RunIdentity, resumed_step: int = 0, resumed_sha256: str = "") -> Job:
         """Return the job that resolved options describe."""
-        assert config.batch_size is not None
+        assert config.data.batch_size is not None
         from thinwire.training.build import make_method  # torch, which who only reads a job's words does without
 
         method = make_method(config)
@@ -71,16 +71,16 @@ class Job:
         return cls(
             config=config, sync_interval=method.schedule.sync_interval,
             overlap_steps=max(overlap) if isinstance(overlap, tuple) else overlap,
-            shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) * config.batch_size,
+            shard_windows=max(_BATCHES_A_SHARD, -(-method.schedule.sync_interval // 4)) * config.data.batch_size,
             part_share=_part_share(method), bears=getattr(method.update(2), "blend", 0.0) > 0,
             identity=identity, resumed_step=resumed_step, resumed_sha256=resumed_sha256,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return what the coordinator tells."""
-        config = {name: value for name, value in to_json(self.config).items() if name not in _LOCAL}
         return {
-            "thinwire": __version__, "config": config, "sync_interval": self.sync_interval,
+            "thinwire": __version__, "config": to_json(self.config, without=_LOCAL),
+            "sync_interval": self.sync_interval,
             "overlap_steps": self.overlap_steps, "shard_windows": self.shard_windows, "part_share": self.part_share,
             "bears": self.bears, "identity": self.identity.to_json(), "resumed_step": self.resumed_step,
             "resumed_sha256": self.resumed_sha256,
@@ -104,8 +104,8 @@ class Job:
             if not isinstance(bears, bool):
                 raise ValueError(f"got bears {bears!r}")
             config = from_json(values["config"])
-            check_values(config)
-            if config.replicas is None or config.batch_size is None or config.seq_len is None:
+            validate(config)
+            if config.run.replicas is None or config.data.batch_size is None or config.model.seq_len is None:
                 raise ValueError("replicas, batch_size and seq_len must be given")
             sha256 = values["resumed_sha256"]
             if not isinstance(sha256, str) or len(sha256) > _MOST_DIGITS:
@@ -174,11 +174,11 @@ class LocalSettings:
         Raises:
             CheckpointError: The settings are damaged.
         """
-        if not config.elastic or config.resume is None:
+        if not config.elastic.is_enabled or config.output.resume is None:
             return None
-        path = config.resume / LOCAL_FILE
+        path = config.output.resume / LOCAL_FILE
         try:
-            return cls.load(config.resume)
+            return cls.load(config.output.resume)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
@@ -190,4 +190,4 @@ class LocalSettings:
         own["ranks_per_replica"] = self.ranks_per_replica
         given = {"device": self.device, "batch_size": self.batch_size, "data": self.data, "address": self.address}
         own |= {name: value for name, value in given.items() if value is not None}
-        return dataclasses.replace(config, **own)
+        return config.replace(**own)

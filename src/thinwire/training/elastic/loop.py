@@ -14,7 +14,7 @@ from thinwire.errors import ThinwireError
 from thinwire.monitor.record.recorder import Recorder
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
-from thinwire.training.drift import watch_for
+from thinwire.training.drift import step_monitor_of
 from thinwire.training.elastic.rank0_driver import Crew
 from thinwire.training.elastic.throughput import OwnWork
 from thinwire.training.loop import Batch, Batches, Training
@@ -54,7 +54,7 @@ class ElasticTraining(Training):
     ) -> None:  # fmt: skip
         super().__init__(
             config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
-            checkpoints=None, device=device, watch=watch_for(config, optimizer, log=seated.transport.log),
+            checkpoints=None, device=device, watch=step_monitor_of(config, optimizer, log=seated.transport.log),
             recorder=recorder,
         )  # fmt: skip
         self.step = self._reported_step = step
@@ -114,8 +114,8 @@ class ElasticTraining(Training):
         super()._train_step()
         self._own_steps += 1
         took_s = time.monotonic() - began_s - (self._optimizer.statistics.stalled_s - stalled_s)
-        assert self._config.batch_size is not None and self._config.seq_len is not None
-        tokens = self._config.batch_size * self._config.seq_len
+        assert self._config.data.batch_size is not None and self._config.model.seq_len is not None
+        tokens = self._config.data.batch_size * self._config.model.seq_len
         self._own_work.add_step(took_s=took_s, step=self.step, tokens=tokens)
 
     def _rest(self) -> None:

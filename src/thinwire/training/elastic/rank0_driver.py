@@ -15,7 +15,7 @@ from thinwire.adaptive_timeout import Deadlines
 from thinwire.training.build import check_device, make_model
 from thinwire.training.config import TrainConfig, to_json
 from thinwire.training.elastic.rank_shard import ModelShard
-from thinwire.training.step_timing import Passes
+from thinwire.training.loop import Passes
 
 if TYPE_CHECKING:
     from thinwire.transport.replica_group import ReplicaGroup  # imports FSDP, which takes a second
@@ -162,25 +162,25 @@ def check_ranks(config: TrainConfig, *, num_ranks: int, num_replicas: int = 1) -
         raise ValueError(f"--ranks-per-replica must be at least 1, got {num_ranks}")
     if num_ranks == 1:
         return
-    if config.device == "cuda":
-        check_device(config.device)
+    if config.model.device == "cuda":
+        check_device(config.model.device)
         wanted, seen = num_ranks * num_replicas, torch.cuda.device_count()
         if wanted > seen:
             raise ValueError(
                 f"--ranks-per-replica {num_ranks} for {num_replicas} replicas of this host needs {wanted} GPUs, one a "
                 f"rank, and torch sees {seen}; give fewer of either"
             )
-    if config.batch_size is not None and num_ranks > config.batch_size:
+    if config.data.batch_size is not None and num_ranks > config.data.batch_size:
         raise ValueError(
-            f"--ranks-per-replica {num_ranks} is more than the {config.batch_size} sequences of a step, and a rank "
-            f"takes one at least; give a larger --batch-size, or fewer ranks"
+            f"--ranks-per-replica {num_ranks} is more than the {config.data.batch_size} sequences of a step, and a "
+            f"rank takes one at least; give a larger --batch-size, or fewer ranks"
         )
-    if config.inner_optimizer == "muon":
+    if config.optimizer.inner_optimizer == "muon":
         raise ValueError(
             "--inner-optimizer muon needs whole matrices, and with --ranks-per-replica above 1 a rank holds a part of "
             "each; use adamw, or 1"
         )
-    if config.compile:
+    if config.model.compile:
         raise ValueError("--compile was not tried with --ranks-per-replica above 1; leave one of them out")
 
 

@@ -14,7 +14,7 @@ from thinwire.shared_random import derive_seed
 from thinwire.sync.fragments import find_blocks
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, from_json
-from thinwire.training.step_timing import Passes
+from thinwire.training.loop import Passes
 from thinwire.transport.replica_group import ShardedParameters
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class ModelShard:
     def __init__(self, group: ReplicaGroup, config: TrainConfig, *, vocab_size: int) -> None:
         self._group = group
         self._config = config
-        group.use(config.device)
-        torch.manual_seed(config.seed)
+        group.use(config.model.device)
+        torch.manual_seed(config.run.seed)
         # every rank makes the same weights from the seed, and keeps its shard of them
         self.model = make_model(config, vocab_size=vocab_size, device=group.device)
         group.shard(self.model, blocks=block_modules(self.model))
@@ -50,7 +50,7 @@ class ModelShard:
         self.parameters = ShardedParameters(group, self.model)
         self.passes = Passes(group.device)
         if group.rank:  # ranks see other rows, and drop out other numbers
-            torch.manual_seed(derive_seed(config.seed, "rank", group.rank))
+            torch.manual_seed(derive_seed(config.run.seed, "rank", group.rank))
 
     def backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Put the mean gradient over the replica's whole batch into each rank's shards.
@@ -90,15 +90,15 @@ class ModelShard:
 
     def clip(self) -> None:
         """Shorten the gradient of all shards together to `clip_norm`."""
-        if self._config.clip_norm > 0:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_norm)
+        if self._config.optimizer.clip_norm > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._config.optimizer.clip_norm)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         loss: tuple[Tensor, Tensor] = self.model.loss(tokens, targets)  # type: ignore[operator]
         return loss
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self._config.autocast == "bf16"
+        enabled = self._config.model.autocast == "bf16"
         return torch.autocast(self._group.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 

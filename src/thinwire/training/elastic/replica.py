@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,7 +29,7 @@ from thinwire.training.checkpoints.checkpoint_files import ForeignCheckpoint
 from thinwire.training.checkpoints.global_state import tensors_sha256
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.corpora import Corpus
-from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.corpora.sampler import ShardBatches
 from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import Job, LocalSettings
 from thinwire.training.elastic.local_snapshot import RESUMED_ERA, Held, KeptState, kept_path
@@ -242,12 +241,12 @@ class _Life:
         corpus = open_data(config)
         model, inner, device = self._model(config, corpus)
         method = elastic(
-            make_method(config), session=seated.seat, preserve_norm=config.preserve_norm,
+            make_method(config), session=seated.seat, preserve_norm=config.elastic.preserve_norm,
             find=lambda text: seated.council.tell("note", level="warning", text=text), pieces=self._crew,
         )  # fmt: skip
         own_work = OwnWork(seated.council, interval_steps=job.sync_interval)
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-        seated.council.last_step = config.steps
+        seated.council.last_step = config.run.steps
         if job.bears:
             seated.council.max_overdue_steps = max_overdue_steps(
                 sync_interval=job.sync_interval, overlap_steps=job.overlap_steps
@@ -260,12 +259,12 @@ class _Life:
             seated.seat.known_step, grace_steps=patience_steps, tolerates_overdue=job.bears, own_pace=own_pace
         )
         optimizer = DistributedOptimizer(
-            model, inner, method=method, transport=seated.transport, catch_up=driver, seed=config.seed
+            model, inner, method=method, transport=seated.transport, catch_up=driver, seed=config.run.seed
         )
         self._optimizer = optimizer
-        assert config.batch_size is not None and config.seq_len is not None
+        assert config.data.batch_size is not None and config.model.seq_len is not None
         batches = ShardBatches(
-            corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
+            corpus.train, batch_size=config.data.batch_size, seq_len=config.model.seq_len, seed=config.run.seed,
             shard_windows=job.shard_windows, lend=seated.council.lease, ask_ahead=seated.council.ask_lease,
         )  # fmt: skip
         seated.council.used = batches.used
@@ -286,7 +285,7 @@ class _Life:
         if is_news:
             write_identity(config.run_dir, job.identity)
         # the job's own options: what this host does otherwise stands in its settings
-        plain = dataclasses.replace(config, data=job.config.data, batch_size=job.config.batch_size, address=None)
+        plain = config.replace(data=job.config.data.source, batch_size=job.config.data.batch_size, address=None)
         text = config_text(plain)
         path = config.run_dir / "config.json"
         if is_news or not path.exists() or path.read_text() != text:
@@ -299,9 +298,9 @@ class _Life:
         if self._crew is not None:
             check_ranks(config, num_ranks=self._crew.num_ranks)
             return *self._crew.assemble(config, vocab_size=vocab_size), self._crew.device
-        is_cuda = config.device == "cuda"
+        is_cuda = config.model.device == "cuda"
         device = torch.device("cuda", self._device_index) if is_cuda else torch.device("cpu")
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.run.seed)
         model = make_model(config, vocab_size=vocab_size, device=device)
         return model, make_inner_optimizer(config, model), device
 
@@ -359,8 +358,9 @@ class _Life:
         checkpoints = checkpoints_of(config, run=parts.job.identity, warn=self._tell)
         self._keeper = StateKeeper(
             seated, model=parts.model, optimizer=parts.optimizer,
-            checkpoints=checkpoints if self._device_index == 0 else None, every=config.checkpoint_every,
-            last_step=config.steps, warn=self._tell, is_shared=config.checkpoint_to is not None, kept=self._kept,
+            checkpoints=checkpoints if self._device_index == 0 else None, every=config.output.checkpoint_every,
+            last_step=config.run.steps, warn=self._tell, is_shared=config.elastic.checkpoint_to is not None,
+            kept=self._kept,
         )  # fmt: skip
         parts.driver.observers.append(self._keeper)
         offer = council.view.offer
@@ -391,7 +391,11 @@ class _Life:
     def _training(self, seated: Seated, parts: _Parts, *, step: int) -> ElasticTraining:
         config = parts.config
         loggers = open_loggers(
-            config.run_dir, tensorboard=config.tensorboard, wandb=config.wandb, replica=seated.replica, after_step=step
+            config.run_dir,
+            tensorboard=config.output.tensorboard,
+            wandb=config.output.wandb,
+            replica=seated.replica,
+            after_step=step,
         )
         self._meter = Meter(
             config.run_dir, replica=seated.replica, log=seated.transport.log, loggers=loggers, warn=self._tell
@@ -442,10 +446,10 @@ class _Life:
             config, finish["notes"], val_loss=val_loss, parameters=count, num_fragments=parts.optimizer.num_fragments
         )
         data = finish["note"]["data"]
-        assert config.seq_len is not None
+        assert config.model.seq_len is not None
         summary["elastic"] = {
-            "tokens_counted": int(data["counted"]) * config.seq_len,
-            "tokens_repeated": int(data["repeated"]) * config.seq_len,
+            "tokens_counted": int(data["counted"]) * config.model.seq_len,
+            "tokens_repeated": int(data["repeated"]) * config.model.seq_len,
             "replicas_ever": finish["note"]["next_replica"],
         }
         write_summary(config.run_dir, summary)

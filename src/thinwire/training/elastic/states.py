@@ -175,8 +175,8 @@ def checkpoints_of(
     config: TrainConfig, *, run: RunIdentity | None, warn: Callable[[str], None] | None = None
 ) -> GlobalCheckpoints:
     """Return a run's checkpoints on this host, or under its URL."""
-    place = config.checkpoint_to or config.run_dir / "checkpoints"
-    return GlobalCheckpoints(place, keep_last=config.keep_checkpoints, run=run, on_warning=warn)
+    place = config.elastic.checkpoint_to or config.run_dir / "checkpoints"
+    return GlobalCheckpoints(place, keep_last=config.elastic.keep_checkpoints, run=run, on_warning=warn)
 
 
 def newest_state(

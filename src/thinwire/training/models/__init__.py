@@ -5,13 +5,6 @@ from thinwire.training.models.presets import PRESETS, LanguageModel, build_model
 from thinwire.training.models.transformer import Transformer, TransformerConfig, build_transformer
 
 __all__ = [
-    "PRESETS",
-    "HuggingFaceModel",
-    "LanguageModel",
-    "Transformer",
-    "TransformerConfig",
-    "build_hf_model",
-    "build_model",
-    "build_transformer",
-    "preset",
-]
+    "PRESETS", "HuggingFaceModel", "LanguageModel", "Transformer", "TransformerConfig", "build_hf_model", "build_model",
+    "build_transformer", "preset",
+]  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import CheckpointError, MissingExtra
 from thinwire.shared_random import derive_seed
-from thinwire.training.models.arithmetic import next_token_loss
+from thinwire.training.models.transformer import next_token_loss
 
 
 class HuggingFaceModel(nn.Module):

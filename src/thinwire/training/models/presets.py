@@ -1,4 +1,4 @@
-"""Named shapes of the decoder, and the one function that turns a name into a model.
+"""Named shapes of the decoder, models by name, and models without values for plans.
 
 | name | layers | heads | dim | MLP | vocabulary | parameters |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -16,13 +16,15 @@ two cores. With an untied head each has vocabulary * dim parameters more.
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinwire.training.models.hf import build_hf_model
 from thinwire.training.models.transformer import TransformerConfig, build_transformer
@@ -39,29 +41,22 @@ PRESETS: Mapping[str, TransformerConfig] = MappingProxyType(
 
 
 class LanguageModel(Protocol):
-    """What the training loop asks of a model; it is a `torch.nn.Module` too."""
+    """Interface of a model to the training loop; it is a `torch.nn.Module` too."""
 
     @property
     def vocab_size(self) -> int:
         """Number of different tokens."""
-        ...
 
     @property
     def max_seq_len(self) -> int:
         """Longest sequence, in tokens."""
-        ...
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss to train on and the mean negative log-likelihood in nats, from (batch, seq) int64 each."""
-        ...
 
 
 def preset(
-    name: str,
-    *,
-    vocab_size: int | None = None,
-    max_seq_len: int | None = None,
-    tied_head: bool | None = None,
+    name: str, *, vocab_size: int | None = None, max_seq_len: int | None = None, tied_head: bool | None = None
 ) -> TransformerConfig:
     """Return a named shape, with what the data decides put in.
 
@@ -130,3 +125,65 @@ def build_model(
     if max_seq_len is not None and model.max_seq_len < max_seq_len:
         raise ValueError(f"{name} takes sequences of {model.max_seq_len} tokens, {max_seq_len} were asked for")
     return model
+
+
+_VOCABULARY = 32_000
+_HEAD_DIM, _MOST_LAYERS = 128, 160
+# Width over layers: 128 in the larger decoders of arXiv 2005.14165 (table 2.1: 6.7B has 32 layers and 4096, 175B 96 and
+# 12288) and of arXiv 2302.13971 (table 2: 32 and 4096, 40 and 5120).
+_WIDTH_PER_LAYER = 128
+_SIZES = {"m": 1e6, "b": 1e9, "t": 1e12}
+
+
+def sketch_model(name: str, *, seq_len: int) -> tuple[nn.Module, bool]:
+    """Build a model on the meta device: shapes, and no values.
+
+    Args:
+        name: As for `build_model`, or a size such as `7b` or `1.5b`: a decoder of about so many parameters.
+        seq_len: Longest sequence in tokens.
+
+    Returns:
+        The model, and whether `thinwire train` takes the name.
+
+    Raises:
+        ValueError: There is no such name, and it is no size.
+        MissingExtra: `hf:` without transformers.
+        CheckpointError: The `hf:` model cannot be read.
+
+    Example:
+        >>> model, can_train = sketch_model("7b", seq_len=2048)
+        >>> len(model.blocks), sum(p.numel() for p in model.parameters()), can_train
+        (32, 6986846336, False)
+    """
+    size = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)([mbt])", name.lower())
+    if name in PRESETS or size is None:
+        return build_model(name, max_seq_len=seq_len, device="meta"), True
+    shape = decoder_of(float(size.group(1)) * _SIZES[size.group(2)], seq_len=seq_len)
+    return build_transformer(shape, seed=0, device=torch.device("meta")), False
+
+
+def decoder_of(num_parameters: float, *, seq_len: int) -> TransformerConfig:
+    """Return the shape of a decoder of about so many parameters, 128 times as wide as it has layers.
+
+    Raises:
+        ValueError: No decoder of this kind is so small or so large.
+    """
+    found: list[tuple[float, TransformerConfig]] = []
+    for layers in range(2, _MOST_LAYERS + 1):
+        # 12 layers * width^2 + vocabulary * width = parameters
+        root = math.sqrt(_VOCABULARY**2 + 48 * layers * num_parameters)
+        width = round((root - _VOCABULARY) / (24 * layers) / _HEAD_DIM) * _HEAD_DIM
+        if width < _HEAD_DIM:
+            continue
+        shape = TransformerConfig(
+            vocab_size=_VOCABULARY, dim=width, layers=layers, heads=width // _HEAD_DIM, max_seq_len=seq_len
+        )
+        miss = abs(math.log(shape.num_parameters / num_parameters))
+        if miss < 0.05:
+            found.append((abs(math.log(width / layers / _WIDTH_PER_LAYER)) + 4 * miss, shape))
+    if not found:
+        raise ValueError(
+            f"no decoder has about {num_parameters:.3g} parameters; sizes from 10m to 2t are known, and the models "
+            f"{', '.join(PRESETS)}"
+        )
+    return min(found, key=lambda pair: pair[0])[1]

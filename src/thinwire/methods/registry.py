@@ -1,18 +1,112 @@
-"""Method options parsed from `name=value` texts of a command line."""
+"""Registry of methods: each paper's module registers its function, its card, and what it needs of a training run."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
 from thinwire.codecs import Codec, by_name
 from thinwire.sync.method import Method
 
-_WORDS = {"true": True, "yes": True, "false": False, "no": False}
+Recipe = TypeVar("Recipe", bound=Callable[..., Method])
+
+RECIPES: dict[str, Callable[..., Method]] = {}
+_CARDS: dict[str, About] = {}
+_BOOLS = {"true": True, "yes": True, "false": False, "no": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """A method's card. M is the number of replicas, H the sync interval.
+
+    Attributes:
+        paper: Where it comes from, such as `"arXiv 2311.08105"`.
+        exchanged: What is sent, and when.
+        bits: Payload bits that a replica sends a parameter and inner step.
+        memory: Copies of the parameters that it keeps beside the model and the inner optimizer's state.
+        restrictions: What it does not go with.
+        plan_codecs: Codecs that `thinwire plan` chooses from; none for the method's own.
+        inner_optimizer: The default of `thinwire train --inner-optimizer`.
+        lr: The default of `thinwire train --lr`; None for that of the model and the inner optimizer.
+    """
+
+    paper: str
+    exchanged: str
+    bits: str
+    memory: str
+    restrictions: str = "none"
+    plan_codecs: tuple[str, ...] = ()
+    inner_optimizer: str = "adamw"
+    lr: float | None = None
+
+
+def register(card: About) -> Callable[[Recipe], Recipe]:
+    """Make a function that returns a method known to `recipe` and to `thinwire train --method`.
+
+    Its keyword arguments are the method's options, with their defaults and types.
+
+    Raises:
+        ValueError: A method of that name is registered already.
+    """
+
+    def add(recipe: Recipe) -> Recipe:
+        name = _key(recipe.__name__)
+        if name in RECIPES:
+            raise ValueError(f"the method {name!r} is registered already; give the function another name")
+        RECIPES[name], _CARDS[name] = recipe, card
+        return recipe
+
+    return add
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-").lower()
+
+
+def recipe(name: str) -> Callable[..., Method]:
+    """Return the function that makes a method, by the method's name; `_` and `-` are the same.
+
+    Raises:
+        ValueError: No method has this name; names the nearest ones.
+
+    Example:
+        >>> recipe("streaming_diloco").__name__
+        'streaming_diloco'
+    """
+    key = _key(name)
+    if key in RECIPES:
+        return RECIPES[key]
+    near = difflib.get_close_matches(key, RECIPES, n=2, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise ValueError(f"unknown method {name!r}{hint} There are: {', '.join(RECIPES)}")
+
+
+def about(name: str) -> About:
+    """Return the card of a method, by its name.
+
+    Raises:
+        ValueError: No method has this name; names the nearest ones.
+
+    Example:
+        >>> about("diloco").paper
+        'arXiv 2311.08105'
+    """
+    return _CARDS[_key(recipe(name).__name__)]
+
+
+def story(name: str) -> str:
+    """Return the docstring of a method's module: the paper, its equations, what we changed.
+
+    Raises:
+        ValueError: No method has this name; names the nearest ones.
+    """
+    return inspect.cleandoc(sys.modules[recipe(name).__module__].__doc__ or "")
 
 
 def parse_options(recipe: Callable[..., Method], texts: Sequence[str]) -> dict[str, Any]:
@@ -112,7 +206,7 @@ def _read_as(text: str, member: Any) -> Any:
         return member(text)
     words: dict[str, Any] = {}
     if member is bool:
-        words = _WORDS
+        words = _BOOLS
     elif member is type(None):
         words = {"none": None}
     elif typing.get_origin(member) is Literal:
