@@ -40,20 +40,20 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def lead(crew: Any, config: Any) -> dict[str, float]:
+def lead(driver: Any, config: Any) -> dict[str, float]:
     """Train and move the model as the leading rank."""
     import torch
 
     from thinwire.sync.sharded_replica_view import ShardedReplicaPseudoGradient
 
-    model, inner = crew.assemble(config, vocab_size=VOCAB)
-    parameters = ShardedReplicaPseudoGradient(pieces=crew).cut(model)
+    model, inner = driver.assemble(config, vocab_size=VOCAB)
+    parameters = ShardedReplicaPseudoGradient(pieces=driver).cut(model)
     momenta = [torch.zeros_like(value).add_(1) for value in parameters.values]
     tokens = torch.randint(0, VOCAB, (ROWS, SEQ_LEN + 1))
 
     def step() -> None:
-        crew.backward(tokens[:, :-1], tokens[:, 1:], factor=1.0)
-        crew.clip()
+        driver.backward(tokens[:, :-1], tokens[:, 1:], factor=1.0)
+        driver.clip()
         inner.step()
         inner.zero_grad(set_to_none=True)
 
@@ -72,7 +72,7 @@ def live(rank: int, num_ranks: int, folder: str, model: str, results: Any) -> No
     import torch
 
     from thinwire.training.config import TrainConfig, resolve
-    from thinwire.training.elastic.rank0_driver import Crew
+    from thinwire.training.elastic.rank0_driver import Rank0Driver
     from thinwire.training.elastic.rank_shard import follow
     from thinwire.transport.replica_group import InnerGroup
 
@@ -82,9 +82,9 @@ def live(rank: int, num_ranks: int, folder: str, model: str, results: Any) -> No
     group = InnerGroup(rank=rank, size=num_ranks, meeting=Path(folder) / "meeting")
     found: dict[str, float] = {}
     if group.leads:
-        crew = Crew(group)
-        found = lead(crew, config)
-        crew.dismiss()
+        driver = Rank0Driver(group)
+        found = lead(driver, config)
+        driver.dismiss()
     else:
         follow(group)
     results.put((rank, found, peak_bytes()))

@@ -1,4 +1,4 @@
-"""Replicas of different speeds in virtual time: the real coordinator, councils, own paces and the engine's own order.
+"""Replicas of different speeds in virtual time: the real coordinator, sessions, own paces and the engine's own order.
 
 What is modelled are inner steps, wires and parts: a step, a word and a part take the times that are given. Each replica
 is a thread, of which one at a time runs, so a run is the same every time.
@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from thinwire.elastic.adaptive_local_steps import OwnPace
+from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
 from thinwire.elastic.coordinator import Coordinator
-from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.protocol import VERSION, decode, encode
 from thinwire.elastic.rounds import grace_steps
 from thinwire.simulate.virtual_clock import VirtualClock
 from thinwire.sync.catch_up import ElasticCatchUp
 from thinwire.sync.engine import Engine
 from thinwire.sync.schedule import Round, Schedule
-from thinwire.training.elastic.throughput import OwnWork
+from thinwire.training.elastic.throughput import StepThroughput
 from thinwire.version import __version__
 
 WORD_S, PART_S = 0.005, 0.02
@@ -59,7 +59,7 @@ class _Flight:
         self.voted = False
 
     def poll(self, step: int = 0) -> bool:
-        return self.round.id in self._runner.council.view.decisions
+        return self.round.id in self._runner.session.view.decisions
 
 
 class PacedEngine(Engine):
@@ -108,16 +108,16 @@ class PacedEngine(Engine):
     def _launch(self, round: Round, **rest: Any) -> None:
         self._in_flight[round.id] = _Flight(round, self.runner)
         self.offered[round.id] = self.trained
-        if round.id not in self.runner.council.view.decisions:
-            self.runner.council.launch(round.id, launch_step=round.launch_step)
+        if round.id not in self.runner.session.view.decisions:
+            self.runner.session.launch(round.id, launch_step=round.launch_step)
             self.runner.gather()
 
     def _apply(self, number: int, **rest: Any) -> None:
         flight = self._in_flight[number]
         self.runner.wait_until(flight.poll)
         del self._in_flight[number]
-        self.runner.council.settle(number)
-        decision = self.runner.council.view.decisions[number]
+        self.runner.session.settle(number)
+        decision = self.runner.session.view.decisions[number]
         if self.runner.replica in decision.members:
             self.counted[flight.round.fragment] = self.offered[number]
             self.runner.parts[number] = self.offered[number]
@@ -132,8 +132,8 @@ class Runner:
         self.ended_s = 0.0
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._waits_for: Callable[[], bool] | None = None
-        self.council = Council(
-            replica=replica, interval_steps=setting.schedule.sync_interval, say=self._say, now=lambda: town.clock.now_s
+        self.session = CoordinatorSession(
+            replica=replica, interval_steps=setting.schedule.sync_interval, send=self._say, now=lambda: town.clock.now_s
         )
         self.engine = PacedEngine(self, setting)
         self._chance = random.Random(replica)
@@ -149,7 +149,7 @@ class Runner:
 
     def _tick(self) -> None:
         if not self.has_ended:
-            self.council.turn()
+            self.session.tick()
             self.town.clock.at(self.town.clock.now_s + 0.25, self._tick)
 
     def _say(self, kind: str, **fields: Any) -> None:
@@ -157,36 +157,36 @@ class Runner:
         self.town.after(WORD_S, lambda: self.town.hear(self.replica, message))
 
     def hear(self, message: dict[str, Any]) -> None:
-        self.council.hear(message)
+        self.session.receive(message)
         self.gather()
         self.look()
 
     def gather(self) -> None:
         """Vote for what was called, as soon as the parts have come."""
-        for number, called in list(self.council.view.calls.items()):
+        for number, called in list(self.session.view.calls.items()):
             flight = self.engine._in_flight.get(number)
             if flight is not None and not flight.voted and self.replica in called:
                 flight.voted = True
-                self.town.after(PART_S, lambda n=number, c=called: self.council.vote(n, has=c, reference_hash=1))
+                self.town.after(PART_S, lambda n=number, c=called: self.session.vote(n, has=c, reference_hash=1))
 
     # -- the thread
 
     def _live(self) -> None:
         self._turn.acquire()
-        town, setting, council = self.town, self.setting, self.council
+        town, setting, session = self.town, self.setting, self.session
         now = lambda: town.clock.now_s  # noqa: E731
-        own = OwnWork(council, interval_steps=setting.schedule.sync_interval, now=now)
-        pace = OwnPace(
-            others=council.others, own_s=lambda: own.steps_s, launched=self.engine.launched_at,
+        own = StepThroughput(session, interval_steps=setting.schedule.sync_interval, now=now)
+        pace = AdaptiveLocalSteps(
+            others=session.pace, own_s=lambda: own.steps_s, launched=self.engine.launched_at,
             has_work=self.engine.has_work, interval_steps=setting.schedule.sync_interval,
             slack_steps=setting.overlap_steps / 4, now=now,
         )  # fmt: skip
         patience = grace_steps(sync_interval=setting.schedule.sync_interval, overlap_steps=setting.overlap_steps)
         self.engine._pace_maker = ElasticCatchUp(
-            known=lambda: council.view.step, reached=lambda: self.engine._reached_step, patience_steps=patience,
-            aim=pace.aim if setting.has_own_pace else lambda reached: 0,
+            known=lambda: session.view.step, reached=lambda: self.engine._reached_step, patience_steps=patience,
+            aim=pace.target_step if setting.has_own_pace else lambda reached: 0,
         )  # fmt: skip
-        council.others.begin(now_s=now())
+        session.pace.start(now_s=now())
         step = 0
         while step < setting.num_steps:
             took_s = setting.step_s[self.replica] * max(0.2, 1 + setting.jitter * self._chance.gauss(0, 1))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from thinwire.elastic.peer_activity import QUIET_S, Inflow, QuietPeers
-from thinwire.elastic.round_state_machine import Bid, CastVote, Seen
+from thinwire.elastic.round_state_machine import CastVote, RoundInputs, RoundStateMachine
 
 
 @dataclass
@@ -64,7 +64,7 @@ def test_a_vote_waits_for_neither_the_quiet_nor_the_dead_but_for_all_others() ->
         ({"active": (0, 1)}, True),
         ({"active": (0, 1, 2), "quiet": {1}}, False),
     ):
-        bid = Bid(replica=0, has_part=True)
-        bid.take(1)
-        actions = bid.turn(Seen(**words, **more), now_s=0.0)
+        machine = RoundStateMachine(replica=0, has_part=True)
+        machine.on_part(1)
+        actions = machine.advance(RoundInputs(**words, **more), now_s=0.0)
         assert [one for one in actions if isinstance(one, CastVote)] == ([CastVote(has=(0, 1))] if votes else [])

@@ -31,7 +31,7 @@ def told() -> list[str]:
 def ranks(tmp_path: Path, told: list[str]) -> Iterator[RankProcesses]:
     command = [sys.executable, "-c", SLEEPER]
     started = RankProcesses(
-        command, num_ranks=3, logs=tmp_path / "logs", name="replica-process-0", say=told.append,
+        command, num_ranks=3, logs=tmp_path / "logs", name="replica-process-0", report=told.append,
         end=lambda: told.append("ended"),
     )  # fmt: skip
     yield started

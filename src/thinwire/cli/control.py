@@ -74,7 +74,7 @@ def _target(verb: str, options: ControlOptions) -> str:
 def _say(verb: str, options: StatusOptions, *, target: str) -> int:
     from thinwire.cli.address import read_address
     from thinwire.cli.elastic_run import show_status, tell
-    from thinwire.elastic.coordinator_client import ask_once
+    from thinwire.elastic.coordinator_client import send_command
     from thinwire.elastic.invitation import read_invitation
     from thinwire.transport.secret import need_pyzmq, read_secret
 
@@ -89,7 +89,7 @@ def _say(verb: str, options: StatusOptions, *, target: str) -> int:
             "the address holds no secret; give the whole address that the first host printed "
             "(thinwire://HOST:PORT/SECRET), or the secret's file by --secret"
         )
-    answer = ask_once(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
+    answer = send_command(invitation, secret=secret, deadline_s=_DEADLINE_S, verb=verb, target=target)
     if verb == "status" or options.json:
         show_status(answer["status"], as_json=options.json)
     if not answer["ok"]:

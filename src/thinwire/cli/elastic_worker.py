@@ -18,7 +18,7 @@ from thinwire.cli.output import finish_output, protect_output
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.training.elastic.rank0_driver import Crew
+    from thinwire.training.elastic.rank0_driver import Rank0Driver
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         settings = LocalSettings.load(run_dir)
-        with _crew(settings, run_dir, index=index) as crew:
-            run_replica(settings, tell=_tell, device_index=index, crew=crew)
+        with _driver(settings, run_dir, index=index) as driver:
+            run_replica(settings, report=_report, device_index=index, driver=driver)
     except ConnectError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return UNANSWERED
@@ -59,15 +59,17 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _crew(settings: LocalSettings, run_dir: Path, *, index: int) -> contextlib.AbstractContextManager[Crew | None]:
+def _driver(
+    settings: LocalSettings, run_dir: Path, *, index: int
+) -> contextlib.AbstractContextManager[Rank0Driver | None]:
     """Start the replica's other ranks, where it has several."""
     if settings.ranks_per_replica == 1:
         return contextlib.nullcontext()
-    from thinwire.training.elastic.rank_processes import crew_of
+    from thinwire.training.elastic.rank_processes import start_ranks
 
-    return crew_of(
+    return start_ranks(
         run_dir, module="thinwire.cli.elastic_rank", leader=os.getpid(), index=index,
-        num_ranks=settings.ranks_per_replica, say=_complain, end=lambda: os._exit(1),
+        num_ranks=settings.ranks_per_replica, report=_complain, end=lambda: os._exit(1),
     )  # fmt: skip
 
 
@@ -80,7 +82,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _tell(text: str) -> None:
+def _report(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 

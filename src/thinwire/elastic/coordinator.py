@@ -189,8 +189,8 @@ class Coordinator(Counter):
 
     def _on_rates(self, member: Member, message: Message, now_s: float) -> None:
         rates, latest = rates_of(message["rates"]), rates_of(message["latest"])
-        self.places.hear(member.replica, rates)
-        self.detours.hear(member.replica, latest)
+        self.places.add_rates(member.replica, rates)
+        self.detours.add_rates(member.replica, latest)
 
     def _on_launch(self, member: Member, message: Message, now_s: float) -> None:
         used = windows_of(message["used"])

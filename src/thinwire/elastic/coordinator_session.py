@@ -9,37 +9,37 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.elastic.adaptive_local_steps import Others
+from thinwire.elastic.adaptive_local_steps import PeerPace
 from thinwire.elastic.adaptive_timeout import Patience
-from thinwire.elastic.coordinator_view import Neighbour, Offer, View
+from thinwire.elastic.coordinator_view import CoordinatorView, Neighbour, StateOffer
 from thinwire.elastic.protocol import FROM_NOBODY, RUN_OVER, Message, checked_member, numbers
 from thinwire.elastic.rounds import Decision
 from thinwire.elastic.routing import BEGINS, Detour
-from thinwire.elastic.site_topology import LATEST, Rates
-from thinwire.elastic.source_selection import slow_to
+from thinwire.elastic.site_topology import LATEST, LinkRates
+from thinwire.elastic.source_selection import slow_sources
 from thinwire.errors import ConnectError, DroppedNonFinite, Expelled, NonFiniteError, RunOver
 
-_AGAIN_S = 2.0
+_RESEND_S = 2.0
 # Its supervisor starts a coordinator that died again within seconds; its host may take minutes to come back.
-_TELL_S, GONE_S = 30.0, 1800.0
+_WARN_S, GONE_S = 30.0, 1800.0
 _LEAST_TRANSFER_S, _MOST_TRANSFER_S = 2.0, 60.0
 _LEAST_RELAY_S, _MOST_RELAY_S = 0.5, 20.0
 
 
 @dataclass(slots=True)
-class _Said:
-    """What must be said again until it is answered."""
+class _PendingMessage:
+    """What must be pending again until it is answered."""
 
     kind: str
     fields: dict[str, Any]
     at_s: float
 
 
-def _keep_silent(text: str) -> None:
+def _discard(text: str) -> None:
     """Tell nobody."""
 
 
-class Council:
+class CoordinatorSession:
     """A replica's seat among the others; safe between threads.
 
     Args:
@@ -65,33 +65,33 @@ class Council:
     """
 
     def __init__(
-        self, *, replica: int, interval_steps: int, say: Callable[..., None],
-        meet: Callable[[Mapping[int, Neighbour]], None] = lambda neighbours: None,
-        warn: Callable[[str], None] = _keep_silent,
+        self, *, replica: int, interval_steps: int, send: Callable[..., None],
+        on_roster: Callable[[Mapping[int, Neighbour]], None] = lambda neighbours: None,
+        warn: Callable[[str], None] = _discard,
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.replica = replica
         self.interval_steps = interval_steps
         self.changed = threading.Condition(threading.RLock())
-        self.view = View(heard_s=now())
-        self.transfers = Patience(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
+        self.view = CoordinatorView(heard_s=now())
+        self.transfer_timeout = Patience(least_s=_LEAST_TRANSFER_S, most_s=_MOST_TRANSFER_S)
         self.step = 0
         self.step_s = 0.0
         self.steps_per_interval = self.tokens_s = self.loss = 0.0
-        self.others = Others()
-        self.rates = Rates()
-        self.relayed = Patience(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
+        self.pace = PeerPace()
+        self.link_rates = LinkRates()
+        self.relay_timeout = Patience(least_s=_LEAST_RELAY_S, most_s=_MOST_RELAY_S)
         self.used: dict[int, int] = {}
         self.quiet: Callable[[], Collection[int]] = frozenset
         self.is_busy: Callable[[], bool] = bool
-        self.bearable_steps, self.last_step = 0.0, math.inf
-        self.lacking: dict[int, int] = {}
+        self.overdue_steps, self.last_step = 0.0, math.inf
+        self.missing_parts: dict[int, int] = {}
         self._now = now
-        self._say = say
-        self._meet = meet
+        self._send = send
+        self._on_new_roster = on_roster
         self._warn = warn
-        self._tell_s = _TELL_S
-        self._unanswered: dict[tuple[str, int], _Said] = {}
+        self._warn_s = _WARN_S
+        self._unanswered: dict[tuple[str, int], _PendingMessage] = {}
         self._next_beat_s = 0.0
 
     # -- what the engine asks
@@ -132,7 +132,7 @@ class Council:
     def launch(self, round_id: int, *, launch_step: int) -> None:
         """Say that this replica's part of a round is there for others to fetch."""
         used = {str(shard): windows for shard, windows in self.used.items()}
-        self._insist("launch", round_id, step=launch_step, used=used)
+        self._send_reliably("launch", round_id, step=launch_step, used=used)
 
     def withhold(self, round_id: int, *, launch_step: int, parts: int) -> None:
         """Report that this replica's part of a round holds NaN or infinity and is not offered.
@@ -143,11 +143,11 @@ class Council:
             parts: How many such parts in a row there have been, this one among them.
         """
         used = {str(shard): windows for shard, windows in self.used.items()}
-        self._insist("withhold", round_id, step=launch_step, used=used, parts=parts)
+        self._send_reliably("withhold", round_id, step=launch_step, used=used, parts=parts)
 
     def vote(self, round_id: int, *, has: tuple[int, ...], reference_hash: int) -> None:
         """Say which parts of a round this replica holds."""
-        self._insist("vote", round_id, step=self.step, has=list(has), hash=reference_hash)
+        self._send_reliably("vote", round_id, step=self.step, has=list(has), hash=reference_hash)
 
     def settle(self, round_id: int) -> None:
         """Say no more about a round."""
@@ -175,11 +175,11 @@ class Council:
         with self.changed:
             if number in self.view.leases or ("lease", number) in self._unanswered:
                 return
-        self._insist("lease", number, number=number)
+        self._send_reliably("lease", number, number=number)
 
     def account(self, step: int, *, deadline_s: float) -> Mapping[str, Any] | None:
         """Return the account of the data at a step; None where the coordinator does not answer in time."""
-        self._insist("account", step, step=step)
+        self._send_reliably("account", step, step=step)
         try:
             found: Mapping[str, Any] = self.wait_for(
                 lambda view: view.accounts.get(step), deadline_s=deadline_s, why="the state is kept without it"
@@ -192,25 +192,25 @@ class Council:
                 self.view.accounts.clear()
         return found
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         """Say something that needs no answer."""
-        self._say(kind, **fields)
+        self._send(kind, **fields)
 
-    def insist(self, kind: str, **fields: Any) -> None:
+    def send_reliably(self, kind: str, **fields: Any) -> None:
         """Say something again and again until `done_with`."""
-        self._insist(kind, -1, **fields)
+        self._send_reliably(kind, -1, **fields)
 
-    def done_with(self, kind: str) -> None:
+    def stop_resending(self, kind: str) -> None:
         """Say it no more."""
         with self.changed:
             self._unanswered.pop((kind, -1), None)
 
-    def is_done_with(self, kind: str) -> bool:
+    def is_acknowledged(self, kind: str) -> bool:
         """Tell whether what was insisted on has been answered."""
         with self.changed:
             return (kind, -1) not in self._unanswered
 
-    def wait_for(self, what: Callable[[View], Any], *, deadline_s: float | None, why: str) -> Any:
+    def wait_for(self, what: Callable[[CoordinatorView], Any], *, deadline_s: float | None, why: str) -> Any:
         """Wait until something is known.
 
         Args:
@@ -233,47 +233,47 @@ class Council:
 
     # -- what the line does
 
-    def turn(self) -> None:
+    def tick(self) -> None:
         """Beat, and say again what was not answered."""
         now_s = self._now()
-        self._tell_of_silence(now_s - self.view.heard_s)
+        self._warn_of_silence(now_s - self.view.heard_s)
         if now_s >= self._next_beat_s:
             self._next_beat_s = now_s + 1.0
-            self._say("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
+            self._send("beat", step=self.step, step_s=round(self.step_s, 6), roster=self.view.roster_number)
             if self.tokens_s:
                 work = {"steps_per_interval": self.steps_per_interval, "tokens_s": self.tokens_s, "loss": self.loss}
-                self._say("work", **{name: round(value, 4) for name, value in work.items()})
-            self._tell_rates()
+                self._send("work", **{name: round(value, 4) for name, value in work.items()})
+            self._report_rates()
         with self.changed:
-            due = [said for said in self._unanswered.values() if now_s - said.at_s > _AGAIN_S]
-            for said in due:
-                said.at_s = now_s
-        for said in due:
-            self._say(said.kind, **said.fields)
+            due = [pending for pending in self._unanswered.values() if now_s - pending.at_s > _RESEND_S]
+            for pending in due:
+                pending.at_s = now_s
+        for pending in due:
+            self._send(pending.kind, **pending.fields)
 
-    def _tell_rates(self) -> None:
-        self.rates.keep(self.active())
-        if told := self.rates.told():
-            self._say("rates", rates=told, latest=self.rates.told(latest=LATEST))
+    def _report_rates(self) -> None:
+        self.link_rates.retain(self.active())
+        if rates := self.link_rates.report():
+            self._send("rates", rates=rates, latest=self.link_rates.report(latest=LATEST))
 
-    def _tell_of_silence(self, silence_s: float) -> None:
-        if silence_s >= self._tell_s:
-            self._tell_s *= 2
+    def _warn_of_silence(self, silence_s: float) -> None:
+        if silence_s >= self._warn_s:
+            self._warn_s *= 2
             self._warn(f"nothing was heard of the coordinator for {silence_s:.0f} s; waiting for it")
 
-    def hear(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
         """Take in a message of the coordinator."""
         with self.changed:
             self.view.heard_s = self._now()
-            self._tell_s = _TELL_S
+            self._warn_s = _WARN_S
             getattr(self, f"_on_{message['kind']}", self._ignore)(message)
             self.changed.notify_all()
 
-    def _insist(self, kind: str, key: int, **fields: Any) -> None:
+    def _send_reliably(self, kind: str, key: int, **fields: Any) -> None:
         full = {"round": key, **fields} if kind in ("launch", "withhold", "vote") else fields
         with self.changed:
-            self._unanswered[kind, key] = _Said(kind, full, self._now())
-        self._say(kind, **full)
+            self._unanswered[kind, key] = _PendingMessage(kind, full, self._now())
+        self._send(kind, **full)
 
     def _ignore(self, message: Message) -> None:
         """Leave to others what is for them, such as the answer to a person's command."""
@@ -285,14 +285,14 @@ class Council:
             self._unanswered.pop(("here", -1), None)
         self.view.has_started = message["started"]
         self.view.roster_number = message["number"]
-        self._meet(found)
+        self._on_new_roster(found)
 
     def _on_call(self, message: Message) -> None:
         self.view.calls[message["round"]] = numbers(message["members"], what="those that are called")
 
     def _on_recorded(self, message: Message) -> None:
-        said = self._unanswered.get(("records", -1))
-        if said is not None and said.fields["number"] <= message["number"]:
+        pending = self._unanswered.get(("records", -1))
+        if pending is not None and pending.fields["number"] <= message["number"]:
             del self._unanswered["records", -1]
 
     def _on_decision(self, message: Message) -> None:
@@ -307,7 +307,7 @@ class Council:
 
     def _on_progress(self, message: Message) -> None:
         self._advance(message)
-        self.others.hear(message["step"], now_s=self._now())
+        self.pace.observe(message["step"], now_s=self._now())
         self.view.floor_step = max(self.view.floor_step, message["floor"])
         self.view.kept_step = max(self.view.kept_step, message["kept"])
         old = [number for number, found in self.view.decisions.items() if self._is_old(found)]
@@ -315,19 +315,19 @@ class Council:
             del self.view.decisions[number]
 
     def _on_pace(self, message: Message) -> None:
-        self.others.step_s = float(message["step_s"])
+        self.pace.step_s = float(message["step_s"])
         self.view.sites = tuple(numbers(site, what="a site") for site in message["sites"])
-        before = slow_to(self.view.detours, replica=self.replica)
-        self.view.detours = tuple(Detour.of(numbers(one, what="a detour")) for one in message["detours"])
-        for source in slow_to(self.view.detours, replica=self.replica) - before:
-            self._doubt(source)
+        before = slow_sources(self.view.detours, replica=self.replica)
+        self.view.detours = tuple(Detour.from_list(numbers(one, what="a detour")) for one in message["detours"])
+        for source in slow_sources(self.view.detours, replica=self.replica) - before:
+            self._distrust_rate(source)
 
-    def _doubt(self, source: int) -> None:
+    def _distrust_rate(self, source: int) -> None:
         """Measure the way back of a slow wire anew, unless it is slow too: receipts waited behind what came over it."""
-        latest = self.rates.told(latest=LATEST)
+        latest = self.link_rates.report(latest=LATEST)
         rate = latest.get(str(source))
         if rate is None or rate * BEGINS > max(latest.values()):
-            self.rates.forget(source)
+            self.link_rates.forget(source)
 
     def _is_old(self, decision: Decision) -> bool:
         return decision.launch_step + 2 * self.interval_steps < self.view.floor_step
@@ -343,7 +343,7 @@ class Council:
         self._unanswered.pop(("here", -1), None)
         if message["root"] in FROM_NOBODY:  # what was decided after that state is for those that are gone
             self.view.decisions.clear()
-        offer = Offer(
+        offer = StateOffer(
             step=message["step"], root=message["root"], num_bytes=message["bytes"],
             holders=numbers(message["holders"], what="the holders of a state"), note=message["note"],
             era=message["era"],
@@ -363,7 +363,7 @@ class Council:
         """Forget what was decided: nobody holds that state any more, and the run goes on from an earlier one."""
         self.view.decisions.clear()
         self.view.calls.clear()
-        self.others.forget()
+        self.pace.reset()
         self.view.step = self.view.closed_step = self.view.floor_step = self.view.kept_step = 0
 
     def _on_leased(self, message: Message) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from thinwire.elastic.data_leases import Lease, Ledger
 from thinwire.elastic.roster import Member, Roster, Standing
 from thinwire.elastic.rounds import Decision, RoundBook
-from thinwire.elastic.routing import DetourBook
-from thinwire.elastic.site_topology import SiteBook
+from thinwire.elastic.routing import DetourTable
+from thinwire.elastic.site_topology import SiteTable
 from thinwire.elastic.snapshots import Cut, Cuts
 from thinwire.elastic.standby_hosts import SpareHosts
 from thinwire.events import FIRST_LAST_ROUND
@@ -87,7 +87,7 @@ class Desk:
         self.failure = ""
         self._bad_hosts: set[str] = set()  # where replicas were dropped because their parts held NaN or infinity
         self.is_paused = False
-        self.places, self.detours, self.spares = SiteBook(), DetourBook(), SpareHosts()
+        self.places, self.detours, self.spares = SiteTable(), DetourTable(), SpareHosts()
         self.findings, self.orders, self.replaced = [], [], []
         self._job = dict(job)
         self._planned = planned
@@ -175,11 +175,11 @@ class Desk:
         return any(one.replica in decision.holders or one.begin_step <= decision.launch_step for one in active)
 
     def _tell_pace(self) -> None:
-        for text in self.detours.look(self.roster.active, num_rounds=self.book.num_decided):
+        for text in self.detours.update(self.roster.active, num_rounds=self.book.num_decided):
             if self.detours.num_changes <= _MOST_DETOURS_TOLD:
                 self._find(text)
-        is_new = self.places.look(self.roster.active, ways=self.detours.ways())
-        sites, detours = self.places.sites, [one.told() for one in self.detours.detours]
+        is_new = self.places.update(self.roster.active, ways=self.detours.ways())
+        sites, detours = self.places.sites, [one.to_list() for one in self.detours.detours]
         if is_new and self.places.num_changes <= _MOST_SITES_TOLD:  # rates may go up and down for days
             named = "; ".join(", ".join(map(str, site)) for site in sites)
             self._find(f"sites by measured rates: {f'replicas {named}' if sites else 'none any more'}")

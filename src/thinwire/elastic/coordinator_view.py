@@ -38,7 +38,7 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class StateOffer:
     """A state that a replica may begin from.
 
     Attributes:
@@ -60,8 +60,8 @@ class Offer:
 
 
 @dataclass(slots=True, kw_only=True)
-class View:
-    """All that is known; read it with `Council.changed` held."""
+class CoordinatorView:
+    """All that is known; read it with `CoordinatorSession.changed` held."""
 
     neighbours: dict[int, Neighbour] = field(default_factory=dict)
     has_started: bool = False
@@ -76,8 +76,8 @@ class View:
     kept_step: int = 0
     era: int = 0
     captures: set[int] = field(default_factory=set)
-    offers: dict[int, Offer] = field(default_factory=dict)
-    offer: Offer | None = None
+    offers: dict[int, StateOffer] = field(default_factory=dict)
+    offer: StateOffer | None = None
     accounts: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
     is_paused: bool = False

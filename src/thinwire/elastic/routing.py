@@ -58,14 +58,14 @@ class Detour:
     every: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Detour:
+    def from_list(cls, values: Sequence[int]) -> Detour:
         """Return what the coordinator told.
 
         Raises:
             PayloadError: It is no detour.
 
         Example:
-            >>> Detour.of([0, 2, 16, 1])
+            >>> Detour.from_list([0, 2, 16, 1])
             Detour(source=0, replica=2, over=(1,), every=16)
         """
         ends, every, over = values[:2], values[2:3], tuple(values[3:])
@@ -78,12 +78,12 @@ class Detour:
             raise PayloadError(f"a detour's wire is tried every 1 to {_MOST_EVERY} rounds, got {every[0]}")
         return cls(source=ends[0], replica=ends[1], over=over, every=every[0])
 
-    def told(self) -> list[int]:
+    def to_list(self) -> list[int]:
         """Return it as everyone is told it."""
         return [self.source, self.replica, self.every, *self.over]
 
 
-def find_ways(
+def find_detours(
     rates: Mapping[int, Mapping[int, float]], active: Collection[int], *, current: Collection[Pair] = ()
 ) -> dict[Pair, dict[int, float]]:
     """Return over whom which wires are gone around: by source and destination, by replica between, bytes a second.
@@ -101,7 +101,7 @@ def find_ways(
 
     Example:
         >>> rates = {0: {1: 5e6, 2: 4e5}, 1: {0: 5e6, 2: 4e6}, 2: {0: 5e6, 1: 5e6}}
-        >>> find_ways(rates, (0, 1, 2))
+        >>> find_detours(rates, (0, 1, 2))
         {(0, 2): {1: 4000000.0}}
     """
     there = set(active)
@@ -148,7 +148,7 @@ def _slow(known: Mapping[Pair, float], current: Collection[Pair]) -> list[Pair]:
     return sorted(slow, key=lambda pair: (pair not in current, known[pair], pair))[:_MOST_DETOURS]
 
 
-class DetourBook:
+class DetourTable:
     """The latest rates that replicas told, and the detours that are taken.
 
     Attributes:
@@ -169,7 +169,7 @@ class DetourBook:
         self._around_since: dict[Pair, int] = {}
         self._well_since: dict[Pair, int] = {}
 
-    def hear(self, replica: int, rates: Mapping[int, float]) -> None:
+    def add_rates(self, replica: int, rates: Mapping[int, float]) -> None:
         """Take in how fast a replica's latest answers reached the others."""
         self._rates[replica] = rates
 
@@ -184,7 +184,7 @@ class DetourBook:
         """Return how fast what is gone around is by the best way, bytes a second."""
         return {pair: max(ways.values()) for pair, ways in self._ways.items()}
 
-    def look(self, active: Collection[int], *, num_rounds: int) -> list[str]:
+    def update(self, active: Collection[int], *, num_rounds: int) -> list[str]:
         """Find the detours again; return what people should know: which have begun or ended.
 
         Args:
@@ -192,7 +192,7 @@ class DetourBook:
             num_rounds: How many rounds have been decided so far.
         """
         before = self._ways
-        found = self._steady(find_ways(self._rates, active, current=before), active, num_rounds=num_rounds)
+        found = self._steady(find_detours(self._rates, active, current=before), active, num_rounds=num_rounds)
         news = [self._ended(pair, active) for pair in sorted(set(before) - set(found))]
         for pair in set(before) - set(found):
             num_tries = (num_rounds - self._around_since.pop(pair)) / self._every[pair]

@@ -26,18 +26,18 @@ Sites = tuple[tuple[int, ...], ...]
 _NO_WAYS: Mapping[tuple[int, int], float] = {}
 
 
-class Rates:
+class LinkRates:
     """How fast this replica's answers reached the others, in bytes a second.
 
     The highest of the latest few counts: others may have shared the wire, but nobody is faster than it. One thread may
     observe while another one asks: both work on what is there at one moment.
 
     Example:
-        >>> rates = Rates()
+        >>> rates = LinkRates()
         >>> rates.observe(3, num_bytes=100_000, seconds=0.5)
         >>> rates.observe(3, num_bytes=100_000, seconds=0.25)
         >>> rates.observe(3, num_bytes=10, seconds=0.25)  # too small to tell
-        >>> rates.told()
+        >>> rates.report()
         {'3': 400000}
     """
 
@@ -53,12 +53,12 @@ class Rates:
         """Forget what was seen of the wire to a replica."""
         self._seen.pop(peer, None)
 
-    def keep(self, peers: Collection[int]) -> None:
+    def retain(self, peers: Collection[int]) -> None:
         """Forget all but these replicas."""
         for peer in set(self._seen.copy()) - set(peers):
             self._seen.pop(peer, None)
 
-    def told(self, *, latest: int = _SEEN) -> dict[str, int]:
+    def report(self, *, latest: int = _SEEN) -> dict[str, int]:
         """Return the rates as the coordinator is told them: of so many of the latest answers, the highest.
 
         Args:
@@ -115,7 +115,7 @@ def _joined(pairs: Mapping[tuple[int, int], float], *, least: float) -> Sites:
     return tuple(sorted({tuple(sorted(group)) for group in groups.values()}))
 
 
-class SiteBook:
+class SiteTable:
     """The rates that replicas told, and the sites that are found in them.
 
     Attributes:
@@ -128,7 +128,7 @@ class SiteBook:
         self.num_changes = 0
         self._rates: dict[int, Mapping[int, float]] = {}
 
-    def hear(self, replica: int, rates: Mapping[int, float]) -> None:
+    def add_rates(self, replica: int, rates: Mapping[int, float]) -> None:
         """Take in how fast a replica's answers reach the others."""
         self._rates[replica] = rates
 
@@ -136,7 +136,7 @@ class SiteBook:
         """Let a replica go."""
         self._rates.pop(replica, None)
 
-    def look(self, active: Collection[int], *, ways: Mapping[tuple[int, int], float] = _NO_WAYS) -> bool:
+    def update(self, active: Collection[int], *, ways: Mapping[tuple[int, int], float] = _NO_WAYS) -> bool:
         """Find the sites anew; tell whether they are others than before.
 
         Args:

@@ -82,21 +82,21 @@ def _fetcher(
     return max(free, key=lambda one: _draw(round_id, member, one))
 
 
-def tried(detours: Collection[Detour], *, replica: int, round_id: int) -> frozenset[int]:
+def probed_sources(detours: Collection[Detour], *, replica: int, round_id: int) -> frozenset[int]:
     """Return whose parts are also asked for over their slow wires in a round, only to see how fast these are now.
 
-    Of as many rounds as lie between two tries a hash picks one: fragments that are exchanged in turn are all tried.
+    A hash picks one round out of `every`, so that fragments exchanged in turn are all probed.
 
     Example:
         >>> slow = Detour(source=0, replica=2, over=(1,), every=4)
-        >>> sum(len(tried([slow], replica=2, round_id=number)) for number in range(400))
+        >>> sum(len(probed_sources([slow], replica=2, round_id=number)) for number in range(400))
         100
     """
     mine = [one for one in detours if one.replica == replica]
     return frozenset(one.source for one in mine if _is_tried(one, round_id))
 
 
-def slow_to(detours: Collection[Detour], *, replica: int) -> frozenset[int]:
+def slow_sources(detours: Collection[Detour], *, replica: int) -> frozenset[int]:
     """Return from whom a wire to a replica is slow."""
     return frozenset(one.source for one in detours if one.replica == replica)
 

@@ -23,7 +23,7 @@ from thinwire.elastic.state_chunks import (
     num_chunks_of,
     root_of,
 )
-from thinwire.elastic.state_transfer_plan import FetchPlan
+from thinwire.elastic.state_transfer_plan import TransferPlan
 from thinwire.errors import DeadlineExceeded, NotThere, PayloadError, TransportError
 from thinwire.transport.blob_store import Library, Loan
 
@@ -32,7 +32,7 @@ _MOST_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WrongBytes:
+class CorruptChunk:
     """A finding: a replica sent what is not the state.
 
     Attributes:
@@ -51,10 +51,10 @@ class WrongBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Part:
+class _Phase:
     """One of the two parts of a fetch: the list of hashes, and the chunks."""
 
-    plan: FetchPlan
+    plan: TransferPlan
     name_of: Callable[[int], bytes]
     bytes_of: Callable[[int], int]
     problem_of: Callable[[int, torch.Tensor], str]
@@ -62,19 +62,19 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ended:
+class _Finished:
     holder: int
     chunk: int
     loan: Loan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _HolderChange:
     holder: int
     holds: bool
 
 
-class StateFetch:
+class StateTransfer:
     """The fetch of one state, which holders may join and leave as it runs; a `run` that failed can be run again.
 
     Args:
@@ -99,7 +99,7 @@ class StateFetch:
         chunk_bytes: int = CHUNK_BYTES,
         root: bytes,
         on_progress: Callable[[int, int], None] | None = None,
-        on_finding: Callable[[WrongBytes], None] | None = None,
+        on_finding: Callable[[CorruptChunk], None] | None = None,
     ) -> None:
         if len(root) != HASH_BYTES:
             raise ValueError(f"a root has {HASH_BYTES} bytes, got {len(root)}")
@@ -110,24 +110,24 @@ class StateFetch:
         self._hashes = b""
         self._vector: torch.Tensor | None = None
         self._holders: dict[int, None] = {}
-        self._findings: dict[int, WrongBytes] = {}
+        self._findings: dict[int, CorruptChunk] = {}
         self._problems: dict[int, str] = {}
         self._loans: dict[tuple[int, int], Loan] = {}
-        self._events: queue.SimpleQueue[_Ended | _Told] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Finished | _HolderChange] = queue.SimpleQueue()
         self._bytes_here = 0
         self._num_first_bytes = 0
         self._progressed_s = 0.0
         hashes_of = hashes_name(name)
-        self._parts = (
-            _Part(
-                plan=FetchPlan(1),
+        self._phases = (
+            _Phase(
+                plan=TransferPlan(1),
                 name_of=lambda index: hashes_of,
                 bytes_of=lambda index: HASH_BYTES * self._num_chunks,
                 problem_of=self._problem_of_hashes,
                 keep=self._keep_hashes,
             ),
-            _Part(
-                plan=FetchPlan(self._num_chunks),
+            _Phase(
+                plan=TransferPlan(self._num_chunks),
                 name_of=lambda index: chunk_name(name, index),
                 bytes_of=lambda index: min(chunk_bytes, num_bytes - index * chunk_bytes),
                 problem_of=self._problem_of_chunk,
@@ -136,7 +136,7 @@ class StateFetch:
         )
 
     @property
-    def findings(self) -> tuple[WrongBytes, ...]:
+    def findings(self) -> tuple[CorruptChunk, ...]:
         """Who sent wrong bytes; none of them is asked again."""
         return tuple(self._findings.values())
 
@@ -154,11 +154,11 @@ class StateFetch:
 
     def add_holder(self, holder: int) -> None:
         """Ask one more replica, or again one that was lost; from any thread."""
-        self._events.put(_Told(holder=holder, holds=True))
+        self._events.put(_HolderChange(holder=holder, holds=True))
 
     def remove_holder(self, holder: int) -> None:
         """Ask a replica no longer; from any thread."""
-        self._events.put(_Told(holder=holder, holds=False))
+        self._events.put(_HolderChange(holder=holder, holds=False))
 
     def forget(self) -> None:
         """Let the bytes go, once a run has returned them and they are used."""
@@ -186,95 +186,95 @@ class StateFetch:
         if not self._num_chunks:
             self._check_nothing()
             return self._vector
-        for part in self._parts:
+        for phase in self._phases:
             try:
-                self._run_part(part, end_s=end_s, stall_s=stall_s, may_wait=may_wait)
+                self._run_phase(phase, end_s=end_s, stall_s=stall_s, may_wait=may_wait)
             finally:
-                self._cancel_all(part)
+                self._cancel_all(phase)
         return self._vector
 
-    def _run_part(self, part: _Part, *, end_s: float, stall_s: float, may_wait: bool) -> None:
+    def _run_phase(self, phase: _Phase, *, end_s: float, stall_s: float, may_wait: bool) -> None:
         for holder in self._holders:
-            part.plan.add_holder(holder)
-        while not part.plan.is_complete:
+            phase.plan.add_holder(holder)
+        while not phase.plan.is_complete:
             now_s = time.monotonic()
-            for holder, chunk in part.plan.asks(now_s=now_s):
-                self._ask(part, holder, chunk)
+            for holder, chunk in phase.plan.requests(now_s=now_s):
+                self._request(phase, holder, chunk)
             if now_s >= end_s or now_s - self._progressed_s > stall_s:
-                raise DeadlineExceeded(f"{self._missing(part)} in time; {self._why()}")
-            if not part.plan.holders and not may_wait and self._events.empty():
-                raise NotThere(f"{self._missing(part)}: no replica is left that has it; {self._why()}")
-            self._wait(part, for_s=min(_TICK_S, end_s - now_s))
+                raise DeadlineExceeded(f"{self._missing(phase)} in time; {self._why()}")
+            if not phase.plan.holders and not may_wait and self._events.empty():
+                raise NotThere(f"{self._missing(phase)}: no replica is left that has it; {self._why()}")
+            self._wait(phase, for_s=min(_TICK_S, end_s - now_s))
 
-    def _wait(self, part: _Part, *, for_s: float) -> None:
+    def _wait(self, phase: _Phase, *, for_s: float) -> None:
         try:
             event = self._events.get(timeout=max(0.0, for_s))
             while True:
-                if isinstance(event, _Told):
-                    self._hear(part, event)
+                if isinstance(event, _HolderChange):
+                    self._on_holder_change(phase, event)
                 else:
-                    self._take(part, event)
+                    self._on_finished(phase, event)
                 event = self._events.get_nowait()
         except queue.Empty:
             return
 
-    def _ask(self, part: _Part, holder: int, chunk: int) -> None:
-        loan = self._library.get(holder, part.name_of(chunk), most_bytes=part.bytes_of(chunk))
+    def _request(self, phase: _Phase, holder: int, chunk: int) -> None:
+        loan = self._library.get(holder, phase.name_of(chunk), most_bytes=phase.bytes_of(chunk))
         self._loans[(holder, chunk)] = loan
-        loan.on_finish(lambda: self._events.put(_Ended(holder=holder, chunk=chunk, loan=loan)))
+        loan.on_finish(lambda: self._events.put(_Finished(holder=holder, chunk=chunk, loan=loan)))
 
-    def _hear(self, part: _Part, told: _Told) -> None:
-        if told.holds:
-            if told.holder not in self._findings:
-                self._holders[told.holder] = None
-                part.plan.add_holder(told.holder)
+    def _on_holder_change(self, phase: _Phase, change: _HolderChange) -> None:
+        if change.holds:
+            if change.holder not in self._findings:
+                self._holders[change.holder] = None
+                phase.plan.add_holder(change.holder)
         else:
-            self._drop(part, told.holder, "was taken from the list")
+            self._drop(phase, change.holder, "was taken from the list")
 
-    def _take(self, part: _Part, ended: _Ended) -> None:
-        holder, chunk = ended.holder, ended.chunk
-        if self._loans.get((holder, chunk)) is not ended.loan:  # cancelled, or of the part before
+    def _on_finished(self, phase: _Phase, finished: _Finished) -> None:
+        holder, chunk = finished.holder, finished.chunk
+        if self._loans.get((holder, chunk)) is not finished.loan:  # cancelled, or of the phase before
             return
         del self._loans[(holder, chunk)]
         try:
-            payload = ended.loan.wait(deadline_s=0.0)
-            problem = part.problem_of(chunk, payload)
+            payload = finished.loan.wait(deadline_s=0.0)
+            problem = phase.problem_of(chunk, payload)
         except PayloadError as error:
             problem = str(error)
         except NotThere as error:
-            self._drop(part, holder, str(error))
+            self._drop(phase, holder, str(error))
             return
         except TransportError as error:
             self._problems[holder] = str(error)
-            part.plan.failed(holder, chunk, now_s=time.monotonic())
+            phase.plan.on_failure(holder, chunk, now_s=time.monotonic())
             return
         if problem:
-            self._accuse(part, WrongBytes(holder=holder, name=part.name_of(chunk), problem=problem))
-        elif part.plan.arrived(holder, chunk, now_s=time.monotonic()):
+            self._accuse(phase, CorruptChunk(holder=holder, name=phase.name_of(chunk), problem=problem))
+        elif phase.plan.on_chunk(holder, chunk, now_s=time.monotonic()):
             self._progressed_s = time.monotonic()
-            for other in part.plan.superseded(chunk):
+            for other in phase.plan.superseded(chunk):
                 self._loans.pop((other, chunk)).cancel()
-            part.keep(chunk, payload)
+            phase.keep(chunk, payload)
 
-    def _accuse(self, part: _Part, finding: WrongBytes) -> None:
+    def _accuse(self, phase: _Phase, finding: CorruptChunk) -> None:
         self._findings[finding.holder] = finding
-        self._drop(part, finding.holder, finding.describe())
+        self._drop(phase, finding.holder, finding.describe())
         if self._on_finding is not None:
             self._on_finding(finding)
 
-    def _drop(self, part: _Part, holder: int, problem: str) -> None:
+    def _drop(self, phase: _Phase, holder: int, problem: str) -> None:
         self._problems[holder] = problem
         self._holders.pop(holder, None)
-        for chunk in part.plan.remove_holder(holder):
+        for chunk in phase.plan.remove_holder(holder):
             loan = self._loans.pop((holder, chunk), None)
             if loan is not None:
                 loan.cancel()
 
-    def _cancel_all(self, part: _Part) -> None:
+    def _cancel_all(self, phase: _Phase) -> None:
         loans, self._loans = self._loans, {}
         for (holder, chunk), loan in loans.items():
             loan.cancel()
-            part.plan.failed(holder, chunk, now_s=time.monotonic())
+            phase.plan.on_failure(holder, chunk, now_s=time.monotonic())
 
     def _problem_of_hashes(self, index: int, payload: torch.Tensor) -> str:
         hashes = bytes(payload.numpy().data)
@@ -298,7 +298,7 @@ class StateFetch:
         start = index * self._chunk_bytes
         self._vector[start : start + payload.numel()] = payload
         self._bytes_here += payload.numel()
-        self._num_first_bytes = min(self._num_bytes, self._parts[1].plan.num_first * self._chunk_bytes)
+        self._num_first_bytes = min(self._num_bytes, self._phases[1].plan.num_first * self._chunk_bytes)
         if self._on_progress is not None:
             self._on_progress(self._bytes_here, self._num_bytes)
 
@@ -307,11 +307,11 @@ class StateFetch:
         if found != self._root:
             raise ValueError(f"an empty state has the root {found.hex()[:12]}, got {self._root.hex()[:12]}")
 
-    def _missing(self, part: _Part) -> str:
+    def _missing(self, phase: _Phase) -> str:
         state = f"state {ascii(self._name)[1:]}"
-        if part is self._parts[0]:
+        if phase is self._phases[0]:
             return f"the list of the hashes of {state} did not come"
-        missing = part.plan.missing
+        missing = phase.plan.missing
         named = ", ".join(str(index) for index in missing[:_MOST_NAMED]) + (", ..." * (len(missing) > _MOST_NAMED))
         return f"{len(missing)} of {self._num_chunks} chunks of {state} did not come ({named})"
 
@@ -332,7 +332,7 @@ def fetch_state(
     deadline_s: float,
     stall_s: float = math.inf,
     on_progress: Callable[[int, int], None] | None = None,
-    on_finding: Callable[[WrongBytes], None] | None = None,
+    on_finding: Callable[[CorruptChunk], None] | None = None,
 ) -> torch.Tensor:
     """Fetch a state from replicas that hold it.
 
@@ -356,7 +356,7 @@ def fetch_state(
         DeadlineExceeded: It is not all here in time.
         NotThere: No holder is left.
     """
-    fetch = StateFetch(
+    fetch = StateTransfer(
         library,
         name,
         num_bytes=num_bytes,

@@ -56,18 +56,18 @@ class _Holder:
         return _limit_s(self.times_s) if len(self.times_s) >= _LEAST_SAMPLES else None
 
 
-class FetchPlan:
+class TransferPlan:
     """What is here, what is under way, and what comes next.
 
     Args:
         num_chunks: How many there are.
 
     Example:
-        >>> plan = FetchPlan(3)
+        >>> plan = TransferPlan(3)
         >>> plan.add_holder(7)
-        >>> list(plan.asks(now_s=0.0))
+        >>> list(plan.requests(now_s=0.0))
         [(7, 0), (7, 1)]
-        >>> plan.arrived(7, 0, now_s=0.5), plan.arrived(7, 1, now_s=0.6)
+        >>> plan.on_chunk(7, 0, now_s=0.5), plan.on_chunk(7, 1, now_s=0.6)
         (True, True)
         >>> plan.missing, plan.num_first
         ([2], 2)
@@ -128,7 +128,7 @@ class FetchPlan:
             self._give_up(holder, chunk)
         return list(found.under_way)
 
-    def asks(self, *, now_s: float) -> Iterator[tuple[int, int]]:
+    def requests(self, *, now_s: float) -> Iterator[tuple[int, int]]:
         """Yield what is to be asked for now, as holder and chunk; each counts as under way at once.
 
         Args:
@@ -141,7 +141,7 @@ class FetchPlan:
             self._asked_of.setdefault(chunk, set()).add(holder)
             yield found
 
-    def arrived(self, holder: int, chunk: int, *, now_s: float) -> bool:
+    def on_chunk(self, holder: int, chunk: int, *, now_s: float) -> bool:
         """Note that a chunk came and is right; tell whether it is the first such."""
         found = self._holders.get(holder)
         if found is not None and chunk in found.under_way:
@@ -171,7 +171,7 @@ class FetchPlan:
             self._holders[holder].slow.discard(chunk)
         return holders
 
-    def failed(self, holder: int, chunk: int, *, now_s: float) -> None:
+    def on_failure(self, holder: int, chunk: int, *, now_s: float) -> None:
         """Note that a chunk did not come because its holder's connection broke: it is asked again after `REST_S`."""
         found = self._holders.get(holder)
         if found is None or chunk not in found.under_way:

@@ -17,7 +17,7 @@ from thinwire.elastic.state_transfer_plan import (
     MOST_LIMIT_S,
     MOST_UNDER_WAY,
     WINDOW,
-    FetchPlan,
+    TransferPlan,
 )
 
 TICK_S = 0.125
@@ -51,7 +51,7 @@ class World:
     """A fetch and its holders; the bounds are checked on the way."""
 
     def __init__(self, num_chunks: int, holders: dict[int, Holder]) -> None:
-        self.plan, self.holders = FetchPlan(num_chunks), holders
+        self.plan, self.holders = TransferPlan(num_chunks), holders
         self.now_s, self.sent, self.banned = 0.0, Counter[int](), set[int]()
         for number in holders:
             self.plan.add_holder(number)
@@ -146,7 +146,7 @@ def test_holders_that_are_all_slow_are_still_asked() -> None:
 
 
 def test_a_new_holder_gets_little_until_it_has_brought_something() -> None:
-    plan = FetchPlan(100)
+    plan = TransferPlan(100)
     plan.add_holder(1)
     assert len(list(plan.asks(now_s=0))) == FIRST_WINDOW
     plan.arrived(1, 0, now_s=1)
@@ -158,7 +158,7 @@ def test_a_new_holder_gets_little_until_it_has_brought_something() -> None:
 
 
 def test_limits_follow_measured_times_within_bounds() -> None:
-    plan = FetchPlan(1000)
+    plan = TransferPlan(1000)
     plan.add_holder(1)
     assert plan.limit_s(1) == FIRST_LIMIT_S
     now_s = 0.0
@@ -177,7 +177,7 @@ def test_limits_follow_measured_times_within_bounds() -> None:
 
 
 def test_what_came_late_from_a_slow_holder_counts_if_it_is_first() -> None:
-    plan = FetchPlan(1)
+    plan = TransferPlan(1)
     plan.add_holder(1)
     plan.add_holder(2)
     assert list(plan.asks(now_s=0)) == [(1, 0)]
@@ -187,7 +187,7 @@ def test_what_came_late_from_a_slow_holder_counts_if_it_is_first() -> None:
 
 
 def test_who_is_removed_gives_its_chunks_back_and_who_is_unknown_changes_nothing() -> None:
-    plan = FetchPlan(2)
+    plan = TransferPlan(2)
     plan.add_holder(1)
     list(plan.asks(now_s=0))
     assert plan.remove_holder(1) == [0, 1] and plan.remove_holder(1) == []

@@ -29,9 +29,9 @@ class Shown:
         self.answers: list[bool] = []
         transport = SimpleNamespace(replica=0, answer=self._answer)
         self.library, self.told = Library(cast(Any, transport)), threading.Event()
-        council = SimpleNamespace(view=SimpleNamespace(floor_step=0), tell=lambda kind, **fields: self.told.set())
+        session = SimpleNamespace(view=SimpleNamespace(floor_step=0), send=lambda kind, **fields: self.told.set())
         self.keeper = StateKeeper(
-            cast(Any, SimpleNamespace(library=self.library, council=council)), model=cast(Any, None),
+            cast(Any, SimpleNamespace(library=self.library, session=session)), model=cast(Any, None),
             optimizer=cast(Any, SimpleNamespace(engine=SimpleNamespace())), checkpoints=None, every=None, last_step=100,
             warn=pytest.fail,
         )  # fmt: skip

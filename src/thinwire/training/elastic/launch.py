@@ -15,8 +15,8 @@ from types import FrameType
 
 from thinwire.errors import Stopped, WorkerFailed
 from thinwire.files import write_whole
-from thinwire.training.elastic.remediation import Order
-from thinwire.training.elastic.standby_process import Spare, log_path
+from thinwire.training.elastic.remediation import ProcessOrder
+from thinwire.training.elastic.standby_process import StandbyProcess, log_path
 
 # A worker that ends with this code has said why, and would end so again.
 REFUSED = 3
@@ -43,7 +43,7 @@ class Role:
 
     name: str
     module: str
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     is_needed: bool = True
     spare: str = ""
 
@@ -68,7 +68,9 @@ class _Worker:
         is_here = self._process is not None and time.monotonic() - self._began_s > _SHORT_LIFE_S
         return self.has_ended or is_here
 
-    def look(self, say: Callable[[str], None], spare: Spare, *, is_answered: Callable[[], bool]) -> None:
+    def update(
+        self, report: Callable[[str], None], standby: StandbyProcess, *, is_answered: Callable[[], bool]
+    ) -> None:
         """Start the process when it is due, and see how it ended."""
         if self.has_ended:
             if self._process is not None:
@@ -76,7 +78,7 @@ class _Worker:
             return
         if self._process is None:
             if time.monotonic() >= self._due_s:
-                self._start(spare)
+                self._start(standby)
             return
         code = self._process.poll()
         if code is None:
@@ -86,22 +88,22 @@ class _Worker:
             self.has_ended = True
         elif code == REFUSED or (code == UNANSWERED and not is_answered()):
             self.has_ended = True
-            self.problem = self._last_words() or f"{self.role.name} could not go on"
+            self.problem = self._last_error() or f"{self.role.name} could not go on"
         else:
-            self._plan_again(code, say)
+            self._plan_again(code, report)
 
-    def _start(self, spare: Spare) -> None:
+    def _start(self, standby: StandbyProcess) -> None:
         logs = self._run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         name = self.role.name.replace(" ", "-")
         path = log_path(logs / f"{name}.err")
         if self.role.spare:
-            self._process = spare.give(log=path.resolve(), words=self.role.words)
+            self._process = standby.assign(log=path.resolve(), arguments=self.role.arguments)
         if self._process is None:
             command = [sys.executable, "-m", self.role.module, str(self._run_dir.resolve()), str(os.getpid())]
             with path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [*command, *self.role.words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    [*command, *self.role.arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     start_new_session=True,
                 )  # fmt: skip
         with contextlib.suppress(OSError):  # for people; a full disk must not end the run
@@ -109,13 +111,13 @@ class _Worker:
         self._began_s = time.monotonic()
         self.num_starts += 1
 
-    def _plan_again(self, code: int, say: Callable[[str], None]) -> None:
+    def _plan_again(self, code: int, report: Callable[[str], None]) -> None:
         if time.monotonic() - self._began_s > _SHORT_LIFE_S:
             self._pause_s = _AGAIN_S
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        words = self._last_words() if code > 0 else ""
+        words = self._last_error() if code > 0 else ""
         why = f" ({words})" if words else ""
-        say(f"{self.role.name} {how}{why}; starting it again in {self._pause_s:g} s")
+        report(f"{self.role.name} {how}{why}; starting it again in {self._pause_s:g} s")
         self._due_s = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_AGAIN_S)
 
@@ -141,14 +143,14 @@ class _Worker:
         """The process, 0 for none."""
         return 0 if self._process is None else self._process.pid
 
-    def obey(self, order: Order) -> None:
+    def execute(self, order: ProcessOrder) -> None:
         """Kill the process, and start another one in its place or none."""
         if self._process is None or self._process.pid != order.pid:
             return
         self.has_ended = self.has_ended or order.what == "end"
         self._process.kill()  # also one that is stopped
 
-    def _last_words(self) -> str:
+    def _last_error(self) -> str:
         path = self._run_dir / "logs" / f"{self.role.name.replace(' ', '-')}.err"
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -156,8 +158,8 @@ class _Worker:
 
 
 def launch(
-    roles: Sequence[Role], *, run_dir: Path, say: Callable[[str], None], look: Callable[[], None],
-    part: Callable[[], None] = lambda: None, orders: Callable[[], list[Order]] = list,
+    roles: Sequence[Role], *, run_dir: Path, report: Callable[[str], None], on_tick: Callable[[], None],
+    part: Callable[[], None] = lambda: None, orders: Callable[[], list[ProcessOrder]] = list,
     is_answered: Callable[[], bool] = lambda: True, is_waiting: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
     """Run processes until all have ended well.
@@ -167,8 +169,8 @@ def launch(
     Args:
         roles: What is to run.
         run_dir: The run's folder.
-        say: Told what people should know.
-        look: Called several times a second.
+        report: Takes the messages for the user.
+        on_tick: Called several times a second.
         part: Called once when all that are needed have ended well, so that the others can end when they may.
         orders: Gives what is to be done to the processes, once.
         is_answered: Whether the coordinator has ever answered this host; else a process that it does not answer is not
@@ -180,7 +182,7 @@ def launch(
         Stopped: A signal came; all have ended.
     """
     workers = [_Worker(role, run_dir=run_dir) for role in roles]
-    spare = Spare(next((role.spare for role in roles if role.spare), ""), run_dir=run_dir)
+    standby = StandbyProcess(next((role.spare for role in roles if role.spare), ""), run_dir=run_dir)
     signals: list[int] = []
     has_parted = False
 
@@ -189,11 +191,11 @@ def launch(
 
     before = {number: signal.signal(number, take) for number in _SIGNALS}
     try:
-        _wait(signals, spare, look=look, is_waiting=is_waiting)
+        _wait(signals, standby, on_tick=on_tick, is_waiting=is_waiting)
         while not signals:
             for worker in workers:
-                worker.look(say, spare, is_answered=is_answered)
-            _obey(workers, orders())
+                worker.update(report, standby, is_answered=is_answered)
+            _execute(workers, orders())
             _check(workers)
             if all(worker.has_ended for worker in workers):
                 return
@@ -203,24 +205,24 @@ def launch(
                     part()
                     has_parted = True
             if not is_parted and all(worker.is_steady for worker in workers):
-                spare.start()  # not before: it would slow down those that start
-            look()
+                standby.start()  # not before: it would slow down those that start
+            on_tick()
             time.sleep(_LOOK_S)
         raise Stopped(signals[0])
     finally:
-        spare.stop()
+        standby.stop()
         _stop_all(workers)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _wait(
-    signals: Sequence[int], spare: Spare, *, look: Callable[[], None], is_waiting: Callable[[], bool]
+    signals: Sequence[int], standby: StandbyProcess, *, on_tick: Callable[[], None], is_waiting: Callable[[], bool]
 ) -> None:  # fmt: skip
     """Keep a process ready, and start none in a replica's place."""
     while not signals and is_waiting():
-        spare.start()
-        look()
+        standby.start()
+        on_tick()
         time.sleep(_LOOK_S)
 
 
@@ -230,12 +232,12 @@ def _check(workers: Sequence[_Worker]) -> None:
         raise WorkerFailed(problems[0])
 
 
-def _obey(workers: Sequence[_Worker], orders: Sequence[Order]) -> None:
+def _execute(workers: Sequence[_Worker], orders: Sequence[ProcessOrder]) -> None:
     for order in orders:
         if order.what == "abort":
             raise WorkerFailed(f"the run was ended because of a finding: {order.why}")
         for worker in workers:
-            worker.obey(order)
+            worker.execute(order)
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:

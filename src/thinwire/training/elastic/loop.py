@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from thinwire.elastic.join import Seated
+from thinwire.elastic.join import Membership
 from thinwire.errors import ThinwireError
 from thinwire.monitor.record.recorder import Recorder
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import watch_for
-from thinwire.training.elastic.rank0_driver import Crew
-from thinwire.training.elastic.throughput import OwnWork
+from thinwire.training.elastic.rank0_driver import Rank0Driver
+from thinwire.training.elastic.throughput import StepThroughput
 from thinwire.training.loop import Batch, Batches, Training
 from thinwire.training.metrics import Meter
 
@@ -39,39 +39,40 @@ class ElasticTraining(Training):
         held_out: Gives so many batches (at most) that nobody trains on.
         meter: Takes the metrics.
         device: Where the model is.
-        seated: This replica's seat.
+        membership: This replica's seat.
         step: Inner steps that the run has done already.
         is_fresh: Whether the inner optimizer remembers nothing yet.
         own_work: Takes this replica's steps.
-        crew: The ranks that this replica is made of, where there are several; this one leads.
+        driver: The ranks that this replica is made of, where there are several; this one leads.
         recorder: Takes each step's time and loss.
     """
 
     def __init__(
         self, config: TrainConfig, *, model: nn.Module, optimizer: DistributedOptimizer, batches: Batches,
-        held_out: Callable[[int], Iterable[Batch]], meter: Meter, device: torch.device, seated: Seated, step: int,
-        own_work: OwnWork, is_fresh: bool = True, crew: Crew | None = None, recorder: Recorder | None = None,
+        held_out: Callable[[int], Iterable[Batch]], meter: Meter, device: torch.device, membership: Membership,
+        step: int, own_work: StepThroughput, is_fresh: bool = True, driver: Rank0Driver | None = None,
+        recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             config, model=model, optimizer=optimizer, batches=batches, held_out=held_out, meter=meter,
-            checkpoints=None, device=device, watch=watch_for(config, optimizer, log=seated.transport.log),
+            checkpoints=None, device=device, watch=watch_for(config, optimizer, log=membership.transport.log),
             recorder=recorder,
         )  # fmt: skip
         self.step = self._reported_step = step
-        self._seated = seated
+        self._membership = membership
         self._own_work = own_work
-        self._crew = crew
+        self._driver = driver
         self._own_steps = 0
-        if crew is not None:  # which knows how its own ranks go forward and back
-            self._passes = crew.passes
+        if driver is not None:  # which knows how its own ranks go forward and back
+            self._passes = driver.passes
         if not step:
-            seated.council.others.begin(now_s=time.monotonic())
+            membership.session.pace.start(now_s=time.monotonic())
         self._ramp_steps = min(_MOST_RAMP_STEPS, optimizer.method.schedule.sync_interval) if step and is_fresh else 0
 
     def share(self) -> tuple[int, int]:
         """Return which part of an evaluation is this replica's, and how many there are: by those that are here."""
-        active = self._seated.council.active()
-        return active.index(self._seated.replica), len(active)
+        active = self._membership.session.active()
+        return active.index(self._membership.replica), len(active)
 
     def evaluate(self, num_batches: int, *, part: int = 0, num_parts: int = 1) -> tuple[float, int]:
         """See `Training.evaluate`; what all replicas share in evaluating is the same on all of them."""
@@ -84,32 +85,34 @@ class ElasticTraining(Training):
         return ramp * super().lr_factor()
 
     def _backward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if self._crew is None:
+        if self._driver is None:
             return super()._backward(tokens, targets)
-        return self._crew.backward(tokens, targets, factor=self.lr_factor())
+        return self._driver.backward(tokens, targets, factor=self.lr_factor())
 
     def _clip(self) -> None:
-        if self._crew is None:
+        if self._driver is None:
             super()._clip()
         else:
-            self._crew.clip()
+            self._driver.clip()
 
     def _held_out_nll(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return super()._held_out_nll(tokens, targets) if self._crew is None else self._crew.held_out(tokens, targets)
+        return (
+            super()._held_out_nll(tokens, targets) if self._driver is None else self._driver.held_out(tokens, targets)
+        )
 
     def _report(self) -> None:
         super()._report()
         loss = self._meter.latest_loss
-        self._seated.council.loss = loss if math.isfinite(loss) and loss > 0 else 0.0
+        self._membership.session.loss = loss if math.isfinite(loss) and loss > 0 else 0.0
 
     def _train_step(self) -> None:
-        council = self._seated.council
-        council.check()
-        if council.view.is_paused:
+        session = self._membership.session
+        session.check()
+        if session.view.is_paused:
             self._rest()
-        if council.view.leave_why:
+        if session.view.leave_why:
             self._optimizer.engine.flush()
-            raise Left(f"replica {self._seated.replica} {council.view.leave_why}")
+            raise Left(f"replica {self._membership.replica} {session.view.leave_why}")
         began_s, stalled_s = time.monotonic(), self._optimizer.statistics.stalled_s
         super()._train_step()
         self._own_steps += 1
@@ -120,5 +123,5 @@ class ElasticTraining(Training):
 
     def _rest(self) -> None:
         """Wait until the pause is over."""
-        council = self._seated.council
-        council.wait_for(lambda view: not view.is_paused or view.leave_why, deadline_s=None, why="")
+        session = self._membership.session
+        session.wait_for(lambda view: not view.is_paused or view.leave_why, deadline_s=None, why="")

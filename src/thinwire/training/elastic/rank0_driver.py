@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ASSEMBLY_S = 900.0
 
 
-class Crew:
+class Rank0Driver:
     """A replica's ranks, as the one that leads sees them; reaches all shards of the parameters (see `ReplicaShards`).
 
     Args:
@@ -59,7 +59,7 @@ class Crew:
         """Let every rank make its part of the model anew, and return this rank's, with its inner optimizer."""
         self._shard = None
         with self._during("making the model", limit_s=_ASSEMBLY_S):
-            self._tell("assemble", config=to_json(config), vocab_size=vocab_size)
+            self._send("assemble", config=to_json(config), vocab_size=vocab_size)
             self._shard = ModelShard(self._group, config, vocab_size=vocab_size)
         self._indices = {name: index for index, name in enumerate(self._shard.parameters.names)}
         return self._shard.model, self._shard.inner
@@ -81,7 +81,7 @@ class Crew:
             Loss and nll of the whole batch.
         """
         with self._during("a step"):
-            self._tell("step", shape=list(tokens.shape), factor=factor)
+            self._send("step", shape=list(tokens.shape), factor=factor)
             return self._made.backward(*self._group.spread(torch.stack([tokens, targets])))
 
     def clip(self) -> None:
@@ -92,34 +92,34 @@ class Crew:
     def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean nll of a batch that nobody trains on; see `ModelShard.held_out`."""
         with self._during("an evaluation"):
-            self._tell("held_out", shape=list(tokens.shape))
+            self._send("held_out", shape=list(tokens.shape))
             return self._made.held_out(*self._group.spread(torch.stack([tokens, targets])))
 
     def gather(self, names: Sequence[str]) -> Tensor:
         """See `ReplicaShards.gather`."""
         with self._during("shards"):
-            self._tell("gather", which=self._which(names))
+            self._send("gather", which=self._which(names))
             return self._made.parameters.gather(names)
 
     def scatter(self, names: Sequence[str], values: Tensor, *, blend: float = 0.0) -> None:
         """See `ReplicaShards.scatter`."""
         with self._during("taking over shards"):
-            self._tell("scatter", which=self._which(names), blend=blend)
+            self._send("scatter", which=self._which(names), blend=blend)
             self._made.parameters.scatter(names, values, blend=blend)
 
     def keep(self) -> None:
         """See `ReplicaShards.keep`."""
-        self._tell("keep")
+        self._send("keep")
         self._made.parameters.keep()
 
     def restore(self) -> None:
         """See `ReplicaShards.restore`."""
-        self._tell("restore")
+        self._send("restore")
         self._made.parameters.restore()
 
     def dismiss(self) -> None:
         """Tell the other ranks that this is the end."""
-        self._tell("end")
+        self._send("end")
 
     @property
     def _made(self) -> ModelShard:
@@ -129,7 +129,7 @@ class Crew:
     def _which(self, names: Sequence[str]) -> list[int]:
         return [self._indices[name] for name in names]
 
-    def _tell(self, what: str, **more: Any) -> None:
+    def _send(self, what: str, **more: Any) -> None:
         self._group.tell(json.dumps({"do": what, **more}, separators=(",", ":")).encode())
 
     @contextlib.contextmanager

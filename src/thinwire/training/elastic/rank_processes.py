@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from thinwire.training.elastic.rank0_driver import Crew
+from thinwire.training.elastic.rank0_driver import Rank0Driver
 from thinwire.transport.replica_group import InnerGroup
 
 _LOOK_S = 0.1
@@ -32,21 +32,21 @@ class RankProcesses:
         num_ranks: Ranks of the replica, this one among them.
         logs: Folder of their logs, `NAME-rank-N.err` each.
         name: What the replica's process is called there.
-        say: Told, from a thread, that a rank is gone or hangs; all ranks have been ended then.
+        report: Called, from a thread, with the reason that a rank is gone or hangs; all ranks have been ended then.
         end: Ends this process, which has not done so by itself soon after: what it waits for may never come.
     """
 
     def __init__(
-        self, command: list[str], *, num_ranks: int, logs: Path, name: str, say: Callable[[str], None],
+        self, command: list[str], *, num_ranks: int, logs: Path, name: str, report: Callable[[str], None],
         end: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._say = say
+        self._report = report
         self._end = end
-        self._has_said = threading.Event()
+        self._has_reported = threading.Event()
         self._logs = logs
         self._name = name
         self._is_over = threading.Event()
-        self._crew: Crew | None = None
+        self._driver: Rank0Driver | None = None
         self._latest: tuple[str, float] | None = None
         self._waited_s = 0.0
         # for this user's eyes alone, on this host's own disk
@@ -57,10 +57,10 @@ class RankProcesses:
         self._thread = threading.Thread(target=self._watch, name="thinwire-ranks", daemon=True)
         self._thread.start()
 
-    def follow(self, crew: Crew) -> None:
+    def follow(self, driver: Rank0Driver) -> None:
         """Watch also how long the other ranks keep this one waiting."""
-        self._crew = crew
-        crew.find_out = self._find_out
+        self._driver = driver
+        driver.find_out = self._wait_for_report
 
     def close(self) -> None:
         """End the other ranks; they have nothing to lose."""
@@ -91,31 +91,31 @@ class RankProcesses:
         while not self._is_over.wait(_LOOK_S):
             now_s = time.monotonic()
             passed_s, before_s = min(_LONGEST_LOOK_S, now_s - before_s), now_s
-            if why := self._whats_wrong(passed_s):
+            if why := self._find_problem(passed_s):
                 self._give_up(why)
                 return
 
-    def _find_out(self) -> None:
+    def _wait_for_report(self) -> None:
         # a rank that dies breaks its connections before anybody can see that it is gone
-        self._has_said.wait(_FIND_OUT_S)
+        self._has_reported.wait(_FIND_OUT_S)
 
     def _give_up(self, why: str) -> None:
         """End all ranks: the main thread finds its connections broken then, and has a moment to say goodbye."""
-        if self._crew is not None:
-            self._crew.problem = "lost one of its ranks"
+        if self._driver is not None:
+            self._driver.problem = "lost one of its ranks"
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
-        self._say(why)
-        self._has_said.set()
+        self._report(why)
+        self._has_reported.set()
         if not self._is_over.wait(_FAREWELL_S):
             self._end()
 
-    def _whats_wrong(self, passed_s: float) -> str:
+    def _find_problem(self, passed_s: float) -> str:
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"rank {rank} of this replica {_how_it_ended(code)}; see {self._log(rank)}"
-        waits = _JOINING if self._crew is None else self._crew.waits
+        waits = _JOINING if self._driver is None else self._driver.waits
         # each order has a value of its own, however alike two are
         self._waited_s = self._waited_s + passed_s if waits is self._latest else 0.0
         self._latest = waits
@@ -129,10 +129,10 @@ def _how_it_ended(code: int) -> str:
 
 
 @contextlib.contextmanager
-def crew_of(
-    run_dir: Path, *, module: str, leader: int, index: int, num_ranks: int, say: Callable[[str], None],
+def start_ranks(
+    run_dir: Path, *, module: str, leader: int, index: int, num_ranks: int, report: Callable[[str], None],
     end: Callable[[], None],
-) -> Iterator[Crew]:  # fmt: skip
+) -> Iterator[Rank0Driver]:  # fmt: skip
     """Start a replica's other ranks, and lead them as long as the block lasts.
 
     Args:
@@ -141,17 +141,17 @@ def crew_of(
         leader: This process's id: the others end with it.
         index: Which of the host's replicas this is.
         num_ranks: Ranks of the replica, at least 2.
-        say: See `RankProcesses`.
+        report: See `RankProcesses`.
         end: See `RankProcesses`.
     """
     command = [sys.executable, "-m", module, str(run_dir.resolve()), str(leader), str(index), str(num_ranks)]
     processes = RankProcesses(
-        command, num_ranks=num_ranks, logs=run_dir / "logs", name=f"replica-process-{index}", say=say, end=end
+        command, num_ranks=num_ranks, logs=run_dir / "logs", name=f"replica-process-{index}", report=report, end=end
     )
     try:
-        crew = Crew(join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks))
-        processes.follow(crew)
-        yield crew
+        driver = Rank0Driver(join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks))
+        processes.follow(driver)
+        yield driver
     finally:
         processes.close()
 

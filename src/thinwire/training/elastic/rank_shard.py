@@ -145,17 +145,17 @@ def follow(group: InnerGroup) -> None:
             base_lrs = [param_group["lr"] for param_group in shard.inner.param_groups]
         else:
             assert shard is not None, "there is a model before it is worked on"
-            _obey(order, shard, group=group, base_lrs=base_lrs)
+            _execute(order, shard, group=group, base_lrs=base_lrs)
 
 
-def _obey(order: dict[str, Any], shard: ModelShard, *, group: InnerGroup, base_lrs: Sequence[float]) -> None:
+def _execute(order: dict[str, Any], shard: ModelShard, *, group: InnerGroup, base_lrs: Sequence[float]) -> None:
     names = [shard.parameters.names[index] for index in order.get("which", ())]
     match order["do"]:
         case "step":
-            shard.backward(*hear_batch(order, group=group))
+            shard.backward(*receive_batch(order, group=group))
             shard.step(order["factor"], base_lrs=base_lrs)
         case "held_out":
-            shard.held_out(*hear_batch(order, group=group))
+            shard.held_out(*receive_batch(order, group=group))
         case "gather":
             shard.parameters.gather(names)
         case "scatter":
@@ -166,6 +166,6 @@ def _obey(order: dict[str, Any], shard: ModelShard, *, group: InnerGroup, base_l
             shard.parameters.restore()
 
 
-def hear_batch(order: dict[str, Any], *, group: InnerGroup) -> Sequence[Tensor]:
+def receive_batch(order: dict[str, Any], *, group: InnerGroup) -> Sequence[Tensor]:
     """Take over the batch that comes with an order: tokens and targets, (batch, seq) int64 each."""
     return group.spread(torch.empty((2, *order["shape"]), dtype=torch.int64, device=group.device)).unbind()

@@ -17,7 +17,7 @@ from pathlib import Path
 _STOP_S = 5.0
 
 
-class Spare:
+class StandbyProcess:
     """Keeps one process waiting for work.
 
     Args:
@@ -47,19 +47,19 @@ class Spare:
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
 
-    def give(self, *, log: Path, words: Sequence[str]) -> subprocess.Popen[bytes] | None:
+    def assign(self, *, log: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes] | None:
         """Give the waiting process work; return it, None where none waits.
 
         Args:
             log: Takes what it prints from now on.
-            words: Its arguments.
+            arguments: Of the process.
         """
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return None
         assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps({"log": str(log), "words": list(words)}).encode() + b"\n")
+            process.stdin.write(json.dumps({"log": str(log), "arguments": list(arguments)}).encode() + b"\n")
             process.stdin.close()
         except OSError:  # it died just now
             return None
@@ -106,4 +106,4 @@ def read_work() -> list[str] | None:
         os.dup2(source, target)
     os.close(log)
     os.close(null)
-    return [str(word) for word in work["words"]]
+    return [str(argument) for argument in work["arguments"]]

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from thinwire.elastic.coordinator_view import Offer, View
-from thinwire.elastic.join import Seated
+from thinwire.elastic.coordinator_view import CoordinatorView, StateOffer
+from thinwire.elastic.join import Membership
 from thinwire.elastic.protocol import FROM_NOBODY
-from thinwire.elastic.state_transfer import StateFetch
+from thinwire.elastic.state_transfer import StateTransfer
 from thinwire.errors import Expelled, NotThere, ThinwireError
 from thinwire.sync.elastic import load_outer
 from thinwire.sync.engine import Engine
@@ -34,7 +34,7 @@ def state_name(step: int) -> bytes:
     return b"s%d" % step
 
 
-def held_offer(view: View) -> Offer | None:
+def held_offer(view: CoordinatorView) -> StateOffer | None:
     """Return the newest state that somebody holds who is there, or that nobody needs to."""
     present = set(view.neighbours)
     held = [offer for offer in view.offers.values() if offer.root in FROM_NOBODY or set(offer.holders) & present]
@@ -42,14 +42,14 @@ def held_offer(view: View) -> Offer | None:
 
 
 def fetch(
-    offer: Offer, *, seated: Seated, tell: Callable[[str], None], may_begin_early: bool = False
-) -> tuple[ComingState, dict[str, Tensor]]:
+    offer: StateOffer, *, membership: Membership, report: Callable[[str], None], may_begin_early: bool = False
+) -> tuple[IncomingState, dict[str, Tensor]]:
     """Fetch a state's parameters; where all that hold it go, a newer one's.
 
     Args:
         offer: What the coordinator offers.
-        seated: This replica's seat.
-        tell: Told what is done, maybe from another thread.
+        membership: This replica's seat.
+        report: Takes progress messages, maybe from another thread.
         may_begin_early: Whether the rest may come later; else it is waited for.
 
     Returns:
@@ -59,46 +59,46 @@ def fetch(
         Expelled: It could not be had; this replica joins again.
         ThinwireError: The run is over, or its coordinator gone.
     """
-    council = seated.council
+    session = membership.session
     while True:
-        council.step = offer.step  # so that the others keep the rounds after it
-        coming = ComingState(offer, seated=seated, tell=tell)
+        session.step = offer.step  # so that the others keep the rounds after it
+        coming = IncomingState(offer, membership=membership, report=report)
         try:
             return coming, coming.parameters(may_begin_early=may_begin_early)
         except NotThere:
             coming.close()
-            council.check()
-            with council.changed:
-                council.view.offers.pop(offer.step, None)
-            tell(f"nobody holds the state of step {offer.step} any more; waiting for another one")
-            offer = council.wait_for(held_offer, deadline_s=None, why="")
+            session.check()
+            with session.changed:
+                session.view.offers.pop(offer.step, None)
+            report(f"nobody holds the state of step {offer.step} any more; waiting for another one")
+            offer = session.wait_for(held_offer, deadline_s=None, why="")
             if offer.root in FROM_NOBODY:  # another life begins from it
                 raise Expelled(
                     "all that held the state are gone, and the run goes on from a disk; joining again"
                 ) from None
         except ThinwireError as error:
             coming.close()
-            council.check()
+            session.check()
             raise Expelled(f"the state of step {offer.step} could not be fetched: {error}; joining again") from None
 
 
-class ComingState:
+class IncomingState:
     """One state, fetched by a thread from all that hold it.
 
     Args:
         offer: What is fetched.
-        seated: This replica's seat.
-        tell: Told, by that thread, when all is here.
+        membership: This replica's seat.
+        report: Called, by that thread, when all is here.
     """
 
-    def __init__(self, offer: Offer, *, seated: Seated, tell: Callable[[str], None]) -> None:
-        self._offer, self._seated, self._tell = offer, seated, tell
+    def __init__(self, offer: StateOffer, *, membership: Membership, report: Callable[[str], None]) -> None:
+        self._offer, self._membership, self._report = offer, membership, report
         self._source = f"the state of step {offer.step}"
-        self._fetch = StateFetch(
-            seated.library, state_name(offer.step), num_bytes=offer.num_bytes, root=bytes.fromhex(offer.root),
-            on_finding=lambda found: seated.council.tell("note", level="warning", text=found.describe()),
+        self._fetch = StateTransfer(
+            membership.library, state_name(offer.step), num_bytes=offer.num_bytes, root=bytes.fromhex(offer.root),
+            on_finding=lambda found: membership.session.send("note", level="warning", text=found.describe()),
         )  # fmt: skip
-        self._watch = _HolderWatch(self._fetch, offer=offer, seated=seated)
+        self._watch = _HolderTracker(self._fetch, offer=offer, membership=membership)
         self._state: GlobalState | None = None
         self._failure: BaseException | None = None
         self._has_ended = threading.Event()
@@ -130,8 +130,8 @@ class ComingState:
 
     def _is_rest_soon(self) -> bool:
         """Tell whether what is missing comes within `_MOST_LATE_INTERVALS`, at the rate so far."""
-        council = self._seated.council
-        interval_s = council.interval_steps * council.others.step_s
+        session = self._membership.session
+        interval_s = session.interval_steps * session.pace.step_s
         here = self._fetch.bytes_here
         missing_s = (self._offer.num_bytes - here) / max(1, here) * (time.monotonic() - self._began_s)
         return missing_s <= _MOST_LATE_INTERVALS * interval_s
@@ -145,7 +145,7 @@ class ComingState:
             try:
                 outer = dict(self._whole().outer)
             except ThinwireError as error:
-                self._seated.council.check()
+                self._membership.session.check()
                 raise Expelled(f"the rest of {self._source} could not be fetched: {error}; joining again") from None
             load_outer(engine, outer)
             engine.is_whole, engine.make_whole = lambda: True, lambda: None
@@ -172,7 +172,7 @@ class ComingState:
             vector = self._fetch.run(deadline_s=_FETCH_S, stall_s=_STALL_S, may_wait=False)
             self._state = unpack(vector, source=self._source)
             offer, num_holders = self._offer, self._watch.num_holders
-            self._tell(f"fetched {self._source} ({offer.num_bytes} bytes) from {num_holders} replicas")
+            self._report(f"fetched {self._source} ({offer.num_bytes} bytes) from {num_holders} replicas")
         except BaseException as failure:  # handed to whoever waits
             self._failure = failure
         finally:
@@ -180,17 +180,17 @@ class ComingState:
             self._has_ended.set()
 
 
-class _HolderWatch:
+class _HolderTracker:
     """Tells a fetch who holds the state, as replicas come and go."""
 
-    def __init__(self, fetch: StateFetch, *, offer: Offer, seated: Seated) -> None:
+    def __init__(self, fetch: StateTransfer, *, offer: StateOffer, membership: Membership) -> None:
         self.num_holders = 0
         self._fetch = fetch
         self._offer = offer
-        self._seated = seated
+        self._membership = membership
         self._known: set[int] = set()
         self._is_over = threading.Event()
-        self._look()
+        self._update()
         self._thread = threading.Thread(target=self._run, name="thinwire-holders", daemon=True)
         self._thread.start()
 
@@ -207,11 +207,11 @@ class _HolderWatch:
 
     def _run(self) -> None:
         while not self._is_over.wait(_LOOK_S):
-            self._look()
+            self._update()
 
-    def _look(self) -> None:
-        with self._seated.council.changed:
-            view = self._seated.council.view
+    def _update(self) -> None:
+        with self._membership.session.changed:
+            view = self._membership.session.view
             newest = view.offers.get(self._offer.step, self._offer)
             # one that does not take part any more ends its fetch at once
             present = set() if view.expelled_why else set(newest.holders) & set(view.neighbours)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import nn
 
-from thinwire.elastic.coordinator_view import Offer
-from thinwire.elastic.join import Seated
+from thinwire.elastic.coordinator_view import StateOffer
+from thinwire.elastic.join import Membership
 from thinwire.elastic.state_chunks import publish_state, withdraw_state
 from thinwire.errors import CheckpointError, ConnectError, Expelled, RunOver, ThinwireError
 from thinwire.sync.elastic import global_tensors, load_global_parameters, load_global_tensors
@@ -18,8 +18,8 @@ from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.checkpoints.global_checkpoints import GlobalCheckpoints
 from thinwire.training.checkpoints.global_state import GlobalState, non_finite, pack
 from thinwire.training.config import TrainConfig
-from thinwire.training.elastic.local_snapshot import Held, KeptState, newest_kept
-from thinwire.training.elastic.state_fetch import ComingState, fetch, state_name
+from thinwire.training.elastic.local_snapshot import HeldState, LocalSnapshot, newest_snapshot
+from thinwire.training.elastic.state_fetch import IncomingState, fetch, state_name
 from thinwire.training.run_identity import RunIdentity
 
 _NOTE_S = 20.0
@@ -32,7 +32,7 @@ class StateKeeper:
     """Copies the global state at the steps where others need it, or a checkpoint is due; the rest is done by a thread.
 
     Args:
-        seated: This replica's seat, connections and blobs.
+        membership: This replica's seat, connections and blobs.
         model: Its model.
         optimizer: Over it.
         checkpoints: Where states are written; None for nowhere.
@@ -44,13 +44,13 @@ class StateKeeper:
     """
 
     def __init__(
-        self, seated: Seated, *, model: nn.Module, optimizer: DistributedOptimizer,
+        self, membership: Membership, *, model: nn.Module, optimizer: DistributedOptimizer,
         checkpoints: GlobalCheckpoints | None, every: int | None, last_step: int, warn: Callable[[str], None],
-        is_shared: bool = False, kept: KeptState | None = None,
+        is_shared: bool = False, kept: LocalSnapshot | None = None,
     ) -> None:  # fmt: skip
         self._kept = kept
         self._is_shared = is_shared
-        self._seated = seated
+        self._membership = membership
         self._model = model
         self._optimizer = optimizer
         self._checkpoints = checkpoints
@@ -64,7 +64,7 @@ class StateKeeper:
         self._tasks: queue.SimpleQueue[tuple[GlobalState, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-states", daemon=True)
         self._thread.start()
-        optimizer.engine.on_exchanged = self._look
+        optimizer.engine.on_exchanged = self._on_exchanged
 
     def close(self) -> None:
         """Finish what was begun."""
@@ -75,14 +75,14 @@ class StateKeeper:
         if self._checkpoints is not None:
             self._checkpoints.wait(60)
 
-    def _look(self, step: int) -> None:
+    def _on_exchanged(self, step: int) -> None:
         """Copy the state where it is wanted; called between two steps, when it is the same on all replicas."""
-        council = self._seated.council
-        council.step = max(council.step, step)
-        with council.changed:
-            wanted = step in council.view.captures
-            missed = [cut for cut in council.view.captures if cut < step]
-            council.view.captures -= {step, *missed}
+        session = self._membership.session
+        session.step = max(session.step, step)
+        with session.changed:
+            wanted = step in session.view.captures
+            missed = [cut for cut in session.view.captures if cut < step]
+            session.view.captures -= {step, *missed}
         for cut in missed:
             self._answer_late(cut)
         is_due = bool(self._every and step % self._every == 0) or step == self._last_step
@@ -91,13 +91,13 @@ class StateKeeper:
             state = GlobalState(step=step, parameters=parameters, outer=outer)
             if bad := non_finite(state):
                 self._warn(f"the state of step {step} is not kept: {bad} holds NaN or infinity")
-                council.tell("missed", step=step)
+                session.send("missed", step=step)
             else:
                 self._begun.add(step)
                 self._tasks.put((state, is_due))
         if self._kept is not None and step < self._last_step:
             self._has_kept |= self._kept.offer(
-                step, era=council.view.era, every=council.interval_steps, model=self._model, optimizer=self._optimizer
+                step, era=session.view.era, every=session.interval_steps, model=self._model, optimizer=self._optimizer
             )
 
     @property
@@ -109,9 +109,9 @@ class StateKeeper:
         """Say of a step that is over what became of it: that it is kept, will be, or was missed."""
         if cut in self._published:
             root, num_bytes = self._published[cut]
-            self._seated.council.tell("captured", step=cut, root=root.hex(), bytes=num_bytes)
+            self._membership.session.send("captured", step=cut, root=root.hex(), bytes=num_bytes)
         elif cut not in self._begun:
-            self._seated.council.tell("missed", step=cut)
+            self._membership.session.send("missed", step=cut)
 
     def _run(self) -> None:
         while True:
@@ -125,7 +125,7 @@ class StateKeeper:
             state, is_due = task
             try:
                 self._publish(state)
-                is_writer = not self._is_shared or self._seated.replica == min(self._seated.council.active())
+                is_writer = not self._is_shared or self._membership.replica == min(self._membership.session.active())
                 if is_due and is_writer and self._checkpoints is not None:
                     self._write(state)
             except RunOver:
@@ -137,22 +137,22 @@ class StateKeeper:
         if state.step in self._published:
             return
         vector = pack(state)
-        root = publish_state(self._seated.library, state_name(state.step), vector)
+        root = publish_state(self._membership.library, state_name(state.step), vector)
         self._published[state.step] = root, vector.numel()
         self._published_s = time.monotonic()
-        self._seated.council.tell("captured", step=state.step, root=root.hex(), bytes=vector.numel())
+        self._membership.session.send("captured", step=state.step, root=root.hex(), bytes=vector.numel())
         for old in sorted(self._published)[:-_KEPT]:
-            if old < self._seated.council.view.floor_step:
+            if old < self._membership.session.view.floor_step:
                 self._withdraw(old)
 
     def _withdraw(self, step: int) -> None:
         _, num_bytes = self._published.pop(step)
         self._begun.discard(step)
-        withdraw_state(self._seated.library, state_name(step), num_bytes=num_bytes)
+        withdraw_state(self._membership.library, state_name(step), num_bytes=num_bytes)
 
     def _forget_unwanted(self) -> None:
         """Let states go that nobody fetches: each is as large as the parameters and the outer momenta."""
-        since_s = min(time.monotonic() - self._published_s, self._seated.library.bulk_unwanted_s)
+        since_s = min(time.monotonic() - self._published_s, self._membership.library.bulk_unwanted_s)
         for step in [*self._published] if since_s > _UNWANTED_S else []:
             self._withdraw(step)
 
@@ -160,11 +160,11 @@ class StateKeeper:
         """Write a checkpoint with what the coordinator says of the data."""
         assert self._checkpoints is not None
 
-        def note_of(view: object) -> Offer | None:
-            return self._seated.council.view.offers.get(state.step)
+        def note_of(view: object) -> StateOffer | None:
+            return self._membership.session.view.offers.get(state.step)
 
         try:
-            offer = self._seated.council.wait_for(note_of, deadline_s=_NOTE_S, why="the checkpoint tells no data")
+            offer = self._membership.session.wait_for(note_of, deadline_s=_NOTE_S, why="the checkpoint tells no data")
             note = {**offer.note, "era": offer.era}
         except (ConnectError, Expelled):
             note = {}
@@ -181,14 +181,14 @@ def checkpoints_of(
 
 
 def newest_state(
-    config: TrainConfig, *, run: RunIdentity, tell: Callable[[str], None]
+    config: TrainConfig, *, run: RunIdentity, report: Callable[[str], None]
 ) -> tuple[GlobalState | None, bool]:
     """Return the newest global state of a run that this host can read: a checkpoint, or what a replica kept.
 
     Args:
         config: The run's options on this host.
         run: The run, as the incarnation that goes on with it.
-        tell: Told what cannot be used.
+        report: Takes a message for each state that cannot be used.
 
     Returns:
         The state, None where there is none, and whether it is no checkpoint yet.
@@ -199,8 +199,8 @@ def newest_state(
     """
     latest = checkpoints_of(config, run=run).latest()
     for warning in latest.warnings:
-        tell(warning)
-    kept = newest_kept(config.run_dir, run=run)
+        report(warning)
+    kept = newest_snapshot(config.run_dir, run=run)
     if kept is None or (latest.state is not None and _order(latest.state, latest.age) >= _order(kept.state, kept.age)):
         return latest.state, False
     return kept.state, True
@@ -212,20 +212,20 @@ def _order(state: GlobalState, age: int) -> tuple[int, int, int]:
 
 
 def take_in(
-    offer: Offer, *, seated: Seated, model: nn.Module, optimizer: DistributedOptimizer,
-    checkpoints: GlobalCheckpoints | None, held: Held | None = None, tell: Callable[[str], None],
+    offer: StateOffer, *, membership: Membership, model: nn.Module, optimizer: DistributedOptimizer,
+    checkpoints: GlobalCheckpoints | None, held: HeldState | None = None, report: Callable[[str], None],
     may_begin_early: bool = False,
-) -> tuple[int, ComingState | None]:  # fmt: skip
+) -> tuple[int, IncomingState | None]:  # fmt: skip
     """Begin from a state: fetched from others, from this host's disk, the replica's own, or from the seed.
 
     Args:
         offer: What the coordinator offers.
-        seated: This replica's seat.
+        membership: This replica's seat.
         model: The model, with the first weights.
         optimizer: Over it.
         checkpoints: This host's checkpoints.
         held: The state that this replica said it holds.
-        tell: Told what is done.
+        report: Takes progress messages.
         may_begin_early: Whether the outer optimizer's memory may come after the parameters: training goes on here while
             rounds are overdue.
 
@@ -241,38 +241,38 @@ def take_in(
         if held is None or held.step != offer.step:
             raise Expelled(f"was to go on from a state of its own of step {offer.step}, and holds none; joining again")
         held.take_in(model=model, optimizer=optimizer)
-        tell(f"going on from its own state of step {held.step}")
+        report(f"going on from its own state of step {held.step}")
         return held.step, None
     if offer.root == "disk" and held is not None and offer.step == held.step:  # the same, with the inner moments
         held.take_in(model=model, optimizer=optimizer)
-        tell(f"going on from the checkpoint of step {held.step}, as this host holds it")
+        report(f"going on from the checkpoint of step {held.step}, as this host holds it")
         return held.step, None
     if offer.root == "disk":
-        state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, tell=tell)
+        state = None if checkpoints is None else _checkpoint(checkpoints, step=offer.step, report=report)
         if state is None:
-            tell("there is no checkpoint on this host; beginning anew")
+            report("there is no checkpoint on this host; beginning anew")
             return 0, None
         if bad := non_finite(state):
             raise CheckpointError(
                 f"{bad} of the checkpoint of step {state.step} holds NaN or infinity; delete it, and resume from the "
                 f"one before it"
             )
-        tell(f"going on from the checkpoint of step {state.step}")
+        report(f"going on from the checkpoint of step {state.step}")
         if state.step:
             load_global_tensors(optimizer.engine, model, dict(state.parameters), dict(state.outer))
         return state.step, None
-    coming, parameters = fetch(offer, seated=seated, tell=tell, may_begin_early=may_begin_early)
+    coming, parameters = fetch(offer, membership=membership, report=report, may_begin_early=may_begin_early)
     load_global_parameters(optimizer.engine, model, parameters)
     coming.hand_to(optimizer.engine)
-    seated.council.step = coming.step
+    membership.session.step = coming.step
     return coming.step, coming
 
 
-def _checkpoint(checkpoints: GlobalCheckpoints, *, step: int, tell: Callable[[str], None]) -> GlobalState | None:
+def _checkpoint(checkpoints: GlobalCheckpoints, *, step: int, report: Callable[[str], None]) -> GlobalState | None:
     """Return the state of a step, or the newest one where the step is 0."""
     if step:
         return checkpoints.load(step)
     latest = checkpoints.latest()
     for warning in latest.warnings:
-        tell(warning)
+        report(warning)
     return latest.state

@@ -7,18 +7,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from thinwire.elastic.coordinator_session import Council
+from thinwire.elastic.coordinator_session import CoordinatorSession
 
 _SEEN = 32
 # A step cannot take no time at all, whatever a clock says.
 _LEAST_S = 1e-6
 
 
-class OwnWork:
-    """A replica's latest steps; each is told to the council, and so to the others and to people.
+class StepThroughput:
+    """A replica's latest steps; each is told to the session, and so to the others and to people.
 
     Args:
-        council: This replica's seat.
+        session: This replica's seat.
         interval_steps: H, inner steps.
         now: Gives seconds that only grow.
 
@@ -26,9 +26,11 @@ class OwnWork:
         steps_s: Times of the latest steps without waits, in seconds.
     """
 
-    def __init__(self, council: Council, *, interval_steps: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, session: CoordinatorSession, *, interval_steps: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self.steps_s: deque[float] = deque(maxlen=_SEEN)
-        self._council = council
+        self._session = session
         self._interval_steps = interval_steps
         self._now = now
         self._seen: deque[tuple[int, int, float]] = deque(maxlen=_SEEN + 1)
@@ -47,8 +49,8 @@ class OwnWork:
         self.steps_s.append(max(_LEAST_S, took_s))
         self._tokens += tokens
         self._seen.append((step, self._tokens, self._now()))
-        council, (first_step, first_tokens, first_s) = self._council, self._seen[0]
-        council.step, council.step_s = max(council.step, step), statistics.median(self.steps_s)
+        session, (first_step, first_tokens, first_s) = self._session, self._seen[0]
+        session.step, session.step_s = max(session.step, step), statistics.median(self.steps_s)
         if step > first_step:
-            council.steps_per_interval = self._interval_steps * (len(self._seen) - 1) / (step - first_step)
-            council.tokens_s = (self._tokens - first_tokens) / max(_LEAST_S, self._seen[-1][2] - first_s)
+            session.steps_per_interval = self._interval_steps * (len(self._seen) - 1) / (step - first_step)
+            session.tokens_s = (self._tokens - first_tokens) / max(_LEAST_S, self._seen[-1][2] - first_s)
