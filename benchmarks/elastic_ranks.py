@@ -72,8 +72,7 @@ def live(rank: int, num_ranks: int, folder: str, model: str, results: Any) -> No
     import torch
 
     from thinwire.training.config import TrainConfig, resolve
-    from thinwire.training.elastic.rank0_driver import Rank0Driver
-    from thinwire.training.elastic.rank_shard import follow
+    from thinwire.training.elastic.replica_ranks import Rank0Driver, follow
     from thinwire.transport.replica_group import InnerGroup
 
     torch.set_num_threads(1)

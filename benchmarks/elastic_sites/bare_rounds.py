@@ -15,7 +15,7 @@ import torch
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_server import Hub
 from thinwire.elastic.invitation import Invitation
-from thinwire.elastic.join import Membership, join
+from thinwire.elastic.join import JoinPlan, Membership, join
 from thinwire.transport.secret import Secret
 from thinwire.version import __version__
 
@@ -59,13 +59,17 @@ def sit_down(coordinator: str, address: str, *, planned: int, change: Callable[[
     """Join, be changed, and become active once all are there."""
     invitation = Invitation(host=coordinator, port=PORT)
     membership, here = join(
-        invitation, secret=SECRET, planned=lambda job: (planned, INTERVAL), address=address, deadline_s=60.0
+        invitation,
+        secret=SECRET,
+        plan_of=lambda job: JoinPlan(num_replicas=planned, interval_steps=INTERVAL),
+        address=address,
+        deadline_s=60.0,
     )
     change(membership)
     session = membership.session
-    membership.arrive(corpus="c", num_windows=1, address=here.host, port=here.port)
+    membership.announce(corpus="c", num_windows=1, address=here.host, port=here.port)
     session.wait_for(lambda view: view.has_started and view.offer, deadline_s=_DEADLINE_S, why="")
-    session.step_s = 1.0  # nobody is late only because the last round came to it later
+    session.report_work(step_s=1.0)  # nobody is late only because the last round came to it later
     session.send_reliably("active", step=0)
     session.wait_for(lambda view: len(session.active()) == planned, deadline_s=_DEADLINE_S, why="")
     session.stop_resending("active")
@@ -78,8 +82,8 @@ def take_round(membership: Membership, round_id: int, *, num_bytes: int) -> tupl
     """Take part in one round; return its seconds and how many parts it had."""
     began_s, step = time.monotonic(), INTERVAL * (round_id + 1)
     part = torch.full((num_bytes,), membership.replica, dtype=torch.uint8)
-    membership.session.step = step
-    proposal = membership.seat.propose(
+    membership.session.reach(step)
+    proposal = membership.rounds.propose(
         part, round_id=round_id, launch_step=step, reference_hash=1, most_bytes=num_bytes
     )
     proposal.wait(deadline_s=0.0)

@@ -9,15 +9,13 @@ from typing import Any, Protocol
 from life_parts import Flight, Means, Person, root_of
 from model import NoLock, meet
 
-from thinwire.elastic.coordinator_session import CoordinatorSession
-from thinwire.elastic.coordinator_view import CoordinatorView, StateOffer
-from thinwire.elastic.engine_session import ElasticRounds
+from thinwire.elastic.coordinator_session import CoordinatorSession, CoordinatorView, StateOffer
 from thinwire.elastic.protocol import FROM_NOBODY, Message
-from thinwire.elastic.round_driver import blob_name
+from thinwire.elastic.round_driver import ElasticRounds, blob_name
 from thinwire.elastic.round_state_machine import CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.errors import Expelled, RunOver
 from thinwire.events import FIRST_LAST_ROUND
-from thinwire.training.elastic.state_fetch import held_offer
+from thinwire.training.elastic.states import held_offer
 
 INTERVAL, OVERLAP, SHARD = 2, 1, 2
 # Further behind than this a replica passes over what it lacks.
@@ -90,8 +88,8 @@ class Life:
             replica=number, interval_steps=INTERVAL, send=Mouth(self), on_roster=meet, now=self.world.now
         )
         session.changed = NoLock()  # type: ignore[assignment]
-        session.step_s = 1.0
-        session.used = self.used
+        session.report_work(step_s=1.0)
+        session.track_windows(self.used)
         self.seat = ElasticRounds(session, Shelf(self))
         self.phase = "arriving"
         for message in self.early:
@@ -158,7 +156,7 @@ class Life:
     def _announce_fetch(self) -> None:
         assert self.offer is not None
         if self.offer.holders:
-            self.session.step = self.offer.step
+            self.session.reach(self.offer.step)
 
     def _move_flights(self) -> None:
         for round_id, flight in list(self.flights.items()):
@@ -281,7 +279,7 @@ class Life:
             self.step, self.means = self.person.disk or (0, ())
         elif offer.root != "seed":
             self.step, self.means = self.world.states[offer.root]
-        self.session.step = self.step
+        self.session.reach(self.step)
         self.phase = "waiting"
         self.session.send_reliably("active", step=self.step)
 
@@ -301,7 +299,7 @@ class Life:
         if not self._passes():
             self._use_window()
         self.step += 1
-        self.session.step = max(self.session.step, self.step)
+        self.session.reach(self.step)
         if self.step % INTERVAL == 0:
             self._launch(self.step // INTERVAL - 1)
         if self._due(self.step) is None:

@@ -1,8 +1,9 @@
 """All orders in which a few replicas and their coordinator may act: a breadth-first search over the real machines.
 
 What runs here is `Coordinator`, `CoordinatorSession` and `RoundStateMachine` as they are in a run; only wires, blobs,
-clocks and locks are modelled. A state is all of these; an event takes one step: a message arrives, a blob arrives, a replica launches, time
-passes, something breaks. Messages of one connection keep their order, those of different ones do not.
+clocks and locks are modelled. A state is all of these; an event takes one step: a message arrives, a blob arrives, a
+replica launches, time passes, something breaks. Messages of one connection keep their order, those of different ones do
+not.
 """
 
 import contextlib
@@ -257,7 +258,7 @@ class World:
         replica.machines[round_id] = RoundStateMachine(replica=replica.number, has_part=is_offered)
         if is_offered:
             replica.blobs.add((round_id, replica.number))
-            replica.session.step = 10 * (round_id + 1)
+            replica.session.reach(10 * (round_id + 1))
             replica.session.launch(round_id, launch_step=10 * (round_id + 1))
 
     def _is_served(self, replica: Replica, round_id: int, member: int, asked: int) -> bool | None:

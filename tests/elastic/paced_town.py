@@ -21,7 +21,7 @@ from thinwire.simulate.virtual_clock import VirtualClock
 from thinwire.sync.catch_up import ElasticCatchUp
 from thinwire.sync.engine import Engine
 from thinwire.sync.schedule import Round, Schedule
-from thinwire.training.elastic.throughput import StepThroughput
+from thinwire.training.elastic.loop import StepThroughput
 from thinwire.version import __version__
 
 WORD_S, PART_S = 0.005, 0.02

@@ -14,9 +14,21 @@ from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.round_driver import round_of_name
 from thinwire.elastic.round_state_machine import RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
-from thinwire.elastic.routing import CLEARLY, HELD_ROUNDS, LEFT_ROUNDS, STEADY_ROUNDS, Detour, DetourTable, find_detours
-from thinwire.elastic.site_topology import LATEST, LinkRates, SiteTable
-from thinwire.elastic.source_selection import probed_sources, relays, slow_sources
+from thinwire.elastic.routing import (
+    CLEARLY,
+    HELD_ROUNDS,
+    LATEST,
+    LEFT_ROUNDS,
+    STEADY_ROUNDS,
+    Detour,
+    DetourTable,
+    LinkRates,
+    SiteTable,
+    find_detours,
+    probed_sources,
+    relays,
+    slow_sources,
+)
 from thinwire.errors import PayloadError, PeerLost
 
 FAST, SLOW = 5e6, 5e5
@@ -112,26 +124,26 @@ def test_the_highest_of_the_latest_three_answers_tells_a_wire_that_has_become_sl
 def book_of(rates: Told) -> DetourTable:
     book = DetourTable()
     for one, found in rates.items():
-        book.hear(one, found)
+        book.add_rates(one, found)
     return book
 
 
 def test_people_are_told_once_when_a_detour_begins_and_once_when_it_ends() -> None:
     book = book_of(all_fast(3, (0, 2, SLOW)))
-    (begun,) = book.look((0, 1, 2), num_rounds=0)
+    (begun,) = book.update((0, 1, 2), num_rounds=0)
     assert begun == (
         "replica 2 fetches replica 0's parts from replica 1: the wire 0 -> 2 carries 0.5 MB/s, the way over 1 5 MB/s"
     )
-    assert book.look((0, 1, 2), num_rounds=0) == [] and book.detours == (
+    assert book.update((0, 1, 2), num_rounds=0) == [] and book.detours == (
         Detour(source=0, replica=2, over=(1,), every=16),
     )
     assert book.describe()[0]["text"] == begun and book.ways() == {(0, 2): FAST}
-    book.hear(0, {1: FAST, 2: FAST})
-    assert book.look((0, 1, 2), num_rounds=HELD_ROUNDS - 1) == [], "it is held for a while"
-    (ended,) = book.look((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS)
+    book.add_rates(0, {1: FAST, 2: FAST})
+    assert book.update((0, 1, 2), num_rounds=HELD_ROUNDS - 1) == [], "it is held for a while"
+    (ended,) = book.update((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS)
     assert ended.startswith("replica 2 fetches replica 0's parts itself again: the wire 0 -> 2 carries 5 MB/s")
     assert (
-        book.look((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS) == [] == book.describe()
+        book.update((0, 1, 2), num_rounds=HELD_ROUNDS + LEFT_ROUNDS) == [] == book.describe()
         and book.detours == ()
         and book.num_changes == 2
     )
@@ -139,15 +151,15 @@ def test_people_are_told_once_when_a_detour_begins_and_once_when_it_ends() -> No
 
 def test_a_detour_ends_with_any_replica_that_it_needs() -> None:
     book = book_of(all_fast(3, (0, 2, SLOW)))
-    book.look((0, 1, 2), num_rounds=0)
+    book.update((0, 1, 2), num_rounds=0)
     book.forget(2)
-    (ended,) = book.look((0, 1), num_rounds=0)
+    (ended,) = book.update((0, 1), num_rounds=0)
     assert "replica 2 has gone" in ended and book.detours == ()
     book = book_of(all_fast(4, (0, 2, SLOW)))
-    book.look(range(4), num_rounds=0)
+    book.update(range(4), num_rounds=0)
     assert book.detours[0].over == (1, 3)
-    assert book.look((0, 1, 2), num_rounds=0) == [] and book.detours[0].over == (1,)
-    assert len(book.look((0, 2), num_rounds=0)) == 1 and book.detours == ()
+    assert book.update((0, 1, 2), num_rounds=0) == [] and book.detours[0].over == (1,)
+    assert len(book.update((0, 2), num_rounds=0)) == 1 and book.detours == ()
 
 
 def test_tries_take_a_small_share_of_what_is_carried_and_wait_for_the_one_before() -> None:
@@ -158,7 +170,7 @@ def test_tries_take_a_small_share_of_what_is_carried_and_wait_for_the_one_before
 
 def book_and_every(rates: Told) -> list[int]:
     book = book_of(rates)
-    book.look(tuple(rates), num_rounds=0)
+    book.update(tuple(rates), num_rounds=0)
     return [one.every for one in book.detours]
 
 
@@ -166,17 +178,17 @@ def test_a_wire_that_recovers_for_a_moment_only_is_tried_ever_more_rarely() -> N
     book = book_of(all_fast(3, (0, 2, SLOW)))
     every, waited, num_rounds = [], [], 0
     for _ in range(13):
-        book.hear(0, {1: FAST, 2: SLOW})
+        book.add_rates(0, {1: FAST, 2: SLOW})
         since = num_rounds
         while not book.detours:
             num_rounds += 1
-            book.look((0, 1, 2), num_rounds=num_rounds)
+            book.update((0, 1, 2), num_rounds=num_rounds)
         waited.append(num_rounds - since)
         every.append(book.detours[0].every)
-        book.hear(0, {1: FAST, 2: FAST})
+        book.add_rates(0, {1: FAST, 2: FAST})
         while book.detours:
             num_rounds += 1
-            book.look((0, 1, 2), num_rounds=num_rounds)
+            book.update((0, 1, 2), num_rounds=num_rounds)
     assert every[:4] == [16, 32, 64, 128] and every[-1] == every[-2] == 16 << 10
     doubled = [(STEADY_ROUNDS << number) + 1 for number in range(1, 7)]
     assert waited[:7] == [1, *doubled] and waited[-1] == doubled[-1], "and is gone around ever later"
@@ -185,24 +197,24 @@ def test_a_wire_that_recovers_for_a_moment_only_is_tried_ever_more_rarely() -> N
 def test_a_way_that_is_not_clearly_better_must_stay_better_for_some_rounds() -> None:
     book = book_of(all_fast(3, (0, 2, FAST / (CLEARLY - 1))))
     for num_rounds in range(STEADY_ROUNDS):
-        assert book.look((0, 1, 2), num_rounds=num_rounds) == [] == book.look((0, 1, 2), num_rounds=num_rounds)
-    book.hear(0, {1: FAST, 2: FAST})  # it looks well for one round
-    assert book.look((0, 1, 2), num_rounds=STEADY_ROUNDS) == []
-    book.hear(0, {1: FAST, 2: FAST / (CLEARLY - 1)})
+        assert book.update((0, 1, 2), num_rounds=num_rounds) == [] == book.update((0, 1, 2), num_rounds=num_rounds)
+    book.add_rates(0, {1: FAST, 2: FAST})  # it looks well for one round
+    assert book.update((0, 1, 2), num_rounds=STEADY_ROUNDS) == []
+    book.add_rates(0, {1: FAST, 2: FAST / (CLEARLY - 1)})
     for num_rounds in range(10, 10 + STEADY_ROUNDS):
-        assert book.look((0, 1, 2), num_rounds=num_rounds) == []
-    assert len(book.look((0, 1, 2), num_rounds=10 + STEADY_ROUNDS)) == 1
+        assert book.update((0, 1, 2), num_rounds=num_rounds) == []
+    assert len(book.update((0, 1, 2), num_rounds=10 + STEADY_ROUNDS)) == 1
 
 
 def test_a_detour_that_was_of_use_for_long_is_not_counted_against_the_next_one() -> None:
     book = book_of(all_fast(3, (0, 2, SLOW)))
-    book.look((0, 1, 2), num_rounds=0)
-    book.hear(0, {1: FAST, 2: FAST})
+    book.update((0, 1, 2), num_rounds=0)
+    book.add_rates(0, {1: FAST, 2: FAST})
     for num_rounds in (200, 200 + LEFT_ROUNDS):
-        book.look((0, 1, 2), num_rounds=num_rounds)
+        book.update((0, 1, 2), num_rounds=num_rounds)
     assert not book.detours
-    book.hear(0, {1: FAST, 2: SLOW})
-    assert len(book.look((0, 1, 2), num_rounds=300)) == 1
+    book.add_rates(0, {1: FAST, 2: SLOW})
+    assert len(book.update((0, 1, 2), num_rounds=300)) == 1
 
 
 def noisy_life(num: int, *, seed: int, noise: float, slow_from: int | None = None) -> tuple[int, int | None]:
@@ -222,9 +234,9 @@ def noisy_life(num: int, *, seed: int, noise: float, slow_from: int | None = Non
             rate = (FAST / 10 if is_slow else FAST) * drawn.lognormvariate(0.0, noise)
             rates[source].observe(to, num_bytes=1_000_000, seconds=1_000_000 / rate)
         for source in range(num):
-            book.hear(source, {int(to): rate for to, rate in rates[source].report(latest=LATEST).items()})
+            book.add_rates(source, {int(to): rate for to, rate in rates[source].report(latest=LATEST).items()})
         for _ in range(3):  # the coordinator looks once a second
-            book.look(range(num), num_rounds=number)
+            book.update(range(num), num_rounds=number)
         now = {(one.source, one.replica) for one in book.detours}
         begun += [(number, pair) for pair in sorted(now - around)]
     if slow_from is None:
@@ -304,7 +316,7 @@ def test_whatever_was_told_all_ways_end_at_the_origin_in_few_steps() -> None:
     for round_id in range(150):
         rates = {one: {to: 10 ** drawn.uniform(5, 8) for to in range(6) if to != one} for one in range(6)}
         book = book_of(rates)
-        book.look(tuple(range(6)), num_rounds=0)
+        book.update(tuple(range(6)), num_rounds=0)
         for sites in all_sites:
             for member in range(6):
                 assert all(len(way_of(sites, book.detours, member, one, round_id, 6)) <= 5 for one in range(6))
@@ -314,15 +326,15 @@ def test_one_bad_wire_inside_breaks_no_site_up() -> None:
     sites, rates = SiteTable(), {}
     for one in range(5):
         rates[one] = {to: 1e8 if (one < 3) == (to < 3) else 2e6 for to in range(5) if to != one}
-        sites.hear(one, rates[one])
-    sites.look(range(5))
+        sites.add_rates(one, rates[one])
+    sites.update(range(5))
     assert sites.sites == ((0, 1, 2), (3, 4))
     rates[0][1] = 1e6
     book = book_of(rates)
-    book.look(range(5), num_rounds=0)
-    assert [one.told() for one in book.detours] == [[0, 1, book.detours[0].every, 2]]
-    assert not sites.look(range(5), ways=book.ways())
-    assert sites.look(range(5)), "without the detour they would be no sites any more"
+    book.update(range(5), num_rounds=0)
+    assert [one.to_list() for one in book.detours] == [[0, 1, book.detours[0].every, 2]]
+    assert not sites.update(range(5), ways=book.ways())
+    assert sites.update(range(5)), "without the detour they would be no sites any more"
 
 
 @pytest.mark.parametrize(
@@ -379,7 +391,7 @@ class Triangle:
                     resident.session.link_rates.observe(peer, num_bytes=1 << 20, seconds=seconds)
             resident.begin()
         for resident in self.residents:
-            resident.session._tell_rates()
+            resident.session._report_rates()
         with self.town.lock:
             self.town.coordinator._tell_pace()
         last = self.residents[2]

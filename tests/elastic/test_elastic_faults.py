@@ -66,7 +66,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _look(self, step: int) -> None:
-        self.session.step = max(self.session.step, step)
+        self.session.reach(step)
         for missed in [cut for cut in self.session.view.captures if cut < step]:  # the word came too late
             self.session.view.captures.discard(missed)
             self.session.send("missed", step=missed)
@@ -167,7 +167,7 @@ def are_alike(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def dies_saying(street: Street, number: int, kind: str, *, before: bool, round_id: int = 4) -> None:
     """Let a replica die in the moment it says something of a round."""
     resident = street.workers[number].resident
-    inner = resident.session._say
+    inner = resident.session._send
 
     def say(said: str, **fields: object) -> None:
         is_now = said == kind and fields.get("round") == round_id
@@ -179,7 +179,7 @@ def dies_saying(street: Street, number: int, kind: str, *, before: bool, round_i
         if number in street.town.dead:
             resident.session.view.expelled_why = "died"
 
-    resident.session._say = say
+    resident.session._send = say
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_a_coordinator_that_comes_back_in_the_middle_of_a_round_changes_nothing(
             run.town.restart()
             run.quicken()
 
-    inner = run.workers[1].resident.session._say
-    run.workers[1].resident.session._say = say_and_die
+    inner = run.workers[1].resident.session._send
+    run.workers[1].resident.session._send = say_and_die
     run.begin()
     values = [worker.end() for worker in run.workers]
     assert has_died.is_set()
@@ -280,7 +280,7 @@ def test_who_begins_at_a_cut_ends_with_the_bits_of_the_others(street: Callable[.
     else:
         load_outer(engine, outer)
     begun = global_values(joiner.optimizer)
-    joiner.session.step = offer.step
+    joiner.session.reach(offer.step)
     joiner.resident.begin(offer.step)
     joiner.optimizer.begin_at(offer.step)
     joiner.begin()
@@ -304,7 +304,7 @@ def test_the_time_of_a_slow_replica_is_not_the_others_and_its_tokens_count_later
     *fast, slow = run.workers
     for worker, step_s in zip(run.workers, (0.02, 0.02, 0.2), strict=True):
         worker.pause = functools.partial(pause, step_s)
-        worker.session.step_s = step_s
+        worker.session.report_work(step_s=step_s)
     offered: dict[int, tuple[int, int]] = {}
     publish = slow.resident.shelf.publish
 

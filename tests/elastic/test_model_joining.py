@@ -7,9 +7,9 @@ import pytest
 from model_joining import Town
 from searching import Search, finish, wander
 
-from thinwire.elastic.coordinator_view import CoordinatorView, StateOffer
+from thinwire.elastic.coordinator_session import CoordinatorView, StateOffer
 from thinwire.elastic.data_leases import Ledger
-from thinwire.training.elastic.state_fetch import held_offer
+from thinwire.training.elastic.states import held_offer
 
 FAULTS = ("lose", "twice", "spoil", "swap", "die", "crash", "hurry", "pause", "leave")
 

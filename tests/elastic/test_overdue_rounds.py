@@ -18,7 +18,7 @@ __all__ = ["street"]
 def holds_back(run: Street, number: int, *, round_id: int) -> threading.Event:
     """Let the decision of a round come to a replica only once the event is set."""
     is_held, session = threading.Event(), run.workers[number].session
-    inner = session.hear
+    inner = session.receive
 
     def hear(message: dict[str, Any]) -> None:
         if message["kind"] == "decision" and message["round"] == round_id:

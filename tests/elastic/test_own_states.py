@@ -124,7 +124,7 @@ class Returning:
             worker.pause = self._wait
 
     def _look(self, step: int) -> None:
-        self.lost.session.step = max(self.lost.session.step, step)
+        self.lost.session.reach(step)
         if step == 11:
             self.kept = global_tensors(self.lost.optimizer.engine, self.lost.model)
 
@@ -145,7 +145,7 @@ class Returning:
         assert again.session.view.offer.root == "own" and again.session.view.offer.step == 11
         assert self.kept is not None
         load_global_tensors(again.optimizer.engine, again.model, *self.kept)
-        again.session.step = 11
+        again.session.reach(11)
         again.resident.begin(11)
         again.optimizer.begin_at(11)
         again.begin()

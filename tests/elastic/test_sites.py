@@ -14,8 +14,7 @@ from thinwire.elastic.protocol import rates_of
 from thinwire.elastic.round_driver import round_of_name
 from thinwire.elastic.round_state_machine import Action, CastVote, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
-from thinwire.elastic.site_topology import find_sites, site_of
-from thinwire.elastic.source_selection import relays
+from thinwire.elastic.routing import find_sites, relays, site_of
 from thinwire.errors import PayloadError
 from thinwire.events import Transfer
 
@@ -155,7 +154,7 @@ def test_only_what_was_sent_well_and_is_large_enough_tells_a_rate() -> None:
         direction="sent", payload_bytes=1 << 20, wire_bytes=1 << 20, finished_s=1.5, **common
     ))  # type: ignore[arg-type]  # fmt: skip
     assert session.link_rates.report() == {"1": 1 << 21}
-    session.link_rates.keep(())
+    session.link_rates.retain(())
     assert session.link_rates.report() == {}
 
 

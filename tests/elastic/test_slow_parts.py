@@ -4,6 +4,7 @@ Time here is a number that only waiting moves, so nothing depends on the machine
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     monkeypatch.setattr(proposal_module, "time", found)
 
     def pause(self: RoundDriver) -> None:
-        found.now_s += proposal_module._LOOK_S
+        found.now_s += proposal_module._POLL_S
 
     monkeypatch.setattr(RoundDriver, "_pause", pause)
     yield found
@@ -91,7 +92,7 @@ def proposal_of(shelf: SlowShelf, *, holders: list[int], there: range) -> RoundD
         "kind": "decision", "round": 9, "launch_step": 12, "members": [0], "holders": holders, "step": 12, "closed": 12,
     })  # fmt: skip
     return RoundDriver(
-        session=session, shelf=shelf, round_id=9, launch_step=12, part=None, reference_hash=77, most_bytes=10
+        session=session, store=shelf, round_id=9, launch_step=12, part=None, reference_hash=77, most_bytes=10
     )
 
 
@@ -107,7 +108,7 @@ def test_a_part_that_takes_longer_than_usual_still_comes(clock: Clock) -> None:
     proposal = proposal_of(shelf, holders=[0, 1], there=range(3))
     proposal.wait(deadline_s=1)
     assert proposal.agreed is not None and list(proposal.agreed.parts) == [0]
-    assert clock.now_s == pytest.approx(LONG_S, abs=2 * proposal_module._LOOK_S)
+    assert clock.now_s == pytest.approx(LONG_S, abs=2 * proposal_module._POLL_S)
     assert sorted(source for source, _ in shelf.asked) == [0, 1], "each holder is asked once"
     assert sum(fetch.is_cancelled for _, fetch in shelf.asked) == 1, "and the later one no longer when it has come"
 
@@ -115,14 +116,12 @@ def test_a_part_that_takes_longer_than_usual_still_comes(clock: Clock) -> None:
 def test_a_part_that_is_late_on_a_busy_link_is_not_asked_for_twice(clock: Clock) -> None:
     shelf = SlowShelf(clock)
     proposal = proposal_of(shelf, holders=[0, 1], there=range(3))
-    proposal._session.is_busy, proposal._session.transfer_timeout = (
-        lambda: True,
-        Patience(least_s=2 * USUAL_S, most_s=1.0),
-    )
+    proposal._session.activity = SimpleNamespace(is_link_busy=lambda: True, silent_peers=frozenset)
+    proposal._session.transfer_timeout = Patience(least_s=2 * USUAL_S, most_s=1.0)
     proposal._session.transfer_timeout.observe(0.0)
     proposal.wait(deadline_s=1)
     assert [source for source, _ in shelf.asked] == [0]
-    assert clock.now_s == pytest.approx(LONG_S, abs=2 * proposal_module._LOOK_S)
+    assert clock.now_s == pytest.approx(LONG_S, abs=2 * proposal_module._POLL_S)
     assert not proposal._session.missing_parts, "nothing is lacking when it is there"
 
 
@@ -147,9 +146,9 @@ def test_parts_of_a_later_round_are_asked_for_when_few_of_the_earlier_ones_are_l
 
 def test_a_part_on_a_thin_link_is_waited_for_as_long_as_nobody_needs_the_result() -> None:
     words = {"called": (0, 1), "decision": None, "active": (0, 1), "neighbours": (0, 1), "limit_s": 2.0}
-    for borne_s, voted in ((0.0, [False, True, True]), (6.0, [False, False, True])):
+    for slack_s, voted in ((0.0, [False, True, True]), (6.0, [False, False, True])):
         machine = RoundStateMachine(replica=0, has_part=True)
-        found = [machine.advance(RoundInputs(borne_s=borne_s, **words), now_s=now_s) for now_s in (0.0, 3.0, 6.5)]
+        found = [machine.advance(RoundInputs(slack_s=slack_s, **words), now_s=now_s) for now_s in (0.0, 3.0, 6.5)]
         votes = [any(isinstance(one, CastVote) for one in actions) for actions in found]
         assert [any(votes[: n + 1]) for n in range(3)] == voted
 

@@ -10,8 +10,8 @@ import torch
 
 from thinwire.elastic.coordinator import Coordinator
 from thinwire.elastic.coordinator_session import CoordinatorSession
-from thinwire.elastic.engine_session import ElasticRounds
 from thinwire.elastic.protocol import VERSION, decode, encode
+from thinwire.elastic.round_driver import ElasticRounds
 from thinwire.errors import DeadlineExceeded, PeerLost
 from thinwire.version import __version__
 

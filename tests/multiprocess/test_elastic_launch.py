@@ -53,7 +53,7 @@ if len((folder / "lives").read_text().splitlines()) < 3:
 """
 SPARE = """
 import pathlib, runpy, sys
-from thinwire.training.elastic.standby_process import read_work
+from thinwire.training.elastic.launch import read_work
 folder = pathlib.Path(sys.argv[1])
 (folder / "waiting").touch()
 words = read_work()

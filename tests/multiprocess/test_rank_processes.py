@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from thinwire.training.elastic.rank_processes import RankProcesses
+from thinwire.training.elastic.replica_ranks import RankProcesses
 
 pytestmark = pytest.mark.multiprocess
 

@@ -17,8 +17,7 @@ import thinwire
 from thinwire.sync.elastic import elastic, global_tensors, load_global_tensors
 from thinwire.training.build import make_inner_optimizer, make_model
 from thinwire.training.config import TrainConfig, resolve
-from thinwire.training.elastic.rank0_driver import Rank0Driver, whole_model
-from thinwire.training.elastic.rank_shard import follow
+from thinwire.training.elastic.replica_ranks import Rank0Driver, follow, whole_model
 
 pytestmark = pytest.mark.multiprocess
 

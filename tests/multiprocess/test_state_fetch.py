@@ -12,16 +12,18 @@ from messages import content
 from open_wires import HOST, SOON_S, Site, site, sites
 from processes import Processes
 
-from thinwire.elastic.state_chunks import (
+from thinwire.elastic.state_transfer import (
     CHUNK_BYTES,
+    CorruptChunk,
+    StateTransfer,
     chunk_name,
+    fetch_state,
     hashes_name,
     num_chunks_of,
     publish_state,
     root_of,
     withdraw_state,
 )
-from thinwire.elastic.state_transfer import CorruptChunk, StateTransfer, fetch_state
 from thinwire.errors import DeadlineExceeded, NotThere
 from thinwire.transport.addresses import Address
 from thinwire.transport.blob_store import Library

@@ -30,8 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     import torch
 
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.training.elastic.rank_processes import join_ranks
-    from thinwire.training.elastic.rank_shard import follow
+    from thinwire.training.elastic.replica_ranks import follow, join_ranks
 
     try:
         torch.set_num_threads(LocalSettings.load(run_dir).threads)

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides when to stop
     end_with(int(launcher))
     import thinwire.training.elastic.replica  # noqa: F401  what takes long, before it is needed
-    from thinwire.training.elastic.standby_process import read_work
+    from thinwire.training.elastic.launch import read_work
 
     words = read_work()
     return 0 if words is None else elastic_worker.main([run_dir, launcher, *words])

@@ -22,7 +22,7 @@ from thinwire.training.config import TrainConfig
 from thinwire.training.elastic.coordinator_process import ALONE_FILE, JOB_FILE, JOURNAL_FILE, PORT_FILE
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.launch import Role
-from thinwire.training.elastic.rank0_driver import check_ranks
+from thinwire.training.elastic.replica_ranks import check_ranks
 from thinwire.training.elastic.states import checkpoints_of, newest_state
 from thinwire.training.run_identity import RunIdentity, new_identity, read_identity
 from thinwire.training.worker import make_run_folder

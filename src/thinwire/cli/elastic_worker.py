@@ -18,7 +18,7 @@ from thinwire.cli.output import finish_output, protect_output
 
 if TYPE_CHECKING:
     from thinwire.training.elastic.job import LocalSettings
-    from thinwire.training.elastic.rank0_driver import Rank0Driver
+    from thinwire.training.elastic.replica_ranks import Rank0Driver
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,7 +65,7 @@ def _driver(
     """Start the replica's other ranks, where it has several."""
     if settings.ranks_per_replica == 1:
         return contextlib.nullcontext()
-    from thinwire.training.elastic.rank_processes import start_ranks
+    from thinwire.training.elastic.replica_ranks import start_ranks
 
     return start_ranks(
         run_dir, module="thinwire.cli.elastic_rank", leader=os.getpid(), index=index,

@@ -11,8 +11,7 @@ from typing import Any
 from thinwire.elastic.data_leases import Lease, Ledger
 from thinwire.elastic.roster import Member, Roster, Standing
 from thinwire.elastic.rounds import Decision, RoundBook
-from thinwire.elastic.routing import DetourTable
-from thinwire.elastic.site_topology import SiteTable
+from thinwire.elastic.routing import DetourTable, SiteTable
 from thinwire.elastic.snapshots import Cut, Cuts
 from thinwire.elastic.standby_hosts import SpareHosts
 from thinwire.events import FIRST_LAST_ROUND

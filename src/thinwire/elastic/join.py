@@ -6,16 +6,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.elastic.coordinator_client import CoordinatorConnection
-from thinwire.elastic.coordinator_session import CoordinatorSession
-from thinwire.elastic.coordinator_view import Neighbour
-from thinwire.elastic.engine_session import ElasticRounds
+from thinwire.elastic.coordinator_session import CoordinatorSession, Neighbour, RoundLimits
 from thinwire.elastic.invitation import Invitation
-from thinwire.elastic.peer_activity import Inflow, QuietPeers
+from thinwire.elastic.peer_activity import PeerActivity
 from thinwire.elastic.protocol import RUN_OVER, VERSION, Message
+from thinwire.elastic.round_driver import ElasticRounds
 from thinwire.errors import ConnectError, Refused, RunOver
 from thinwire.events import Transfer
 from thinwire.transport.addresses import Address, address_towards
@@ -81,6 +80,21 @@ class Membership:
         self.transport.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinPlan:
+    """What a session needs to know of its job.
+
+    Attributes:
+        num_replicas: Planned replicas.
+        interval_steps: H, inner steps.
+        limits: Limits on waiting for parts.
+    """
+
+    num_replicas: int
+    interval_steps: int
+    limits: RoundLimits = field(default_factory=RoundLimits)
+
+
 class _Handshake:
     """What the coordinator says before there is a session."""
 
@@ -118,7 +132,7 @@ class _Handshake:
 
 
 def join(
-    invitation: Invitation, *, secret: Secret, planned: Callable[[Mapping[str, Any]], tuple[int, int]],
+    invitation: Invitation, *, secret: Secret, plan_of: Callable[[Mapping[str, Any]], JoinPlan],
     address: str | None = None, deadline_s: float = _NOT_THERE_S, warn: Callable[[str], None] = lambda text: None,
 ) -> tuple[Membership, Address]:  # fmt: skip
     """Join a job.
@@ -126,7 +140,7 @@ def join(
     Args:
         invitation: Where its coordinator is.
         secret: The job's.
-        planned: Reads from the job how many replicas are planned, and how many steps an interval has.
+        plan_of: Reads what the session needs from the job.
         address: This host's address that the others reach; None for the one from which the coordinator is reached.
         deadline_s: For how long the coordinator is waited for.
         warn: Told, later, that the coordinator has not been heard of.
@@ -145,18 +159,18 @@ def join(
     try:
         welcome = _request_join(connection, handshake, invitation, deadline_s=deadline_s)
         replica, job = welcome["replica"], welcome["job"]
-        num_planned, interval_steps = planned(job)
+        plan = plan_of(job)
         wire = WireTransport(
-            replica=replica, num_replicas=num_planned, secret=secret, address=own_address, is_open=True
+            replica=replica, num_replicas=plan.num_replicas, secret=secret, address=own_address, is_open=True
         )
     except BaseException:
         connection.close()
         raise
     session = CoordinatorSession(
-        replica=replica, interval_steps=interval_steps, send=connection.send,
+        replica=replica, interval_steps=plan.interval_steps, send=connection.send,
         on_roster=lambda neighbours: _update_peers(wire, neighbours, replica=replica), warn=warn,
+        activity=PeerActivity(wire), limits=plan.limits,
     )  # fmt: skip
-    session.quiet, session.is_busy = QuietPeers(wire), Inflow(wire).is_busy
     transport = RecordingAskingTransport(wire)
     library = Library(transport)
     rounds = ElasticRounds(session, library)
@@ -165,7 +179,7 @@ def join(
     transport.log.add_sink(lambda transfer: note_rate(session, transfer))
     handshake.attach(session)
     membership = Membership(
-        job=job, session=session, transport=transport, library=library, seat=seat, connection=connection
+        job=job, session=session, transport=transport, library=library, rounds=rounds, connection=connection
     )
     return membership, Address(host=own_address, port=wire.port)
 

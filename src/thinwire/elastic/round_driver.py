@@ -18,8 +18,7 @@ import torch
 from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.round_state_machine import Action, CastVote, GiveUp, RequestPart, RoundInputs, RoundStateMachine
 from thinwire.elastic.rounds import Decision
-from thinwire.elastic.site_topology import site_of
-from thinwire.elastic.source_selection import probed_sources, relays, slow_sources
+from thinwire.elastic.routing import probed_sources, relays, site_of, slow_sources
 from thinwire.errors import Expelled, PayloadError, TransportError
 from thinwire.events import FIRST_LAST_ROUND
 from thinwire.transport.base import Received
@@ -182,7 +181,7 @@ class RoundDriver:
             return RoundInputs(
                 called=view.calls.get(self._round_id), decision=self._decision, active=active,
                 neighbours=tuple(view.neighbours), limit_s=self._session.transfer_timeout.limit_s,
-                silent=self._session.quiet(),
+                silent=self._session.activity.silent_peers(),
                 relays=relays(view.sites, replica=me, round_id=self._round_id, active=active, detours=view.detours),
                 # a relay that is given up too early costs the thin wire the part a second time
                 relay_limit_s=min(
@@ -191,14 +190,14 @@ class RoundDriver:
                     max(self._session.transfer_timeout.limit_s, self._slack_s()),
                 ),
                 near=site_of(me, view.sites), slow=slow_sources(view.detours, replica=me),
-                is_busy=self._session.is_busy(), slack_s=self._slack_s(),
+                is_busy=self._session.activity.is_link_busy(), slack_s=self._slack_s(),
                 ahead=sum(count for number, count in self._session.missing_parts.items() if number < self._round_id),
             )  # fmt: skip
 
     def _slack_s(self) -> float:
         """Return for how long after the call parts may come without anybody waiting for the result."""
-        steps = self._session.overdue_steps
-        is_at_end = self._round_id >= FIRST_LAST_ROUND or self._launch_step + steps > self._session.last_step
+        steps = self._session.limits.overdue_steps
+        is_at_end = self._round_id >= FIRST_LAST_ROUND or self._launch_step + steps > self._session.limits.last_step
         return 0.0 if is_at_end else steps * self._session.pace.step_s
 
     def _do(self, action: Action) -> None:
@@ -295,3 +294,63 @@ class RoundDriver:
                 self._session.changed.wait(_WAIT_S)
             else:
                 self._session.changed.wait(_POLL_S)
+
+
+class ElasticRounds:
+    """Implements `thinwire.averaging.elastic_mean.ElasticSession`.
+
+    Args:
+        session: What the coordinator says.
+        store: Where parts are offered and fetched.
+    """
+
+    def __init__(self, session: CoordinatorSession, store: PartStore) -> None:
+        self._session = session
+        self._store = store
+        self._kept: dict[int, int] = {}
+
+    def active(self) -> tuple[int, ...]:
+        """Return the replicas that take part, this one among them."""
+        return self._session.active()
+
+    def known_step(self) -> int:
+        """Return the furthest step at which somebody has launched a round."""
+        with self._session.changed:
+            return self._session.view.step
+
+    def is_decided(self, round_id: int) -> bool:
+        """Tell whether a round was decided without this replica."""
+        with self._session.changed:
+            return round_id in self._session.view.decisions
+
+    def propose(
+        self, part: torch.Tensor | None, *, round_id: int, launch_step: int, reference_hash: int, most_bytes: int,
+        bad_parts: int = 0,
+    ) -> RoundDriver:  # fmt: skip
+        """Offer a part and take part in what is agreed on; see `RoundDriver`."""
+        self._forget_old()
+        self._kept[round_id] = launch_step
+        return RoundDriver(
+            session=self._session, store=self._store, round_id=round_id, launch_step=launch_step, part=part,
+            reference_hash=reference_hash, most_bytes=most_bytes, bad_parts=bad_parts,
+        )  # fmt: skip
+
+    def reject(self, member: int, *, round_id: int, bad_parts: int, since: int) -> None:
+        """Report that a part held NaN or infinity and was left out; see `ElasticSession.reject`."""
+        self._session.send("reject", round=round_id, member=member, parts=bad_parts, since=since)
+
+    def is_past(self, name: bytes) -> bool:
+        """Tell of a blob's name whether it is a part of a round that nobody needs any more."""
+        round_id = round_of_name(name)
+        oldest = min(list(self._kept), default=0)
+        return round_id is not None and round_id < oldest
+
+    def _forget_old(self) -> None:
+        """Let go of rounds that all have applied, and that nobody needs who is coming, or may come back."""
+        view = self._session.view
+        floor = min(view.floor_step, view.kept_step) - self._session.interval_steps
+        old = [round_id for round_id, launch_step in self._kept.items() if launch_step < floor]
+        for round_id in old:
+            del self._kept[round_id]
+        if old:
+            self._store.forget_past()

@@ -11,11 +11,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from thinwire.elastic.state_chunks import chunk_name
+from thinwire.elastic.state_transfer import chunk_name
 from thinwire.training.checkpoints.global_state import GlobalState
 from thinwire.training.elastic import states
-from thinwire.training.elastic.state_fetch import state_name
-from thinwire.training.elastic.states import StateKeeper
+from thinwire.training.elastic.states import StateKeeper, state_name
 from thinwire.transport.blob_store import Library
 
 UNWANTED_S = 1.0

@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from thinwire.elastic.coordinator_view import CoordinatorView, Neighbour, StateOffer
+from thinwire.elastic.coordinator_session import CoordinatorView, Neighbour, StateOffer
 from thinwire.elastic.join import Membership
-from thinwire.elastic.state_chunks import CHUNK_BYTES, publish_state
+from thinwire.elastic.state_transfer import CHUNK_BYTES, publish_state
 from thinwire.errors import DeadlineExceeded, Expelled, NotThere
 from thinwire.sync.engine import Engine
 from thinwire.training.checkpoints.global_state import GlobalState, pack
-from thinwire.training.elastic.state_fetch import IncomingState, fetch, state_name
+from thinwire.training.elastic.states import IncomingState, fetch, state_name
 
 STEP, SOON_S = 12, 120.0
 HOLDER = 1
@@ -100,7 +100,7 @@ class Case:
             neighbours={HOLDER: Neighbour(replica=HOLDER, host="h", address="a", port=1, is_active=True)}
         )
         session = SimpleNamespace(
-            view=view, changed=threading.Condition(), step=0, interval_steps=10, check=lambda: None,
+            view=view, changed=threading.Condition(), reach=lambda step: None, interval_steps=10, check=lambda: None,
             pace=SimpleNamespace(step_s=step_s), send=lambda kind, **fields: None,
         )  # fmt: skip
         self.membership = cast(Membership, SimpleNamespace(session=session, library=self.shelf))

@@ -3,22 +3,74 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.elastic.coordinator_session import CoordinatorSession
 from thinwire.elastic.join import Membership
 from thinwire.errors import ThinwireError
 from thinwire.monitor.record.recorder import Recorder
 from thinwire.sync.optimizer import DistributedOptimizer
 from thinwire.training.config import TrainConfig
 from thinwire.training.drift import watch_for
-from thinwire.training.elastic.rank0_driver import Rank0Driver
-from thinwire.training.elastic.throughput import StepThroughput
+from thinwire.training.elastic.replica_ranks import Rank0Driver
 from thinwire.training.loop import Batch, Batches, Training
 from thinwire.training.metrics import Meter
+
+_SEEN = 32
+# A step cannot take no time at all, whatever a clock says.
+_LEAST_S = 1e-6
+
+
+class StepThroughput:
+    """A replica's latest steps; each is told to the session, and so to the others and to people.
+
+    Args:
+        session: This replica's seat.
+        interval_steps: H, inner steps.
+        now: Gives seconds that only grow.
+
+    Attributes:
+        steps_s: Times of the latest steps without waits, in seconds.
+    """
+
+    def __init__(
+        self, session: CoordinatorSession, *, interval_steps: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.steps_s: deque[float] = deque(maxlen=_SEEN)
+        self._session = session
+        self._interval_steps = interval_steps
+        self._now = now
+        self._seen: deque[tuple[int, int, float]] = deque(maxlen=_SEEN + 1)
+        self._tokens = 0
+
+    def add_step(self, *, took_s: float, step: int, tokens: int) -> None:
+        """Take in a step.
+
+        Args:
+            took_s: Seconds without waits.
+            step: Where the replica is after it, and after what it passed over.
+            tokens: What it trained on.
+        """
+        if len(self._seen) == 1:
+            self.steps_s.clear()  # the first step warms up: it says little of the others, once there is one
+        self.steps_s.append(max(_LEAST_S, took_s))
+        self._tokens += tokens
+        self._seen.append((step, self._tokens, self._now()))
+        session, (first_step, first_tokens, first_s) = self._session, self._seen[0]
+        session.reach(step)
+        session.report_work(step_s=statistics.median(self.steps_s))
+        if step > first_step:
+            session.report_work(
+                steps_per_interval=self._interval_steps * (len(self._seen) - 1) / (step - first_step),
+                tokens_s=(self._tokens - first_tokens) / max(_LEAST_S, self._seen[-1][2] - first_s),
+            )
+
 
 # AdamW without a past steps by the sign of each gradient; so a replica that comes in the middle of a run begins slowly.
 _MOST_RAMP_STEPS = 20
@@ -103,7 +155,7 @@ class ElasticTraining(Training):
     def _report(self) -> None:
         super()._report()
         loss = self._meter.latest_loss
-        self._membership.session.loss = loss if math.isfinite(loss) and loss > 0 else 0.0
+        self._membership.session.report_work(loss=loss if math.isfinite(loss) and loss > 0 else 0.0)
 
     def _train_step(self) -> None:
         session = self._membership.session

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from thinwire.elastic.adaptive_local_steps import AdaptiveLocalSteps
-from thinwire.elastic.coordinator_view import CoordinatorView
+from thinwire.elastic.coordinator_session import CoordinatorView, RoundLimits
 from thinwire.elastic.invitation import read_invitation
-from thinwire.elastic.join import Membership, join
+from thinwire.elastic.join import JoinPlan, Membership, join
 from thinwire.elastic.rounds import bearable_steps, grace_steps
 from thinwire.errors import CheckpointError, DroppedNonFinite, Expelled, Refused, RunOver
 from thinwire.files import write_whole
@@ -31,14 +31,12 @@ from thinwire.training.corpora.shards import ShardBatches
 from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, LocalSnapshot, snapshot_path
-from thinwire.training.elastic.loop import ElasticTraining, Left
-from thinwire.training.elastic.rank0_driver import Rank0Driver, check_ranks, whole_model
+from thinwire.training.elastic.loop import ElasticTraining, Left, StepThroughput
 from thinwire.training.elastic.record_forwarding import RecordForward
 from thinwire.training.elastic.remediation import write_pid
+from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
 from thinwire.training.elastic.round_log import RoundLog
-from thinwire.training.elastic.state_fetch import IncomingState
-from thinwire.training.elastic.states import StateKeeper, checkpoints_of, take_in
-from thinwire.training.elastic.throughput import StepThroughput
+from thinwire.training.elastic.states import IncomingState, StateKeeper, checkpoints_of, take_in
 from thinwire.training.metrics import Meter, open_loggers
 from thinwire.training.run_identity import check_folder, write_identity
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
@@ -206,12 +204,14 @@ class _Stay:
     def _join(self) -> tuple[Membership, Address]:
         invitation = read_invitation(self._settings.invitation)
 
-        def planned(values: Mapping[str, Any]) -> tuple[int, int]:
+        def plan_of(values: Mapping[str, Any]) -> JoinPlan:
             job = ElasticJob.from_json(values)
-            return job.config.num_replicas, job.sync_interval
+            overdue_steps = bearable_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
+            limits = RoundLimits(overdue_steps=overdue_steps if job.bears else 0.0, last_step=job.config.steps)
+            return JoinPlan(num_replicas=job.config.num_replicas, interval_steps=job.sync_interval, limits=limits)
 
         membership, address = join(
-            invitation, secret=self._secret, planned=planned, address=self._settings.address,
+            invitation, secret=self._secret, plan_of=plan_of, address=self._settings.address,
             deadline_s=_JOIN_S, warn=self._report,
         )  # fmt: skip
         self._membership = membership
@@ -249,11 +249,6 @@ class _Stay:
         )  # fmt: skip
         self._optimizer = optimizer
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-        membership.session.last_step = config.steps
-        if job.bears:
-            membership.session.overdue_steps = bearable_steps(
-                sync_interval=job.sync_interval, overlap_steps=job.overlap_steps
-            )
         own_work = StepThroughput(membership.session, interval_steps=job.sync_interval)
         pace = AdaptiveLocalSteps(
             peers=membership.session.pace, own_s=lambda: own_work.steps_s, launched=optimizer.engine.launched_at,
@@ -267,7 +262,7 @@ class _Stay:
             corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed,
             shard_windows=job.shard_windows, lend=membership.session.lease, ask_ahead=membership.session.ask_lease,
         )  # fmt: skip
-        membership.session.used = batches.used
+        membership.session.track_windows(batches.used)
         return _Assembly(
             config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches,
             own_work=own_work,
@@ -371,7 +366,7 @@ class _Stay:
             held=self._held, report=self._report, may_begin_early=parts.job.bears and self._driver is None,
         )  # fmt: skip
         self._held = None
-        session.step = step
+        session.reach(step)
         session.send_reliably("active", step=step)
         session.wait_for(lambda view: _is_active(view, membership.replica), deadline_s=None, why="")
         session.stop_resending("active")
