@@ -177,7 +177,7 @@ class Runner:
         now = lambda: town.clock.now_s  # noqa: E731
         own = StepThroughput(session, interval_steps=setting.schedule.sync_interval, now=now)
         pace = AdaptiveLocalSteps(
-            others=session.pace, own_s=lambda: own.steps_s, launched=self.engine.launched_at,
+            peers=session.pace, own_s=lambda: own.steps_s, launched=self.engine.launched_at,
             has_work=self.engine.has_work, interval_steps=setting.schedule.sync_interval,
             slack_steps=setting.overlap_steps / 4, now=now,
         )  # fmt: skip

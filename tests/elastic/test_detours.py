@@ -419,7 +419,7 @@ def test_around_a_slow_wire_all_apply_the_same_bytes_and_it_is_used_for_tries_on
     plain, around = Triangle(is_slow=False), Triangle(is_slow=True)
     slow = (Detour(source=0, replica=2, over=(1,), every=2),)
     with around.town.lock:
-        around.town.coordinator.detours.look = lambda active, **more: []  # type: ignore[method-assign]
+        around.town.coordinator.detours.update = lambda active, **more: []  # type: ignore[method-assign]
         around.town.coordinator.detours.detours = slow
         around.town.coordinator._tell_pace()
     assert around.residents[2].session.view.detours == slow

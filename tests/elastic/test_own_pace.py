@@ -81,7 +81,7 @@ def test_replicas_alike_pass_over_hardly_anything() -> None:
 
 def pace_of(others: PeerPace, now_s: float, *, own_s: float = 0.5, has_work: bool = True) -> AdaptiveLocalSteps:
     return AdaptiveLocalSteps(
-        others=others, own_s=lambda: [own_s] * 5, launched=lambda step: [0] if step % 10 == 0 else [],
+        peers=others, own_s=lambda: [own_s] * 5, launched=lambda step: [0] if step % 10 == 0 else [],
         has_work=lambda fragment: has_work, interval_steps=10, now=lambda: now_s,
     )  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_who_was_disturbed_in_its_first_steps_passes_over_none() -> None:
     others.start(now_s=0.0)
     own_s = [3.0]
     pace = AdaptiveLocalSteps(
-        others=others, own_s=lambda: own_s, launched=lambda step: [0] if step % 20 == 0 else [],
+        peers=others, own_s=lambda: own_s, launched=lambda step: [0] if step % 20 == 0 else [],
         has_work=lambda fragment: True, interval_steps=60, now=lambda: 3.0,
     )  # fmt: skip
     assert pace.target_step(1) == 0

@@ -21,15 +21,15 @@ def _sleep() -> None:
 
 
 if _ELASTIC.intersection(sys.orig_argv) and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(os.environ):
-    from thinwire.training.elastic.loop import ElasticTraining
+    from thinwire.training.loop import LocalPasses, Training
 
-    _plain_step, _clip = ElasticTraining._plain_step, ElasticTraining._clip
+    _plain_step, _clip = Training._plain_step, LocalPasses.clip
 
-    def _slow_step(self: ElasticTraining, *arguments: object) -> object:
+    def _slow_step(self: Training, *arguments: object) -> object:
         _sleep()
         return _plain_step(self, *arguments)
 
-    def _spoilt_clip(self: ElasticTraining) -> None:
+    def _spoilt_clip(self: LocalPasses) -> None:
         _clip(self)
         folder = os.environ.get("CHAOS_NAN")
         if folder and (Path(folder) / str(os.getpid())).exists():
@@ -37,7 +37,7 @@ if _ELASTIC.intersection(sys.orig_argv) and {"CHAOS_STEP_S", "CHAOS_NAN"} & set(
                 if parameter.grad is not None:
                     parameter.grad.fill_(float("nan"))
 
-    ElasticTraining._plain_step, ElasticTraining._clip = _slow_step, _spoilt_clip
+    Training._plain_step, LocalPasses.clip = _slow_step, _spoilt_clip
 
 if _STATIC.intersection(sys.orig_argv) and "CHAOS_STEP_S" in os.environ:
     from thinwire.training.loop import Training

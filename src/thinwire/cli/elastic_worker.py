@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         settings = LocalSettings.load(run_dir)
-        with _driver(settings, run_dir, index=index) as driver:
-            run_replica(settings, report=_report, device_index=index, driver=driver)
+        with _rank0(settings, run_dir, index=index) as rank0:
+            run_replica(settings, report=_report, device_index=index, rank0=rank0)
     except ConnectError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return UNANSWERED
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _driver(
+def _rank0(
     settings: LocalSettings, run_dir: Path, *, index: int
 ) -> contextlib.AbstractContextManager[Rank0Driver | None]:
     """Start the replica's other ranks, where it has several."""

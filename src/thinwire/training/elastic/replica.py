@@ -28,15 +28,17 @@ from thinwire.training.checkpoints.state_files import ForeignCheckpoint
 from thinwire.training.config import TrainConfig, config_text
 from thinwire.training.corpora import Corpus
 from thinwire.training.corpora.shards import ShardBatches
+from thinwire.training.drift import watch_for
 from thinwire.training.elastic.coordinator_process import read_port
 from thinwire.training.elastic.job import ElasticJob, LocalSettings
 from thinwire.training.elastic.local_snapshot import RESUMED_ERA, HeldState, LocalSnapshot, snapshot_path
-from thinwire.training.elastic.loop import ElasticTraining, Left, StepThroughput
+from thinwire.training.elastic.loop import Left, StepThroughput, elastic_training
 from thinwire.training.elastic.record_forwarding import RecordForward
 from thinwire.training.elastic.remediation import write_pid
 from thinwire.training.elastic.replica_ranks import Rank0Driver, check_ranks, whole_model
 from thinwire.training.elastic.round_log import RoundLog
 from thinwire.training.elastic.states import IncomingState, StateKeeper, checkpoints_of, take_in
+from thinwire.training.loop import LoopSetup, Training
 from thinwire.training.metrics import Meter, open_loggers
 from thinwire.training.run_identity import check_folder, write_identity
 from thinwire.training.summary import parameters_sha256, replica_note, save_model, summarise, write_summary
@@ -58,7 +60,7 @@ _LOOK_S = 0.5
 
 
 def run_replica(
-    settings: LocalSettings, *, report: Callable[[str], None], device_index: int = 0, driver: Rank0Driver | None = None
+    settings: LocalSettings, *, report: Callable[[str], None], device_index: int = 0, rank0: Rank0Driver | None = None
 ) -> bool:
     """Take part in a job until it ends, or this replica is told to leave.
 
@@ -66,7 +68,7 @@ def run_replica(
         settings: What this host's replicas are told.
         report: Takes the messages for the user.
         device_index: Which of this host's GPUs is its own.
-        driver: The ranks that this replica is made of, where there are several; this one leads.
+        rank0: The ranks that this replica is made of, where there are several; this one leads.
 
     Returns:
         Whether the run came to its end.
@@ -79,7 +81,7 @@ def run_replica(
     pause_s, bad_intervals, wait_s = _AGAIN_S, 0, 0.0
     while True:
         began_s = time.monotonic()
-        stay = _Stay(settings, secret=secret, report=report, device_index=device_index, driver=driver, wait_s=wait_s)
+        stay = _Stay(settings, secret=secret, report=report, device_index=device_index, rank0=rank0, wait_s=wait_s)
         wait_s = 0.0
         try:
             return stay.live()
@@ -122,7 +124,7 @@ class _Assembly:
     model: torch.nn.Module
     optimizer: DistributedOptimizer
     batches: ShardBatches
-    own_work: StepThroughput
+    throughput: StepThroughput
 
 
 class _Stay:
@@ -130,7 +132,7 @@ class _Stay:
 
     def __init__(
         self, settings: LocalSettings, *, secret: Secret, report: Callable[[str], None], device_index: int,
-        driver: Rank0Driver | None, wait_s: float = 0.0,
+        rank0: Rank0Driver | None, wait_s: float = 0.0,
     ) -> None:  # fmt: skip
         self._settings = settings
         self._wait_s = wait_s
@@ -138,7 +140,7 @@ class _Stay:
         self._secret = secret
         self._report = report
         self._device_index = device_index
-        self._driver = driver
+        self._rank0 = rank0
         self._membership: Membership | None = None
         self._keeper: StateKeeper | None = None
         self._meter: Meter | None = None
@@ -199,7 +201,7 @@ class _Stay:
         if self._round_log is not None:
             self._round_log.close()
         if self._membership is not None:
-            self._membership.close(why=self.why if self._driver is None else self._driver.problem or self.why)
+            self._membership.close(why=self.why if self._rank0 is None else self._rank0.problem or self.why)
 
     def _join(self) -> tuple[Membership, Address]:
         invitation = read_invitation(self._settings.invitation)
@@ -241,7 +243,7 @@ class _Stay:
         model, inner, device = self._model(config, corpus)
         method = elastic(
             make_method(config), seat=membership.rounds, preserve_norm=config.preserve_norm,
-            find=lambda text: membership.session.send("note", level="warning", text=text), pieces=self._driver,
+            find=lambda text: membership.session.send("note", level="warning", text=text), pieces=self._rank0,
         )  # fmt: skip
         optimizer = DistributedOptimizer(
             model, inner, method=method, transport=membership.transport, seed=config.seed, pace=False,
@@ -249,9 +251,9 @@ class _Stay:
         )  # fmt: skip
         self._optimizer = optimizer
         patience_steps = grace_steps(sync_interval=job.sync_interval, overlap_steps=job.overlap_steps)
-        own_work = StepThroughput(membership.session, interval_steps=job.sync_interval)
+        throughput = StepThroughput(membership.session, interval_steps=job.sync_interval)
         pace = AdaptiveLocalSteps(
-            peers=membership.session.pace, own_s=lambda: own_work.steps_s, launched=optimizer.engine.launched_at,
+            peers=membership.session.pace, own_s=lambda: throughput.steps_s, launched=optimizer.engine.launched_at,
             has_work=optimizer.engine.has_work, interval_steps=job.sync_interval, slack_steps=job.overlap_steps / 4,
         )  # fmt: skip
         optimizer.engine.follow(
@@ -265,7 +267,7 @@ class _Stay:
         membership.session.track_windows(batches.used)
         return _Assembly(
             config=config, job=job, corpus=corpus, device=device, model=model, optimizer=optimizer, batches=batches,
-            own_work=own_work,
+            throughput=throughput,
         )  # fmt: skip
 
     def _keep_job(self, job: ElasticJob, config: TrainConfig) -> None:
@@ -290,9 +292,9 @@ class _Stay:
         self, config: TrainConfig, corpus: Corpus
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.device]:
         vocab_size = corpus.tokenizer.vocab_size
-        if self._driver is not None:
-            check_ranks(config, num_ranks=self._driver.num_ranks)
-            return *self._driver.assemble(config, vocab_size=vocab_size), self._driver.device
+        if self._rank0 is not None:
+            check_ranks(config, num_ranks=self._rank0.num_ranks)
+            return *self._rank0.assemble(config, vocab_size=vocab_size), self._rank0.device
         is_cuda = config.device == "cuda"
         device = torch.device("cuda", self._device_index) if is_cuda else torch.device("cpu")
         torch.manual_seed(config.seed)
@@ -301,7 +303,7 @@ class _Stay:
 
     def _arrive(self, membership: Membership, parts: _Assembly, address: Address) -> None:
         path = snapshot_path(parts.config.run_dir, self._device_index)
-        if self._driver is None:  # what an inner optimizer remembers lies in shards where there are several ranks
+        if self._rank0 is None:  # what an inner optimizer remembers lies in shards where there are several ranks
             self._kept = LocalSnapshot(
                 path, run=parts.job.identity, warn=self._report,
                 account=lambda step: membership.session.account(step, deadline_s=_ACCOUNT_S),
@@ -363,7 +365,7 @@ class _Stay:
         self._has_moments = is_own and self._held is not None and self._held.has_inner
         step, self._coming = take_in(
             offer, membership=membership, model=parts.model, optimizer=parts.optimizer, checkpoints=checkpoints,
-            held=self._held, report=self._report, may_begin_early=parts.job.bears and self._driver is None,
+            held=self._held, report=self._report, may_begin_early=parts.job.bears and self._rank0 is None,
         )  # fmt: skip
         self._held = None
         session.reach(step)
@@ -379,7 +381,7 @@ class _Stay:
             parts.optimizer.begin_at(step)
         return step
 
-    def _training(self, membership: Membership, parts: _Assembly, *, step: int) -> ElasticTraining:
+    def _training(self, membership: Membership, parts: _Assembly, *, step: int) -> Training:
         config = parts.config
         loggers = open_loggers(
             config.run_dir,
@@ -395,14 +397,18 @@ class _Stay:
         self._round_log = RoundLog(
             config.run_dir, replica=membership.replica, engine=parts.optimizer.engine, warn=self._report
         )
-        return ElasticTraining(
-            config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
+        setup = LoopSetup(
+            config=config, model=parts.model, optimizer=parts.optimizer, batches=parts.batches,
             held_out=lambda num_batches: held_out_batches(config, parts.corpus, num_batches=num_batches),
-            meter=self._meter, device=parts.device, membership=membership, step=step, is_fresh=not self._has_moments,
-            own_work=parts.own_work, driver=self._driver, recorder=self._recorder,
+            meter=self._meter, device=parts.device, recorder=self._recorder,
+            watch=watch_for(config, parts.optimizer, log=membership.transport.log),
+        )  # fmt: skip
+        return elastic_training(
+            setup, membership=membership, throughput=parts.throughput, step=step, is_fresh=not self._has_moments,
+            rank0=self._rank0,
         )  # fmt: skip
 
-    def _end(self, membership: Membership, parts: _Assembly, training: ElasticTraining) -> bool:
+    def _end(self, membership: Membership, parts: _Assembly, training: Training) -> bool:
         with self._global_model(parts) as model:
             sha256 = parameters_sha256(model)
         note = replica_note(training.reading(), sha256=sha256)
@@ -418,7 +424,7 @@ class _Stay:
     @contextmanager
     def _global_model(self, parts: _Assembly) -> Iterator[torch.nn.Module]:
         """Give a model that holds the global parameters whole: this replica's own, or one made of all ranks' shards."""
-        if self._driver is not None:
+        if self._rank0 is not None:
             parameters, _ = global_tensors(parts.optimizer.engine, parts.model)
             vocab_size = parts.corpus.tokenizer.vocab_size
             yield whole_model(parts.config, vocab_size=vocab_size, parameters=parameters, sharded=parts.model)
@@ -426,7 +432,7 @@ class _Stay:
         with parts.optimizer.global_parameters():
             yield parts.model
 
-    def _write(self, parts: _Assembly, training: ElasticTraining, finish: Mapping[str, Any]) -> None:
+    def _write(self, parts: _Assembly, training: Training, finish: Mapping[str, Any]) -> None:
         """Evaluate, and write the model and the run's numbers."""
         config = parts.config
         val_loss = training.evaluate_at_end()

@@ -227,8 +227,8 @@ class Rank0Driver:
         return self._shard.model, self._shard.inner
 
     @property
-    def passes(self) -> Passes:
-        """What times this rank's passes."""
+    def timing(self) -> Passes:
+        """The timer of this rank's passes."""
         return self._made.passes
 
     def backward(self, tokens: Tensor, targets: Tensor, *, factor: float) -> tuple[Tensor, Tensor]:
@@ -398,7 +398,7 @@ class RankProcesses:
         self._logs = logs
         self._name = name
         self._is_over = threading.Event()
-        self._driver: Rank0Driver | None = None
+        self._rank0: Rank0Driver | None = None
         self._latest: tuple[str, float] | None = None
         self._waited_s = 0.0
         # for this user's eyes alone, on this host's own disk
@@ -409,10 +409,10 @@ class RankProcesses:
         self._thread = threading.Thread(target=self._watch, name="thinwire-ranks", daemon=True)
         self._thread.start()
 
-    def follow(self, driver: Rank0Driver) -> None:
+    def follow(self, rank0: Rank0Driver) -> None:
         """Watch also how long the other ranks keep this one waiting."""
-        self._driver = driver
-        driver.find_out = self._wait_for_report
+        self._rank0 = rank0
+        rank0.find_out = self._wait_for_report
 
     def close(self) -> None:
         """End the other ranks; they have nothing to lose."""
@@ -453,8 +453,8 @@ class RankProcesses:
 
     def _give_up(self, why: str) -> None:
         """End all ranks: the main thread finds its connections broken then, and has a moment to say goodbye."""
-        if self._driver is not None:
-            self._driver.problem = "lost one of its ranks"
+        if self._rank0 is not None:
+            self._rank0.problem = "lost one of its ranks"
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
@@ -467,7 +467,7 @@ class RankProcesses:
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"rank {rank} of this replica {_how_it_ended(code)}; see {self._log(rank)}"
-        waits = _JOINING if self._driver is None else self._driver.waits
+        waits = _JOINING if self._rank0 is None else self._rank0.waits
         # each order has a value of its own, however alike two are
         self._waited_s = self._waited_s + passed_s if waits is self._latest else 0.0
         self._latest = waits
@@ -501,9 +501,9 @@ def start_ranks(
         command, num_ranks=num_ranks, logs=run_dir / "logs", name=f"replica-process-{index}", report=report, end=end
     )
     try:
-        driver = Rank0Driver(join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks))
-        processes.follow(driver)
-        yield driver
+        rank0 = Rank0Driver(join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks))
+        processes.follow(rank0)
+        yield rank0
     finally:
         processes.close()
 
