@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -45,11 +44,6 @@ def wait_until(what: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-def pair(*values: Any) -> tuple[Any, ...]:
-    """Return a tuple that is no other one, however alike; a literal would be the same one each time."""
-    return values
-
-
 def own_ranks() -> list[psutil.Process]:
     found = psutil.Process(os.getpid()).children()
     return [one for one in found if one.status() != psutil.STATUS_ZOMBIE and SLEEPER in one.cmdline()]
@@ -68,16 +62,15 @@ def test_a_rank_that_dies_takes_the_others_with_it_and_is_named(ranks: RankProce
 def test_a_rank_that_hangs_is_ended_after_the_time_that_it_was_given(ranks: RankProcesses, told: list[str]) -> None:
     wait_until(lambda: len(own_ranks()) == 2)
     own_ranks()[0].send_signal(signal.SIGSTOP)
-    crew: Any = SimpleNamespace(waits=("a step", 600.0))
-    ranks.follow(crew)
+    ranks.expect("a step", 600.0)
     time.sleep(0.5)
     for _ in range(6):  # each order is given the whole time, however alike they are
-        crew.waits = pair("a step", 0.4)
+        ranks.expect("a step", 0.4)
         time.sleep(0.2)
-    crew.waits = None
+    ranks.expect_nothing()
     time.sleep(0.5)
     assert told == []
-    crew.waits = ("the norm of the gradient", 0.3)
+    ranks.expect("the norm of the gradient", 0.3)
     wait_until(lambda: told)
     assert "a rank of this replica hangs: the norm of the gradient took longer than 0.3 s" in told[0]
     wait_until(lambda: not own_ranks())

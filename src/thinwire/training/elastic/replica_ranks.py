@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ModelShard:
-    """A model of which each rank holds a shard (FSDP2), and what all ranks do with it at the same time.
+    """Model whose parameters are sharded over the ranks (FSDP2), with the collective operations on it.
 
     Every method is called by all ranks of the replica, in the same order.
 
@@ -44,9 +44,9 @@ class ModelShard:
 
     Attributes:
         model: This rank's part; its parameters are DTensors.
-        inner: Over it.
+        inner: Its inner optimizer.
         parameters: The shards of all ranks.
-        passes: What times this rank's passes, its waits for other ranks' shards among them.
+        passes: Timer of this rank's passes, including waits for other ranks' shards.
     """
 
     def __init__(self, group: InnerGroup, config: TrainConfig, *, vocab_size: int) -> None:
@@ -84,7 +84,7 @@ class ModelShard:
         return both[0], both[1]
 
     def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean nll of a batch that nobody trains on, of any number of rows; see `backward`."""
+        """Return the mean nll of a held-out batch of any number of rows; see `backward`."""
         rows, share = own_rows(tokens.shape[0], rank=self._group.rank, size=self._group.size)
         self.model.eval()
         with torch.no_grad(), self._autocast():
@@ -92,7 +92,7 @@ class ModelShard:
         return self._group.add_up(nll.detach() * share)
 
     def step(self, factor: float, *, base_lrs: Sequence[float]) -> None:
-        """Clip, step and clear, as the training loop does at the rank that leads."""
+        """Clip, step and clear, as the training loop does at rank 0."""
         for group, base_lr in zip(self.inner.param_groups, base_lrs, strict=True):
             group["lr"] = base_lr * factor
         self.clip()
@@ -116,7 +116,7 @@ class ModelShard:
 def own_rows(num_rows: int, *, rank: int, size: int) -> tuple[slice, float]:
     """Return which rows of a batch are a rank's, and what share of all of them.
 
-    A rank that is left without one takes the first, for a share of nothing: a model does not run on no row.
+    A rank without rows takes the first one with weight 0: a model cannot run on an empty batch.
 
     Example:
         >>> [own_rows(5, rank=rank, size=2) for rank in range(2)]
@@ -142,10 +142,10 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def follow(group: InnerGroup) -> None:
-    """Do what the rank that leads says, until it says that this is the end or is gone.
+    """Execute the commands of rank 0 until it ends the group.
 
     Raises:
-        RuntimeError: It is gone, or another rank is.
+        RuntimeError: A rank is gone.
     """
     shard: ModelShard | None = None
     base_lrs: list[float] = []
@@ -178,7 +178,7 @@ def _execute(order: dict[str, Any], shard: ModelShard, *, group: InnerGroup, bas
 
 
 def receive_batch(order: dict[str, Any], *, group: InnerGroup) -> Sequence[Tensor]:
-    """Take over the batch that comes with an order: tokens and targets, (batch, seq) int64 each."""
+    """Receive the batch of a command: tokens and targets, (batch, seq) int64 each."""
     return group.spread(torch.empty((2, *order["shape"]), dtype=torch.int64, device=group.device)).unbind()
 
 
@@ -187,25 +187,24 @@ _ASSEMBLY_S = 900.0
 
 
 class Rank0Driver:
-    """A replica's ranks, as the one that leads sees them; reaches all shards of the parameters (see `ReplicaShards`).
+    """Drives a replica's ranks from rank 0; reaches all shards of the parameters (see `ReplicaShards`).
 
     Args:
         group: The replica's ranks; this one leads.
-
-    Attributes:
-        waits: What the others are waited for just now, and for how many seconds at most; None between two orders.
-        problem: Why the replica leaves, once a rank of it is gone.
-        find_out: Called where a message between ranks failed: waits a moment until it is known why.
+        processes: Processes of the other ranks; None where another part watches them.
     """
 
-    def __init__(self, group: InnerGroup) -> None:
+    def __init__(self, group: InnerGroup, *, processes: RankProcesses | None = None) -> None:
         self._group = group
+        self._processes = processes
         self._shard: ModelShard | None = None
         self._indices: dict[str, int] = {}
         self._deadlines = Deadlines()
-        self.waits: tuple[str, float] | None = None
-        self.problem = ""
-        self.find_out: Callable[[], None] = lambda: None
+
+    @property
+    def problem(self) -> str:
+        """Why the replica leaves, once a rank is lost; else empty."""
+        return "" if self._processes is None else self._processes.problem
 
     @property
     def num_ranks(self) -> int:
@@ -218,7 +217,7 @@ class Rank0Driver:
         return self._group.device
 
     def assemble(self, config: TrainConfig, *, vocab_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Let every rank make its part of the model anew, and return this rank's, with its inner optimizer."""
+        """Build the sharded model on every rank; return this rank's part and its inner optimizer."""
         self._shard = None
         with self._during("making the model", limit_s=_ASSEMBLY_S):
             self._send("assemble", config=to_json(config), vocab_size=vocab_size)
@@ -252,7 +251,7 @@ class Rank0Driver:
             self._made.clip()
 
     def held_out(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean nll of a batch that nobody trains on; see `ModelShard.held_out`."""
+        """Return the mean nll of a held-out batch; see `ModelShard.held_out`."""
         with self._during("an evaluation"):
             self._send("held_out", shape=list(tokens.shape))
             return self._made.held_out(*self._group.spread(torch.stack([tokens, targets])))
@@ -280,7 +279,7 @@ class Rank0Driver:
         self._made.parameters.restore()
 
     def dismiss(self) -> None:
-        """Tell the other ranks that this is the end."""
+        """End the other ranks."""
         self._send("end")
 
     @property
@@ -297,20 +296,23 @@ class Rank0Driver:
     @contextlib.contextmanager
     def _during(self, what: str, *, limit_s: float | None = None) -> Iterator[None]:
         began_s = time.monotonic()
-        self.waits = what, self._deadlines.deadline_s(steps=1) if limit_s is None else limit_s
+        if self._processes is not None:
+            self._processes.expect(what, self._deadlines.deadline_s(steps=1) if limit_s is None else limit_s)
         try:
             yield
         except RuntimeError:
-            self.find_out()
+            if self._processes is not None:
+                self._processes.wait_for_report()
             raise
         finally:
-            self.waits = None
+            if self._processes is not None:
+                self._processes.expect_nothing()
         if limit_s is None:
             self._deadlines.observe_step(time.monotonic() - began_s)
 
 
 def check_ranks(config: TrainConfig, *, num_ranks: int, num_replicas: int = 1) -> None:
-    """Refuse what replicas of so many ranks cannot do on this host.
+    """Check that this host can run replicas of so many ranks.
 
     Args:
         config: The job's options on this host.
@@ -367,23 +369,23 @@ def whole_model(
     return model
 
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _JOINING = ("joining its ranks", 300.0)
 _END_S = 10.0
 _FIND_OUT_S = 1.0
-_FAREWELL_S = 3.0
-# A process that was stopped finds that its clock went on; a look counts for no longer than this.
-_LONGEST_LOOK_S = 1.0
+_LEAVE_S = 3.0
+# Seconds. The clock of a stopped process goes on, so one poll counts for no longer than this.
+_LONGEST_POLL_S = 1.0
 
 
 class RankProcesses:
-    """The other ranks of a replica, watched as long as they shall run.
+    """Processes of a replica's other ranks, watched for exits and hangs.
 
     Args:
-        command: What starts one, without its rank and the file that all of them meet by.
+        command: Starts one; rank and rendezvous file are appended.
         num_ranks: Ranks of the replica, this one among them.
         logs: Folder of their logs, `NAME-rank-N.err` each.
-        name: What the replica's process is called there.
+        name: Name of the replica's process there.
         report: Called, from a thread, with the reason that a rank is gone or hangs; all ranks have been ended then.
         end: Ends this process, which has not done so by itself soon after: what it waits for may never come.
     """
@@ -398,10 +400,11 @@ class RankProcesses:
         self._logs = logs
         self._name = name
         self._is_over = threading.Event()
-        self._rank0: Rank0Driver | None = None
+        self.problem = ""
+        self._expected: tuple[str, float] | None = _JOINING
         self._latest: tuple[str, float] | None = None
         self._waited_s = 0.0
-        # for this user's eyes alone, on this host's own disk
+        # readable by this user only, on a local disk
         self._folder = tempfile.TemporaryDirectory(prefix="thinwire-ranks-", ignore_cleanup_errors=True)
         self.meeting = Path(self._folder.name) / "meeting"
         logs.mkdir(parents=True, exist_ok=True)
@@ -409,13 +412,23 @@ class RankProcesses:
         self._thread = threading.Thread(target=self._watch, name="thinwire-ranks", daemon=True)
         self._thread.start()
 
-    def follow(self, rank0: Rank0Driver) -> None:
-        """Watch also how long the other ranks keep this one waiting."""
-        self._rank0 = rank0
-        rank0.find_out = self._wait_for_report
+    def expect(self, what: str, limit_s: float) -> None:
+        """Start the time limit of an operation of all ranks."""
+        self._expected = what, limit_s
+
+    def expect_nothing(self) -> None:
+        """End the time limit."""
+        self._expected = None
+
+    def wait_for_report(self) -> None:
+        """Wait until the reason of a broken connection is known.
+
+        The connections of a rank that dies break before its exit can be observed.
+        """
+        self._has_reported.wait(_FIND_OUT_S)
 
     def close(self) -> None:
-        """End the other ranks; they have nothing to lose."""
+        """End the other ranks; they hold no state of their own."""
         self._is_over.set()
         self._thread.join()
         for process in self._processes.values():
@@ -440,40 +453,36 @@ class RankProcesses:
 
     def _watch(self) -> None:
         before_s = time.monotonic()
-        while not self._is_over.wait(_LOOK_S):
+        while not self._is_over.wait(_POLL_S):
             now_s = time.monotonic()
-            passed_s, before_s = min(_LONGEST_LOOK_S, now_s - before_s), now_s
+            passed_s, before_s = min(_LONGEST_POLL_S, now_s - before_s), now_s
             if why := self._find_problem(passed_s):
                 self._give_up(why)
                 return
 
-    def _wait_for_report(self) -> None:
-        # a rank that dies breaks its connections before anybody can see that it is gone
-        self._has_reported.wait(_FIND_OUT_S)
-
     def _give_up(self, why: str) -> None:
-        """End all ranks: the main thread finds its connections broken then, and has a moment to say goodbye."""
-        if self._rank0 is not None:
-            self._rank0.problem = "lost one of its ranks"
+        """End all ranks; the main thread then sees broken connections and has a moment to leave the run."""
+        self.problem = "lost one of its ranks"
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
         self._report(why)
         self._has_reported.set()
-        if not self._is_over.wait(_FAREWELL_S):
+        if not self._is_over.wait(_LEAVE_S):
             self._end()
 
     def _find_problem(self, passed_s: float) -> str:
         for rank, process in self._processes.items():
             if (code := process.poll()) is not None:
                 return f"rank {rank} of this replica {_how_it_ended(code)}; see {self._log(rank)}"
-        waits = _JOINING if self._rank0 is None else self._rank0.waits
-        # each order has a value of its own, however alike two are
-        self._waited_s = self._waited_s + passed_s if waits is self._latest else 0.0
-        self._latest = waits
-        if waits is None or self._waited_s <= waits[1]:
+        expected = self._expected
+        # compared by identity: each call of `expect` makes a new tuple
+        self._waited_s = self._waited_s + passed_s if expected is self._latest else 0.0
+        self._latest = expected
+        if expected is None or self._waited_s <= expected[1]:
             return ""
-        return f"a rank of this replica hangs: {waits[0]} took longer than {waits[1]:.3g} s; see {self._log(1).parent}"
+        what, limit_s = expected
+        return f"a rank of this replica hangs: {what} took longer than {limit_s:.3g} s; see {self._log(1).parent}"
 
 
 def _how_it_ended(code: int) -> str:
@@ -485,7 +494,7 @@ def start_ranks(
     run_dir: Path, *, module: str, leader: int, index: int, num_ranks: int, report: Callable[[str], None],
     end: Callable[[], None],
 ) -> Iterator[Rank0Driver]:  # fmt: skip
-    """Start a replica's other ranks, and lead them as long as the block lasts.
+    """Start a replica's other ranks, and drive them inside the block.
 
     Args:
         run_dir: The run's folder, which holds this host's settings.
@@ -501,9 +510,9 @@ def start_ranks(
         command, num_ranks=num_ranks, logs=run_dir / "logs", name=f"replica-process-{index}", report=report, end=end
     )
     try:
-        rank0 = Rank0Driver(join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks))
-        processes.follow(rank0)
-        yield rank0
+        group = join_ranks(processes.meeting, index=index, rank=0, num_ranks=num_ranks)
+        processes.expect_nothing()
+        yield Rank0Driver(group, processes=processes)
     finally:
         processes.close()
 
